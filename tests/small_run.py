@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import multiprocessing
@@ -26,7 +27,9 @@ from m1clip.runlog import read_log
 from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.run import Run, resume, train_config
 from m1clip.training.setup import Setup, prepare
+from m1clip.training.step import TrainStep
 
+PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so long
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -148,20 +151,24 @@ class Command:
 
     def send_signal(self, number: int, group: bool = False) -> None:
         if self.process.is_alive():
-            (os.killpg if group else os.kill)(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                (os.killpg if group else os.kill)(self.pid, number)
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.send_signal(signal.SIGKILL, group=True)
             raise AssertionError(f"not finished after {timeout} s: {self.read()}")
         return self.process.exitcode
 
-    def wait_until(self, condition: Callable[[], Any], timeout: float = 100) -> None:
-        """Wait until a condition holds; fails if the process ends first."""
+    def wait_until(self, condition: Callable[[], Any], timeout: float = PATIENCE) -> None:
+        """Wait until a condition holds; fails if the process ends without it."""
         deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.process.is_alive(), (self.process.exitcode, self.read())
+        while True:
+            alive = self.process.is_alive()  # asked first: the condition may be its last act
+            if condition():
+                return
+            assert alive, (self.process.exitcode, self.read())
             assert time.monotonic() < deadline, self.read()
             time.sleep(0.005)
 
@@ -184,6 +191,18 @@ def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[],
     main()
 
 
+def hold_at(step: int, file: Path) -> None:
+    """In the training process: wait before a step until the file exists, so that a test can act in between."""
+    train = TrainStep.__call__
+
+    def wait_and_train(self: TrainStep, batch: Batch, number: int) -> Any:
+        while number == step and not file.exists():
+            time.sleep(0.005)
+        return train(self, batch, number)
+
+    TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
+
+
 def exit_code(*words: str | Path) -> int:
     """`m1clip WORDS` in this process."""
     from m1clip.cli.main import main
@@ -193,7 +212,7 @@ def exit_code(*words: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     process = Command(*words, cwd=cwd)
     code = process.wait(timeout)
     return subprocess.CompletedProcess(words, code, *process.read())
