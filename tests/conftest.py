@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent / "reliability"))
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which `make test &` in a script ignores
 encoder.fastest_precision = lambda kind: "fp32"  # type: ignore[assignment]  # measured, it would differ between machines
 
 # xdist's workers inherit the folder from the first process, so that they share the cached measurements.
@@ -75,6 +76,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect the counts; with xdist, this runs in the main process."""
     if report.when == "call" and report.user_properties:
         LONG_TESTS.append({"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the coverage of each package if --cov is given, as in `make test`."""
+    if not config.getoption("cov_source", None):
+        return
+    from coverage import Coverage
+    from package_coverage import coverage_lines
+
+    coverage = Coverage()
+    coverage.load()
+    terminalreporter.section("statements executed in the pytest processes (those they start are not counted)")
+    for line in coverage_lines(coverage):
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -179,6 +179,7 @@ class Command:
 
 def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
     os.chdir(cwd)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_APPEND), number)
