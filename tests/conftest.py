@@ -1,6 +1,7 @@
 """Settings for all tests: one torch thread, the same hypothesis examples each time, a temporary cache folder."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is alive now out of garbage collection: each run calls gc.collect, which is slow with 10^6 objects."""
+    gc.freeze()
 
 
 @pytest.fixture
