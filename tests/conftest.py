@@ -45,6 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
+    if config.getoption("cov_source", None):  # tracing would make hundreds of examples slow, for few lines more
+        for item in items:
+            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+                item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_collection_finish() -> None:
