@@ -164,6 +164,8 @@ def main() -> None:
         import torch  # noqa: F401  once for all mutants
 
         for module in arguments.modules:
+            if time.monotonic() - began > 60 * arguments.minutes:
+                sys.exit(f"{module} and those after it: no time left")
             tests = [tests_of(module), *arguments.tests]
             original = module.read_text(encoding="utf-8")
             if tests_fail(tests):

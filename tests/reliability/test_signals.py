@@ -33,8 +33,8 @@ PHASES: dict[str, tuple[str, float, float]] = {
 }
 
 
-def slow_down(function: str, mark: Path, seconds: float) -> None:
-    """In the training process: make a function slow, or with inf hold it until MARK.go exists.
+def slow_down(function: str, mark: Path, seconds: float, after: Path | None = None) -> None:
+    """In the training process: make a function slow, or with inf hold it until MARK.go exists; once `after` exists.
 
     MARK exists once it was called, MARK.inside while it runs, MARK.handled after the first signal.
     """
@@ -44,6 +44,8 @@ def slow_down(function: str, mark: Path, seconds: float) -> None:
     go = mark.with_suffix(".go")
 
     def slow(*args: Any, **named: Any) -> Any:
+        if after is not None and not after.exists():
+            return original(*args, **named)
         inside.touch()
         mark.touch()
         until = time.monotonic() + seconds
@@ -61,10 +63,12 @@ def slow_down(function: str, mark: Path, seconds: float) -> None:
             setattr(each, name, slow)
 
 
-def start(folder: Path, phase: str, changes: dict[str, Any], seconds: float = math.inf) -> Command:
+def start(
+    folder: Path, phase: str, changes: dict[str, Any], seconds: float = math.inf, after: Path | None = None
+) -> Command:
     """Train with a phase that is slow or held, and wait until it is in it."""
     words = small_arguments({**CHANGES, **changes})
-    prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds)
+    prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds, after)
     process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
     process.wait_until((folder / "mark").exists)
     return process
@@ -118,12 +122,14 @@ def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals, w
 
 @pytest.mark.slow
 def test_second_signal_exits_at_once_and_keeps_the_checkpoints(tmp_path: Path) -> None:
-    process = start(tmp_path, "saving", {"data.workers": 0})
+    saved = checkpoint_folder(tmp_path / "run", 5)
+    process = start(tmp_path, "saving", {"data.workers": 0}, after=saved)
     process.send_signal(signal.SIGTERM)
     process.wait_until((tmp_path / "mark.handled").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the save would never end
-    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in saved_steps(tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == [5]
+    assert verify(saved) == ""
     with lock_run(tmp_path / "run"):
         pass
 
