@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -91,6 +94,19 @@ def prepared(config: Config, shown: Screen | None = None) -> Setup:
 
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
     return train_config(small_config(changes), folder, screen())
+
+
+def finished_run(changes: dict[str, Any] | None = None) -> Path:
+    """A finished run that all tests and xdist workers share: do not write to it."""
+    key = hashlib.sha256(json.dumps(changes or {}, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(os.environ["M1CLIP_TEST_CACHE"]) / "runs" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "finished").exists():
+            shutil.rmtree(folder / "run", ignore_errors=True)  # of a test that was stopped
+            run_small(folder / "run", changes)
+            (folder / "finished").touch()
+    return folder / "run"
 
 
 def resume_quietly(folder: Path) -> tuple[Run, str]:

@@ -21,7 +21,7 @@ import torch
 from image_sets import make_set
 from PIL import Image
 from ranks import new_store, on_ranks, place, start_ranks
-from small_run import PATIENCE, ROOT, Command, environment, run_small, small_arguments, tensors_of
+from small_run import PATIENCE, ROOT, Command, environment, finished_run, run_small, small_arguments, tensors_of
 
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
@@ -80,10 +80,8 @@ def wait_all(commands: list[Command]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("one-process") / "run"
-    run_small(run, TINY)
-    return run
+def undisturbed() -> Path:
+    return finished_run(TINY)
 
 
 def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off") -> None:
