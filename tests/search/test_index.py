@@ -6,6 +6,7 @@ import functools
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -269,24 +270,30 @@ def test_watched_folder_is_kept_up_to_date(model: Path, tmp_path: Path) -> None:
     assert process.wait() == 0
 
 
-def slow_saves() -> None:
-    """In the process that is killed: many commits, slow reads, and the precision of the other tests."""
+def slow_saves(hang_after: float = math.inf) -> None:
+    """In the process that is killed: many commits, slow reads, and the precision of the other tests.
+
+    After some reads it waits for the kill, which so comes before the end on any schedule.
+    """
     module.BATCH, module.SAVE_SECONDS = 4, 0.0
-    read = module._read
+    read, reads = module._read, itertools.count()
 
     def slow_read(*args: Any) -> Any:
         time.sleep(0.05)
+        while next(reads) >= hang_after:
+            time.sleep(0.01)
         return read(*args)
 
     module._read = slow_read
 
 
-def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float) -> int:
+def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf) -> int:
     """Index again and again, and kill it each time; returns the number of kills before it was finished."""
     chance, interrupted, database = random.Random(0), 0, photos / FOLDER / DATABASE
     for _ in range(kills):
         began = time.time()  # it writes to the database when it starts
-        process = Command("index", str(photos), "--model", str(model), cwd=photos.parent, prepare=slow_saves)
+        prepare = functools.partial(slow_saves, hang_after)
+        process = Command("index", str(photos), "--model", str(model), cwd=photos.parent, prepare=prepare)
         process.wait_until(lambda began=began: database.exists() and database.stat().st_mtime > began)  # type: ignore[misc]
         time.sleep(seconds * chance.random())
         process.send_signal(9)
@@ -298,7 +305,7 @@ def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float
 @pytest.mark.slow
 def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 60)
-    assert kill_at_random_moments(photos, model, 3, 0.6) >= 1
+    assert kill_at_random_moments(photos, model, 3, 0.6, hang_after=15) == 3
     close(photos / FOLDER, fresh(photos, model))
 
 
