@@ -449,7 +449,7 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)
     files, closed = _scan(root, report)
-    db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")  # nosec B608
+    db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")
     stored = {
         name: (size, mtime, done)
         for name, size, mtime, done in db.execute(
@@ -592,7 +592,7 @@ class _Writer:
 
 def committed_rows(db: sqlite3.Connection, set_id: int) -> int:
     """The number of rows that a file of vectors has according to the database."""
-    last = f"SELECT row FROM vectors WHERE model = ? AND {VALID_ROW} ORDER BY row DESC LIMIT 1"  # nosec B608
+    last = f"SELECT row FROM vectors WHERE model = ? AND {VALID_ROW} ORDER BY row DESC LIMIT 1"
     found = db.execute(last, (set_id,)).fetchone()
     return 0 if found is None else int(found[0]) + 1
 
@@ -625,7 +625,7 @@ def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int
     except UserError:  # missing, or no file
         on_disk = 0
     if on_disk < rows:
-        pairs = f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER BY row"  # nosec B608
+        pairs = f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER BY row"
         _rewrite(db, place, known, db.execute(pairs, (set_id, on_disk)).fetchall())
 
 
@@ -636,7 +636,7 @@ def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int)
         return
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     pairs = db.execute(
-        f"SELECT image, row FROM vectors WHERE model = ? AND {VALID_ROW} "  # nosec B608
+        f"SELECT image, row FROM vectors WHERE model = ? AND {VALID_ROW} "
         "AND image IN (SELECT image FROM files) ORDER BY row",
         (set_id,),
     ).fetchall()

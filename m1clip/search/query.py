@@ -516,7 +516,7 @@ class Index:
     def _entry(self, id_: int) -> tuple[str, bytes, np.ndarray | None]:
         """(path in the folder, sha256, vector) of a result; UserError if it is not in the index."""
         query = (
-            "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "  # nosec B608
+            "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
             f"LEFT JOIN vectors ON vectors.image = files.image AND model = ? AND {VALID_ROW} "
             f"WHERE files.id = ? AND {VALID}"
         )
