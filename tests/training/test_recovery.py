@@ -25,7 +25,8 @@ from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
 from m1clip.training.distributed import Ranks
 from m1clip.training.recovery import Recovery, Rollback, SpikeDetector
 from m1clip.training.run import train_config
-from m1clip.training.step import TrainStep, skip_rule
+from m1clip.training.step import TrainStep
+from m1clip.training.update import skip_rule
 
 NAN = float("nan")
 PARAMETER = "image_tower.transformer.blocks.0.attn.qkv.weight"
