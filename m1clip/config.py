@@ -103,8 +103,8 @@ class ModelConfig(Section):
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
     "First layer of the image tower: patch (CLIP's projection) or conv, better on small datasets; conv squashes images."
-    tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
-    "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
+    tokenizer: Literal["char", "bpe", "clip-bpe-pruned"] = "clip-bpe-pruned"
+    "char: characters; bpe: CLIP's BPE (49,408 tokens); clip-bpe-pruned: only those of the training captions."
     grad_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
@@ -121,7 +121,7 @@ class DataConfig(Section):
         "synthetic",
     )
     "Path to images and captions, or synthetic. Repeat it to use several datasets together."
-    train_count: Count = 8000
+    synthetic_images: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
@@ -131,7 +131,7 @@ class DataConfig(Section):
     "Decode images once and cache them in memory or on disk, or not (off); stream: read shards during training."
     cache_dir: str | None = None
     "Folder of the disk cache (default: next to the data, or the user's cache folder)."
-    max_bad: Fraction = 0.10
+    max_unreadable: Fraction = 0.10
     "Maximum fraction of unreadable images; with more, the run stops."
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
     "Number of data loader processes; 0 loads the data in the training process."
@@ -203,7 +203,7 @@ class TrainConfig(Section):
     "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
-    shard: Literal["auto", "on", "off"] = "auto"
+    fsdp: Literal["auto", "on", "off"] = "auto"
     "Under torchrun, shard weights and optimizer state across ranks (FSDP2); auto: only if a GPU's memory requires it."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
@@ -341,7 +341,7 @@ NAMES = {
     for item in dataclasses.fields(kind)  # type: ignore[arg-type]
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
-PYTHON_PARAMETERS = ("run", "config", "preset", "on_log")  # of m1clip.train, beside the settings
+PYTHON_PARAMETERS = ("out", "config", "preset", "on_log")  # of m1clip.train, beside the settings
 # Options of the command that are not settings of a run: what to use in Python.
 NOT_OPTIONS = {
     "resume": "to continue a run, use m1clip.resume(run)",
@@ -362,7 +362,7 @@ OTHER_TOOLS = {
     **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "accelerator"), "--device gpu"),
     **{kind: f"--device {kind}" for kind in ("cpu", "mps", "mlx")},
-    **dict.fromkeys(("out", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--run"),
+    **dict.fromkeys(("run", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--out"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
     **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),

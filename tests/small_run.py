@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "model.text_width": 32,
     "model.text_layers": 2,
     "model.embed_dim": 32,
-    "data.train_count": 72,  # four batches of 16, and 8 left over; 8 each for validation and test
+    "data.synthetic_images": 72,  # four batches of 16, and 8 left over; 8 each for validation and test
     "data.captions_per_step": 2,
     "train.batch_size": 16,
     "train.steps": 10,

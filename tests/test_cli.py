@@ -66,7 +66,7 @@ def test_defaults(parse: typing.Callable[..., Caught]) -> None:
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     caught = parse(
         "--model", "small", "--data", "photos", "--minutes", "2.5", "--batch-size", "48", "--device", "cpu",
-        "--run", "runs/x", "--seed", "9",
+        "--out", "runs/x", "--seed", "9",
     )  # fmt: skip
     config = caught.config
     assert (config.model.name, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
@@ -119,7 +119,7 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
         if number % 10 == 2:  # parsing takes a while
             assert f"Did you mean {meant}?" in refused(capsys, "train", option, "8")
         name, *value = meant.split()[:2] if meant.count(" ") == 1 else meant.split()[:1]
-        assert name == "--run" or name.removeprefix("--").replace("-", "_") in NAMES
+        assert name == "--out" or name.removeprefix("--").replace("-", "_") in NAMES
         with pytest.raises(UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"):
             make_config({typed: 8})
         if name == "--precision":
@@ -129,6 +129,7 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
 MISTAKES = [
     (("train", "--bacth-size", "3"), "--batch-size"),
     (("train", "--vision-widht", "3"), "--vision-width"),
+    (("train", "--run", "runs/x"), "Did you mean --out?"),
     (("train", "--batch-size", "many"), "--batch-size"),
     (("train", "--device", "tpu"), "cpu"),
     (("train", "--data", ""), "--data: the value is empty"),
@@ -136,7 +137,7 @@ MISTAKES = [
     (("eval", "runs/x", "--data", ""), "--data: the value is empty"),
     (("train", "--steps", "2.5"), "must be an integer"),
     (("train", "--batch-size=12.7"), "integer"),
-    (("train", "--train-count", "1.0"), "must be an integer"),
+    (("train", "--synthetic-images", "1.0"), "must be an integer"),
     (("train", "--resume", "runs/x", "--steps", "9"), "remove --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
     (("train", "--steps", "3", "photos"), "right after train, or use --data"),
@@ -196,7 +197,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out
-    for name in (*(set(NAMES) - {"plan"}), "run", "resume", "config", "preset", "background"):
+    for name in (*(set(NAMES) - {"plan"}), "out", "resume", "config", "preset", "background"):
         assert f"--{name.replace('_', '-')} " in shown
 
 

@@ -223,7 +223,7 @@ def test_shipped_presets_load() -> None:
         assert from_dict(m1clip.config.to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
     assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
-    assert prior_art.data.train_count == 216
+    assert prior_art.data.synthetic_images == 216
     with pytest.raises(UserError, match="did you mean 'prior-art'"):
         read_preset("priorart")
 
@@ -240,7 +240,8 @@ def test_suggestions_are_similar_names_or_none() -> None:
         "background": "only the command m1clip train",
         "resume": "use m1clip.resume(run)",
         "bacth_sze": "did you mean 'batch_size'?",
-        "ru": "did you mean 'run'?",
+        "ou": "did you mean 'out'?",
+        "run": "did you mean 'out'?",
         "zebra": "m1clip train --help lists all options",
     }
     for name, words in cases.items():

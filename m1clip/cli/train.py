@@ -24,7 +24,7 @@ def train(
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  frozen
     preset: Annotated[str | None, Parameter(group=COMMON)] = None,
     config_file: Annotated[Path | None, Parameter(name="--config", group=COMMON)] = None,
-    run: Annotated[Path | None, Parameter(name=["--run", "--out"], group=COMMON)] = None,
+    out: Annotated[Path | None, Parameter(group=COMMON)] = None,
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
     background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
 ) -> None:
@@ -43,17 +43,16 @@ def train(
         Built-in settings for a complete run: demo, prior-art.
     config_file
         Settings from a TOML file; the config.toml of a run reproduces that run.
-    run
-        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ... Under torchrun,
-        write --out: torchrun takes --run for its own --run-path.
+    out
+        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
     resume
-        Continue the run in this folder from its newest checkpoint, with its settings; --device and --shard may differ.
+        Continue the run in this folder from its newest checkpoint, with its settings; --device and --fsdp may differ.
     background
         Train in a background process that survives closing this terminal.
     """
     if resume is not None:
         given = [word.partition("=")[0] for word in commands.words if word.startswith("--")]
-        others = [name for name in given if name not in ("--resume", "--device", "--shard", "--background")]
+        others = [name for name in given if name not in ("--resume", "--device", "--fsdp", "--background")]
         if others:
             raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
     options = given_options(config, commands.words)
@@ -66,16 +65,16 @@ def train(
         name = preset or ""
         if resume is None:  # fail here, not in the background
             name = name or runs.run_name(runs.with_recipe(options, config_file, preset, screen)[0])
-        folder, pid = start_in_background(sys.argv[1:], run, name, resume)
+        folder, pid = start_in_background(sys.argv[1:], out, name, resume)
         print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
         print(f"watch      m1clip monitor {folder}")
         print(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, device=options.get("device"), shard=options.get("shard"))
+            result = runs.resume(resume, screen, device=options.get("device"), fsdp=options.get("fsdp"))
         else:
-            result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
+            result = runs.train(out=out, config=config_file, preset=preset, screen=screen, **options)
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)

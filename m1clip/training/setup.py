@@ -98,7 +98,7 @@ class Setup:
     @property
     def shards(self) -> bool:
         """Whether weights are divided among the ranks."""
-        return self.config.train.shard == "on" and self.ranks.size > 1
+        return self.config.train.fsdp == "on" and self.ranks.size > 1
 
     def build_model(self) -> CLIP:
         """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
@@ -134,17 +134,17 @@ class Setup:
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         config = self.config
         if ranks.size > 1:
-            config = config.changed(shard=ranks.first(lambda: self._sharding(ranks.size)))
+            config = config.changed(fsdp=ranks.first(lambda: self._sharding(ranks.size)))
         training = dataclasses.replace(self.training, plan=plan)
         return dataclasses.replace(self, config=config, training=training, ranks=ranks)
 
     def _sharding(self, ranks: int) -> str:
         """Whether to divide weights among the ranks: on or off; UserError if that is asked for, but not possible."""
-        config, asked = self.config, self.config.train.shard
+        config, asked = self.config, self.config.train.fsdp
         excluded = {"--compile": config.model.compile, "--precision fp16": self.precision == "fp16"}
         unsupported = next((name for name, given in excluded.items() if given), None)
         if asked == "on" and unsupported:
-            raise UserError(f"--shard on does not support {unsupported}: remove one of them")
+            raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
         if asked != "auto":
             return asked
         if self.device.kind != "cuda" or unsupported:
@@ -277,7 +277,7 @@ def _open(
     if config.transfer.recipe == "frozen":
         return source, *_from_towers(config)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
-    kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
+    kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.

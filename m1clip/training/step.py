@@ -108,7 +108,7 @@ class TrainStep:
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
         self.ranks = ranks
         self.shards: Shards | None = None
-        if config.train.shard == "on" and ranks.size > 1:
+        if config.train.fsdp == "on" and ranks.size > 1:
             from m1clip.training.sharding import Shards
 
             self.frozen_sha256  # noqa: B018  of the complete weights

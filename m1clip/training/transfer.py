@@ -173,7 +173,7 @@ def load_features(
         if start.trainable.text:
             return found
         return dataclasses.replace(found, captions=with_classes(cache.captions(found.samples, split), source))
-    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_bad)
+    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_unreadable)
     captions = cache.tokens(kept) if start.trainable.text else cache.captions(kept, split)
     return Split(images, with_classes(captions, source), kept, failures, "features", features)
 

@@ -59,9 +59,9 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
     def start(*words: str, log: Path = samples) -> Command:
         return Command("train", *words, cwd=folder, prepare=partial(log_samples, log))
 
-    assert start(*words, "--run", "reference", log=folder / "reference.txt").wait(300) == 0
+    assert start(*words, "--out", "reference", log=folder / "reference.txt").wait(300) == 0
     for number in range(kills):
-        process = start(*(["--resume", "killed"] if (run / "config.toml").exists() else [*words, "--run", "killed"]))
+        process = start(*(["--resume", "killed"] if (run / "config.toml").exists() else [*words, "--out", "killed"]))
         goal = len(lines(samples)) + draw.randrange(8, apart)  # a few steps more than a save
         process.wait_until(lambda goal=goal: len(lines(samples)) >= goal)
         time.sleep(draw.uniform(0, 0.05))

@@ -58,7 +58,7 @@ def start(folder: Path, phase: str, seconds: float, changes: dict[str, Any]) -> 
     """Train with a slow phase, and wait until it is in it."""
     words = small_arguments({**CHANGES, **changes})
     prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds)
-    process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
+    process = Command("train", *words, "--out", "run", cwd=folder, prepare=prepare)
     process.wait_until((folder / "mark").exists)
     return process
 

@@ -44,7 +44,7 @@ def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(m1clip.config, "read_recipe", lambda name: short)
     options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
     shown = screen()
-    assert runs.train(run=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
+    assert runs.train(out=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
@@ -82,7 +82,7 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
-        stages(monkeypatch, recipe="finetune", run=tmp_path)
+        stages(monkeypatch, recipe="finetune", out=tmp_path)
     for recipe in ("auto", "finetune"):
         with pytest.raises(UserError, match=f"--recipe {recipe} is resolved before a run"):
             prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_batch_size_is_reduced_for_few_images(
     tmp_path: Path, batch: int | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_towers(monkeypatch)
-    changes = {"train.batch_size": batch, "data.train_count": 20, "train.micro_batch": 64}
+    changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
     shown = screen()
     found = prepared(frozen_config(tmp_path, **changes) if frozen else small_config(changes), shown)
     assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
