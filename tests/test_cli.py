@@ -60,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_defaults(parse: typing.Callable[..., Caught]) -> None:
-    assert parse().config == dataclasses.replace(Config(), transfer=TransferConfig(recipe="scratch")), "synthetic"
+    assert parse().config == Config().changed(recipe="scratch", epochs=10.0), "synthetic"
 
 
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
@@ -83,7 +83,8 @@ def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch:
     assert parse("photos", "more:0.3", "--batch-size", "8", *frozen).config.data.source == ("photos", "more:0.3")
     assert parse("--batch-size", "8").config == parse("--batch_size=8").config
     assert parse("--weight-decay", "0.2", "--learning_rate=1e-3").config == parse("--wd", "0.2", "--lr", "1e-3").config
-    assert parse("--batch-size", "auto").config.train.batch_size == 0
+    assert parse("--batch-size", "auto").config.train.batch_size == "auto"
+    assert parse("--steps", "3", "photos", "more", *frozen).config.data.source == ("photos", "more")
     for system, device in (("Linux", "cuda"), ("Darwin", "mps")):
         monkeypatch.setattr("platform.system", lambda system=system: system)
         assert parse("--device", "gpu").config.train.device == device
@@ -140,7 +141,8 @@ MISTAKES = [
     (("train", "--synthetic-images", "1.0"), "must be an integer"),
     (("train", "--resume", "runs/x", "--steps", "9"), "remove --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
-    (("train", "--steps", "3", "photos"), "right after train, or use --data"),
+    (("train", "--steps", "3", "photos"), "photos: no such file or folder"),
+    (("train", "photos", "--data", "more"), "all paths of your images after train, or use --data for all"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
     (("search", "dog", "--in", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),

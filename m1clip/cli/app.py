@@ -3,20 +3,31 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import UNSET, App, ArgumentCollection, Parameter
 from cyclopts.validators import Number
 
 from m1clip import __version__
 from m1clip.errors import UserError
 
+
+def reject_empty_values(commands: App, chain: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise UserError for an option with an empty value; cyclopts calls this before a command."""
+    for argument in arguments:
+        for token in argument.tokens:
+            if token.value == "" and token.implicit_value is UNSET:
+                name = token.keyword or argument.name
+                raise UserError(
+                    f"{name}: the value is empty (an unset shell variable?); use '.' for the current folder"
+                )
+
+
 app = App(
     name="m1clip",
     version=__version__,
     help="Train CLIP on the computer you have. Every command takes --help, and --debug to show a full traceback.",
+    config=reject_empty_values,
     suppress_keyboard_interrupt=False,  # main reports it
 )
-
-words: list[str] = []  # the command line, set by main
 
 
 def _integer(hint: Any, tokens: Sequence[Any]) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m1clip import __version__
-from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_toml, to_toml
+from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_recipe, read_toml, to_toml
 from m1clip.data.cache import FailureLog
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
@@ -62,7 +62,6 @@ from m1clip.training.step import TrainStep
 from m1clip.training.transfer import WISE_FT_GRID, interpolate_weights
 from m1clip.training.validation import encode
 
-DEFAULT_EPOCHS = 10.0
 WARM_STEPS, TIMED_STEPS = 2, 5
 CALIBRATION = 0.05  # of the time, at most, unless one step takes longer; --device auto may take as much again
 FEW_STEPS = 10
@@ -82,7 +81,7 @@ def run_length(setup: Setup) -> Length:
     train, plan = setup.config.train, setup.training.plan
     if train.steps is not None:
         return Length(train.steps)
-    epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
+    epochs = read_recipe("scratch").settings["train"]["epochs"] if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
         raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")
@@ -533,19 +532,17 @@ def train(
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
     settings, options["recipe"] = with_recipe(options, config, preset, screen)
-    if settings.transfer.recipe != "finetune":
+    if settings.transfer.recipe != "finetune" or settings.transfer.init is not None:
         return train_config(settings, out, screen, preset, on_log, time.perf_counter() - began)
     if out is not None and not launched():
         process.check_unused(Path(out))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
-    if settings.transfer.init is None:
-        screen.say("stage 1    training heads on frozen towers")
-        folder = None if out is None else Path(f"{out}-frozen")
-        first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
-        screen.say(f"stage 2    training the towers too, starting from {first.path}")
-        options["init"] = str(first.path)
+    screen.say("stage 1    training heads on frozen towers")
+    folder = None if out is None else Path(f"{out}-frozen")
+    first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
+    screen.say(f"stage 2    training the towers too, starting from {first.path}")
     options = {name: value for name, value in options.items() if name not in TOWER_OPTIONS}
-    second = make_config(options | {"recipe": "scratch"})
+    second = make_config(options | {"init": str(first.path)})
     return train_config(second, out, screen, preset, on_log, time.perf_counter() - began)  # of the time of both stages
 
 

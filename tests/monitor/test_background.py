@@ -11,14 +11,8 @@ from small_run import command, small_arguments
 
 from m1clip.io import read_owner
 from m1clip.runlog import read_log
-from m1clip.training.process import without_options
 
 LONG: dict[str, Any] = {"train.steps": 3000, "train.eval_every": 0, "train.save_every": 1000}
-
-
-def test_options_are_removed_from_a_command_line() -> None:
-    words = ["train", "--out", "x", "--background", "--steps", "5", "--out=y", "--compile"]
-    assert without_options(words, "--background", "--out") == ["train", "--steps", "5", "--compile"]
 
 
 def state(folder: Path) -> dict[str, Any]:
