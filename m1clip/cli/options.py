@@ -5,7 +5,6 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter, Token
@@ -79,7 +78,7 @@ def plain_value(hint: Any, tokens: Sequence[Token]) -> Any:
 
 def help_texts() -> dict[tuple[str, str], str]:
     """(class, field) -> the text under the field in config.py, and what each choice of a table means."""
-    tree = ast.parse(Path(m1clip.config.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(inspect.getsource(m1clip.config))
     texts = {}
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, text in zip(section.body, section.body[1:], strict=False):

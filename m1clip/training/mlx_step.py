@@ -25,7 +25,7 @@ from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.model.mlx import Array, Arrays, encoder
 from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS
-from m1clip.training.optim import BETAS, EPS, Optimizer
+from m1clip.training.optim import BETAS, EPS, OPTIMIZER_PARTS, Optimizer
 from m1clip.training.step import GRAD_CLIP_NORM, TrainStep, normalized_pixels, split
 from m1clip.training.transfer import Start
 
@@ -42,6 +42,7 @@ def check_supported(config: Config, start: Start) -> None:
     trained = list(zip(SIDES, start.trainable, strict=True))
     foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
     unsupported = {
+        f"--optimizer {config.optim.optimizer}": not set(OPTIMIZER_PARTS[config.optim.optimizer]) <= MOMENTS.keys(),
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,

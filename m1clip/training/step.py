@@ -30,7 +30,7 @@ from m1clip.training.distributed import GradientExchange, JointBatch, Ranks, Siz
 from m1clip.training.duration import StepPlan, step_plan
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
-from m1clip.training.optim import Optimizer
+from m1clip.training.optim import Optimizer, skips_on_device
 from m1clip.training.schedule import lr_schedule
 from m1clip.training.transfer import TEACHER_WEIGHT, Teacher
 
@@ -118,9 +118,10 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
         self.has_dropout = has_dropout(model)
         one_device = len({p.device for p in model.parameters()}) == 1
-        self.skip: Literal["host", "device", "never"] = skip_rule(device.kind, one_device)
+        can_skip = skips_on_device(config.optim.optimizer)
+        self.skip: Literal["host", "device", "never"] = skip_rule(device.kind, one_device and can_skip)
         graph = config.model.cuda_graph and device.rules.graphs and self.scaler is None and not self.has_dropout
-        graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
+        graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None and can_skip
         # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         local = {} if self.shards is None else self.shards.local

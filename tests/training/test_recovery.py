@@ -15,6 +15,7 @@ from small_run import assert_same_bits, resume_quietly, run_small, screen, small
 from test_step import make
 from torch import Tensor
 
+from m1clip.config import OPTIMIZERS
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
@@ -60,7 +61,7 @@ POISONS: dict[str, Poison] = {
 
 @pytest.mark.parametrize("skip", ["host", "device"])
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
     setup, update = make({"optim.optimizer": optimizer, "data.color_jitter": 0.2})
     update.skip = skip
@@ -74,7 +75,7 @@ def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any)
     assert all(p.grad is None for p in update.model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer}
     setup, host = make(changes)
