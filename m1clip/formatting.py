@@ -158,4 +158,4 @@ def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
         return 0, float(found.group(1)) * SECONDS[found.group(2)]
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return int(text), 0.0
-    raise UserError(f"{option} {value}: give an integer number of steps, or a time such as 30s, 10m or 1h")
+    raise UserError(f"{option} {value}: expected an integer number of steps, or a time such as 30s, 10m or 1h")

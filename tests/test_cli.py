@@ -1,6 +1,7 @@
 """The command line: options, overrides, help, and one-line errors."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import typing
@@ -171,6 +172,35 @@ def test_user_errors_are_one_line_with_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, *words)
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("batch_size", "many", "many"),
+        ("steps", "2.5", 2.5),
+        ("lr", "fast", "fast"),
+        ("seed", "-1", -1),
+        ("device", "tpu", "tpu"),
+        ("optimizer", "sgd", "sgd"),
+        ("save_every", "2 weeks", "2 weeks"),
+        ("memory", "8", "8"),
+    ],
+)
+def test_command_python_and_toml_report_a_mistake_in_the_same_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, value: Any
+) -> None:
+    printed = refused(capsys, "train", f"--{name.replace('_', '-')}={text}")
+    with pytest.raises(UserError) as from_python:
+        make_config({name: value})
+    assert printed == f"m1clip: {from_python.value}\n"
+    section, key = NAMES[name]
+    path = tmp_path / "x.toml"
+    path.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n" if section else f"{key} = {value}\n")
+    with pytest.raises(UserError) as from_toml:
+        make_config({}, path)
+    assert str(from_toml.value).startswith(f"{path}: ")
+    assert str(from_toml.value).endswith(str(from_python.value).partition(" ")[2])
 
 
 def test_debug_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

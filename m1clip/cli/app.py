@@ -35,7 +35,7 @@ def _integer(hint: Any, tokens: Sequence[Any]) -> int:
     try:
         return int(tokens[0].value)
     except ValueError:
-        raise UserError(f"{tokens[0].keyword} {tokens[0].value}: give an integer") from None
+        raise UserError(f"{tokens[0].keyword} {tokens[0].value}: expected an integer") from None
 
 
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
