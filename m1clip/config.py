@@ -27,8 +27,12 @@ from m1clip.formatting import amount, did_you_mean, steps_or_seconds
 from m1clip.io import LIMITS, converted, read_small
 
 COMMON = Group("Common", sort_key=0)
-# Optimizers: name -> help text. training/optim.py builds them; options, errors and tests use this table.
-OPTIMIZERS = {"muon": "Muon for hidden matrices, AdamW for everything else", "adamw": "AdamW for all parameters"}
+# Name of each optimizer -> its help text. training/optim.py builds them; options, errors and tests
+# use this table.
+OPTIMIZERS = {
+    "muon": "Muon for hidden matrices, AdamW for everything else",
+    "adamw": "AdamW for all parameters of the model",
+}
 if typing.TYPE_CHECKING:
     OptimizerName = str
 else:
@@ -398,9 +402,9 @@ def device_name(name: str) -> str:
 
 
 def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
-    """Merge the settings of a run: the recipe's, then those of a TOML file or a preset, then flat `options`.
+    """Merge the settings of a run: the recipe's, those of a TOML file or a preset, flat `options`.
 
-    With --recipe auto and without --init, the recipe depends on the data: it is chosen later, in training.
+    With --recipe auto and without --init, the recipe depends on the data: training chooses it.
     """
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
@@ -510,7 +514,7 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(name: str, clip: bool = False) -> Recipe:
-    """One of RECIPES; `clip` is for fine-tuning a CLIP model instead of pretrained towers with adapter heads."""
+    """Read one of RECIPES. `clip` is for fine-tuning a CLIP model, not towers with adapter heads."""
     settings = _read_packaged("recipes", name)
     batch_size = settings.pop("batch_size")
     clip_settings = settings.pop("clip", {})
@@ -524,15 +528,19 @@ def recipe_defaults(name: str) -> dict[str, Any]:
     """The default of a setting in each recipe, and of `--init` with a CLIP model."""
     section, key = NAMES[name]
     default = getattr(SECTIONS.get(section, Config), key)
-    recipes = _all_recipes()
-    if name == "batch_size":
-        return {label: recipe.batch_size for label, recipe in recipes.items()}
-    return {label: recipe.settings.get(section, {}).get(key, default) for label, recipe in recipes.items()}
+    values = {}
+    for label, recipe in _all_recipes().items():
+        values[label] = recipe.settings.get(section, {}).get(key, default)
+        if name == "batch_size":
+            values[label] = recipe.batch_size
+    return values
 
 
 @functools.cache
 def _all_recipes() -> dict[str, Recipe]:
-    return {name: read_recipe(name) for name in RECIPES} | {"--init": read_recipe("finetune", clip=True)}
+    recipes = {name: read_recipe(name) for name in RECIPES}
+    recipes["--init"] = read_recipe("finetune", clip=True)
+    return recipes
 
 
 def _read_packaged(folder: str, name: str) -> dict[str, Any]:

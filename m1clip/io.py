@@ -199,9 +199,9 @@ KINDS = {str: "text in quotes", bool: "true or false", int: "an integer", float:
 
 
 def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
-    """The value as its type annotation says, or UserError; lists become tuples, integers floats and paths text.
+    """The value as its type annotation says, or UserError; `words`, such as `auto`, are accepted too.
 
-    `words` are accepted too, such as `auto`.
+    Lists become tuples, integers floats and paths text.
     """
     if type(value) is str and value in words:
         return value

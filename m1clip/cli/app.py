@@ -10,15 +10,14 @@ from m1clip import __version__
 from m1clip.errors import UserError
 
 
-def reject_empty_values(commands: App, chain: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Raise UserError for an option with an empty value; cyclopts calls this before a command."""
     for argument in arguments:
         for token in argument.tokens:
             if token.value == "" and token.implicit_value is UNSET:
                 name = token.keyword or argument.name
-                raise UserError(
-                    f"{name}: the value is empty (an unset shell variable?); use '.' for the current folder"
-                )
+                hint = "(an unset shell variable?); use '.' for the current folder"
+                raise UserError(f"{name}: the value is empty {hint}")
 
 
 app = App(

@@ -93,7 +93,8 @@ def _message(error: Exception) -> str:
     """The error on one line; for train, with the option that users of other tools look for."""
     in_train = isinstance(error, CycloptsError) and list(error.command_chain or ()) == ["train"]
     if isinstance(error, UnusedCliTokensError) and in_train:
-        return f"{_one_line(error)} Put all paths of your images after train, or use --data for all."
+        hint = "Put all paths of your images after train, or use --data for all."
+        return f"{_one_line(error)} {hint}"
     if isinstance(error, UnknownOptionError) and in_train:
         typed = (error.token.keyword or error.token.value).partition("=")[0]
         if known := OTHER_TOOLS.get(typed.lstrip("-").replace("-", "_")):

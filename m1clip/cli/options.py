@@ -1,6 +1,10 @@
-"""The settings of a run as options of a command. Names, types, help and defaults come from m1clip.config."""
+"""The settings of a run as options of a command.
+
+Names, types, help texts and defaults come from m1clip.config.
+"""
 
 import ast
+import contextlib
 import functools
 import inspect
 import typing
@@ -29,7 +33,8 @@ POSITIONAL = "data"  # m1clip train photos
 def with_settings(command: Command) -> Command:
     """Give a command that takes `**settings` one option per setting.
 
-    Cyclopts reads the options from the signature, and calls the command with those that the user typed.
+    Cyclopts reads the options from the signature, and calls the command with those that the user
+    typed.
     """
     own = inspect.signature(command).parameters.values()
     own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
@@ -40,9 +45,10 @@ def with_settings(command: Command) -> Command:
 
 
 def setting_parameters() -> Iterator[inspect.Parameter]:
-    """One parameter per setting. The settings check the values themselves, as they do for Python and TOML."""
+    """One parameter per setting; the settings check the values, as they do for Python and TOML."""
     texts = help_texts()
-    hints = {kind: typing.get_type_hints(kind, include_extras=True) for kind in (Config, *SECTIONS.values())}
+    kinds = (Config, *SECTIONS.values())
+    hints = {kind: typing.get_type_hints(kind, include_extras=True) for kind in kinds}
     for name, (section, key) in NAMES.items():
         kind = SECTIONS.get(section, Config)
         hint = hints[kind][key]
@@ -53,9 +59,10 @@ def setting_parameters() -> Iterator[inspect.Parameter]:
             show_default=functools.partial(default_text, name),  # called for --help only
             converter=None if base is bool else plain_value,
         )
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         yield inspect.Parameter(
             name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if name == POSITIONAL else inspect.Parameter.KEYWORD_ONLY,
+            positional if name == POSITIONAL else inspect.Parameter.KEYWORD_ONLY,
             default=getattr(kind, key),
             annotation=Annotated[base, Parameter(group=GROUPS[section]), *metadata, option],
         )
@@ -63,43 +70,52 @@ def setting_parameters() -> Iterator[inspect.Parameter]:
 
 def plain_value(hint: Any, tokens: Sequence[Token]) -> Any:
     """What a TOML file would contain instead of this text: a list, a number, or the text."""
-    texts = [token.value for token in tokens]
     if typing.get_origin(hint) is tuple:
-        return texts
+        return [token.value for token in tokens]
+    text = tokens[0].value
     kinds = (hint, *typing.get_args(hint))
+    if int not in kinds and float not in kinds:
+        return text
     for kind in (int, float):
-        if int in kinds or float in kinds:
-            try:
-                return kind(texts[0])
-            except ValueError:
-                continue
-    return texts[0]
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def help_texts() -> dict[tuple[str, str], str]:
-    """(class, field) -> the text under the field in config.py, and what each choice of a table means."""
+    """(class, field) -> the text under the field in config.py, and the choices of a table."""
     tree = ast.parse(inspect.getsource(m1clip.config))
     texts = {}
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, text in zip(section.body, section.body[1:], strict=False):
             match field, text:
-                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words)))):
-                    choices = "; ".join(f"{choice}: {meaning}" for choice, meaning in DESCRIBED.get(name, {}).items())
-                    texts[section.name, name] = f"{words} {choices}." if choices else words
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    texts[section.name, name] = " ".join([words, *_choices_text(name)])
     return texts
 
 
-def default_text(name: str, default: Any = None) -> str | None:
-    """The default of a setting. A recipe is listed if its value differs, --init if it differs from finetune.
+def _choices_text(name: str) -> list[str]:
+    """What the choices of a setting mean, if they are a table."""
+    if name not in DESCRIBED:
+        return []
+    choices = [f"{choice}: {meaning}" for choice, meaning in DESCRIBED[name].items()]
+    return ["; ".join(choices) + "."]
 
-    `default` is what cyclopts knows, that of `scratch`.
+
+def default_text(name: str, default: Any = None) -> str | None:
+    """The default of a setting, followed by those of recipes with another value.
+
+    --init is listed if it differs from finetune. Cyclopts gives the `default` of the signature, which
+    is not needed here.
     """
     values = recipe_defaults(name)
     if all(value in (None, ()) for value in values.values()):
         return None  # not shown
     usual, finetune, init = values["scratch"], values["finetune"], values["--init"]
     shown = [_as_text(usual)]
-    shown += [f"{recipe}: {_as_text(values[recipe])}" for recipe in ("frozen", "finetune") if values[recipe] != usual]
+    for recipe in ("frozen", "finetune"):
+        if values[recipe] != usual:
+            shown.append(f"{recipe}: {_as_text(values[recipe])}")
     if init != finetune:
         shown.append(f"--init: {_as_text(init)}")
     return "; ".join(shown)

@@ -38,9 +38,9 @@ def train(
     install 'm1clip[towers]'), else from random weights. m1clip train photos --minutes 10 takes about ten minutes.
     m1clip train --resume runs/frozen continues a run that was stopped or killed.
 
-    Some defaults depend on the recipe: "default: 10; frozen: 8; finetune: 5; --init: 10" is 10 from random weights, 8
-    for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model. A recipe that is not listed has
-    the first value, and --init that of finetune.
+    Some defaults depend on the recipe: "default: 10; frozen: 8; finetune: 5; --init: 10" is 10 from
+    random weights, 8 for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model.
+    A recipe that is not listed has the first value, and --init that of finetune.
 
     Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
     129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
@@ -66,7 +66,8 @@ def train(
         others = [name for name in (*given, *settings) if name not in RESUME_OPTIONS]
         if others:
             option = f"--{others[0].replace('_', '-')}"
-            raise UserError(f"--resume uses the settings of the run; remove {option}, or start a new run")
+            hint = f"remove {option}, or start a new run"
+            raise UserError(f"--resume uses the settings of the run; {hint}")
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped, start_in_background
     from m1clip.training.progress import Screen

@@ -41,8 +41,9 @@ def check_supported(config: Config, start: Start) -> None:
     transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
     trained = list(zip(SIDES, start.trainable, strict=True))
     foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
+    optimizer = config.optim.optimizer
     unsupported = {
-        f"--optimizer {config.optim.optimizer}": not set(OPTIMIZER_PARTS[config.optim.optimizer]) <= MOMENTS.keys(),
+        f"--optimizer {optimizer}": not set(OPTIMIZER_PARTS[optimizer]) <= MOMENTS.keys(),
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,

@@ -1,6 +1,7 @@
 """Optimizers: Muon for hidden matrices, AdamW for the rest.
 
-Another optimizer needs an entry in PARTS and OPTIMIZER_PARTS here, and a line of help in config.OPTIMIZERS.
+Another optimizer needs an entry in PARTS and OPTIMIZER_PARTS here, and a line of help in
+config.OPTIMIZERS.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,8 +42,8 @@ class Part(NamedTuple):
     peak_lr: Callable[[OptimConfig], float]
     weight_decay: Callable[[OptimConfig, Tensor], float]
     build: Callable[[list[dict[str, Any]], BuildOptions], torch.optim.Optimizer]
-    # A step changes nothing, neither weights nor state, if the attribute `found_inf` is a tensor of 1 on the device.
-    # Without this, each step waits for the host to see whether the gradients are finite.
+    # Whether a step changes neither weights nor state if the attribute `found_inf` is a tensor of 1.
+    # If not, each step waits for the host to see whether the gradients are finite.
     skips_on_device: bool = False
 
 
@@ -76,12 +77,15 @@ OPTIMIZER_PARTS = {"muon": ("muon", "adamw"), "adamw": ("adamw",)}
 
 
 def skips_on_device(name: str) -> bool:
-    """Whether the step of an optimizer can be skipped on the device, without waiting for the host."""
+    """Whether the step of an optimizer can be skipped without waiting for the host."""
     return all(PARTS[part].skips_on_device for part in OPTIMIZER_PARTS[name])
 
 
 class Optimizer:
-    """One or more torch optimizers that step together; the state is a flat dict of tensors by parameter name."""
+    """One or more torch optimizers that step together.
+
+    The state is a flat dict of tensors by parameter name.
+    """
 
     def __init__(
         self,
@@ -101,10 +105,12 @@ class Optimizer:
         options = BuildOptions(fused, muon_dtype, capturable)
         self.parts: dict[str, torch.optim.Optimizer] = {}
         self._peak_lr: dict[str, float] = {}
-        for part_name, members in split_parameters(named, OPTIMIZER_PARTS[config.optimizer]).items():
+        part_names = OPTIMIZER_PARTS[config.optimizer]
+        for part_name, members in split_parameters(named, part_names).items():
             part = PARTS[part_name]
             peak_lr = part.peak_lr(config)
-            groups: dict[tuple[float, float], dict[str, Any]] = {}  # one per weight decay and learning rate
+            # One group per weight decay and fraction of the learning rate.
+            groups: dict[tuple[float, float], dict[str, Any]] = {}
             for name, parameter in members:
                 fraction = lr_fractions[name]
                 decay = part.weight_decay(config, parameter)

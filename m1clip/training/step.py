@@ -121,7 +121,8 @@ class TrainStep:
         can_skip = skips_on_device(config.optim.optimizer)
         self.skip: Literal["host", "device", "never"] = skip_rule(device.kind, one_device and can_skip)
         graph = config.model.cuda_graph and device.rules.graphs and self.scaler is None and not self.has_dropout
-        graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None and can_skip
+        graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
+        graph = graph and can_skip
         # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         local = {} if self.shards is None else self.shards.local
