@@ -26,7 +26,7 @@ from m1clip.model.mlx import Array, Arrays, encoder
 from m1clip.training.encode import normalized_pixels, split
 from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS
-from m1clip.training.optim import BETAS, EPS, Optimizer
+from m1clip.training.optim import BETAS, EPS, OPTIMIZER_PARTS, Optimizer
 from m1clip.training.step import Probe, StepResult, TrainStep
 from m1clip.training.transfer import Start
 from m1clip.training.update import GRAD_CLIP_NORM
@@ -43,7 +43,9 @@ def check_supported(config: Config, start: Start) -> None:
     transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
     trained = list(zip(SIDES, start.trainable, strict=True))
     foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
+    optimizer = config.optim.optimizer
     unsupported = {
+        f"--optimizer {optimizer}": not set(OPTIMIZER_PARTS[optimizer]) <= MOMENTS.keys(),
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,

@@ -98,7 +98,7 @@ class Setup:
     @property
     def shards(self) -> bool:
         """Whether weights are divided among the ranks."""
-        return self.config.train.shard == "on" and self.ranks.size > 1
+        return self.config.train.fsdp == "on" and self.ranks.size > 1
 
     def build_model(self) -> CLIP:
         """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
@@ -134,17 +134,17 @@ class Setup:
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         config = self.config
         if ranks.size > 1:
-            config = config.changed(shard=ranks.first(lambda: self._sharding(ranks.size)))
+            config = config.changed(fsdp=ranks.first(lambda: self._sharding(ranks.size)))
         training = dataclasses.replace(self.training, plan=plan)
         return dataclasses.replace(self, config=config, training=training, ranks=ranks)
 
     def _sharding(self, ranks: int) -> str:
         """Whether to divide weights among the ranks: on or off; UserError if that is asked for, but not possible."""
-        config, asked = self.config, self.config.train.shard
+        config, asked = self.config, self.config.train.fsdp
         excluded = {"--compile": config.model.compile, "--precision fp16": self.precision == "fp16"}
         unsupported = next((name for name, given in excluded.items() if given), None)
         if asked == "on" and unsupported:
-            raise UserError(f"--shard on does not support {unsupported}: remove one of them")
+            raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
         if asked != "auto":
             return asked
         if self.device.kind != "cuda" or unsupported:
@@ -176,9 +176,9 @@ def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Path | None = None
 ) -> Setup:
     """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
-    if config.transfer.recipe in ("auto", "finetune"):
+    if config.transfer.recipe == "auto" or (config.transfer.recipe == "finetune" and config.transfer.init is None):
         raise UserError(f"--recipe {config.transfer.recipe} is resolved before a run: use m1clip.train")
-    facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size
+    facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size_or(0)
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
     source, start, tokenizer, preprocess = _open(config, facts, plan, saved)
@@ -223,7 +223,7 @@ def prepare(
     elif not start.weights:
         with plan.progress("fitting the stem"):
             start = dataclasses.replace(start, stem_filters=fit_stem(start.config, train, preprocess))
-    batch = config.train.batch_size or 0
+    batch = config.train.batch_size_or(0)
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
     config = config.changed(batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
@@ -277,7 +277,7 @@ def _open(
     if config.transfer.recipe == "frozen":
         return source, *_from_towers(config)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
-    kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
+    kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
@@ -298,7 +298,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
         images, names = len(source.samples("train")), ", ".join(config.data.source)
     if images < 2:
         raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
-    BatchPlan(images, config.train.batch_size or 2, config.seed)
+    BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
         plan.warn(
             f"only {images} training images: the run will show that everything works, but the model will "
@@ -308,7 +308,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
 
 
 def _with_batch(config: Config, start: Start, caption_counts: list[int], images: int) -> Config:
-    """The default captions per step and batch size, where none are given; `auto` stays 0 until memory is known."""
+    """The default captions per step and batch size, where none are given; `auto` stays until memory is known."""
     captions = config.data.captions_per_step or max(1, min(int(np.median(caption_counts)), MAX_CAPTIONS))
     config = config.changed(captions_per_step=captions)
     if config.train.batch_size is not None:
@@ -348,7 +348,7 @@ def _training_set(
     return TrainingSet(
         None if cached_features else train.images,
         train.live_captions or train.captions,
-        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed, blocks=blocks),
+        BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation,
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
@@ -439,7 +439,6 @@ def choose_recipe(config: Config, given: Collection[str]) -> tuple[str, str]:
     `given` are the flat names of the settings that the user chose.
     """
     for recipe, names, reason in (
-        ("scratch", ("init",), "starts from a trained model"),
         ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
         ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
         ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),

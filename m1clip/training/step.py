@@ -29,7 +29,7 @@ from m1clip.training.duration import StepPlan, step_plan
 from m1clip.training.encode import BatchEncoder, Mark, has_dropout, ignore_mark
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
-from m1clip.training.optim import Optimizer
+from m1clip.training.optim import Optimizer, skips_on_device
 from m1clip.training.schedule import lr_schedule
 from m1clip.training.step_loss import StepLoss
 from m1clip.training.transfer import Teacher
@@ -121,7 +121,7 @@ def make_parts(
 ) -> StepParts:
     """The parts of a step for a model; `capturable` keeps learning rates on the device, for a CUDA graph."""
     shards = None
-    if config.train.shard == "on" and ranks.size > 1:
+    if config.train.fsdp == "on" and ranks.size > 1:
         from m1clip.training.sharding import Shards
 
         shards = Shards(model, ranks, device.torch, precision)
@@ -141,7 +141,8 @@ def make_parts(
         muon.full_rows = {} if shards is None else shards.full_rows
     one_device = len({p.device for p in model.parameters()}) == 1
     scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None
-    update = Updater(model, optimizer, world, skip_rule(device.kind, one_device), scaler)
+    can_skip = one_device and skips_on_device(config.optim.optimizer)
+    update = Updater(model, optimizer, world, skip_rule(device.kind, can_skip), scaler)
     # For the loss between captions; other devices compute all logits at once.
     loss = StepLoss(model, config.train.loss, config.train.text_contrast or 0.0, teacher, device.kind == "cpu")
     model.train()
@@ -201,7 +202,7 @@ class TrainStep:
     ) -> None:
         self.config = config
         self.device = device
-        if config.train.shard == "on" and ranks.size > 1:
+        if config.train.fsdp == "on" and ranks.size > 1:
             self.frozen_sha256 = frozen_hash(model)  # of the complete weights
         captures = can_capture(model, config, device, precision, teacher)
         self.parts = make_parts(model, config, device, precision, preprocess, teacher, ranks, captures)
@@ -331,7 +332,7 @@ def frozen_hash(model: CLIP) -> str:
 
 def can_capture(model: CLIP, config: Config, device: Device, precision: Precision, teacher: Teacher | None) -> bool:
     """Whether the steps of this run may be captured as a CUDA graph."""
-    wanted = config.model.cuda_graph and device.rules.graphs
+    wanted = config.model.cuda_graph and device.rules.graphs and skips_on_device(config.optim.optimizer)
     capturable = model.image_tower.capturable and model.text_tower.capturable
     return wanted and capturable and precision != "fp16" and not has_dropout(model) and teacher is None
 

@@ -174,7 +174,7 @@ def load_features(
         if start.trainable.text:
             return found
         return dataclasses.replace(found, captions=_captions(cache, source, found.samples, split, start))
-    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_bad)
+    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_unreadable)
     captions = _captions(cache, source, kept, split, start)
     return Split(images, captions, kept, failures, "features", features)
 

@@ -263,7 +263,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})), dict[str, Any]()
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
-        made = [make(common, ranks, {**settings, "train.shard": shard}) for shard in ("on", "off")]
+        made = [make(common, ranks, {**settings, "train.fsdp": shard}) for shard in ("on", "off")]
         setup, steps = made[0][0], [step for _, step in made]
         assert steps[0].shards is not None
         rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
@@ -301,7 +301,7 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(shard=shard))
+        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(fsdp=shard))
         setup = setup.divided(ranks)
         step = setup.make_step()
         loss = step.compute_gradients(setup.training[0], 0)
@@ -327,9 +327,9 @@ def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> Non
     for total, wanted in ((10**4, "on"), (10**12, "off")):
         device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
         assert dataclasses.replace(setup, device=device)._sharding(2) == wanted
-    config = setup.config.changed(shard="on")
+    config = setup.config.changed(fsdp="on")
     assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
-    with pytest.raises(UserError, match="--shard on does not support --compile"):
+    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
         dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)
 
 

@@ -11,6 +11,7 @@ from small_run import prepared, small_config
 from torch import Tensor, nn
 
 from m1clip import losses
+from m1clip.config import OPTIMIZERS
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.losses import positives
@@ -159,7 +160,7 @@ def test_gradients_are_unscaled_before_clipping() -> None:
     torch.testing.assert_close(scaled_norm, norm, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_micro_batched_steps_match_full_batch(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer}
     setup, full = make(changes)
