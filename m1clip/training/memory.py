@@ -1,5 +1,6 @@
 """Predict the memory of a training step by running it on fake tensors, which allocate and compute nothing."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
@@ -129,7 +130,8 @@ class MemoryEstimate:
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
             step = TrainStep(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
             step.skip = "never"  # fake tensors have no values to check
-            step.blockwise_loss = self.device.kind == "cpu"
+            # The fake tensors are on the CPU, but an accelerator does not use the CPU's forms of the losses.
+            step.run_loss = dataclasses.replace(step.run_loss, fused=self.device.kind == "cpu")
             widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
             image, text = (0 if trained else width for width, trained in widths)
             samples = random_batch(self.start.config, batch, self.text_tokens, captions, (image, text))

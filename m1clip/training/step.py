@@ -21,18 +21,19 @@ from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.hardware.memory import keep_freed_memory, map_large_blocks
 from m1clip.hardware.timing import Phases
-from m1clip.losses import OBJECTIVES, Terms, loss_terms, positives, text_contrast
+from m1clip.losses.registry import LOSSES, Ids
+from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import CLIP, Features
 from m1clip.model.heads import Head, mixed
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
-from m1clip.training.distributed import GradientExchange, JointBatch, Ranks, Sizes
+from m1clip.training.distributed import GradientExchange, Ranks, Sizes
 from m1clip.training.duration import StepPlan, step_plan
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
-from m1clip.training.transfer import TEACHER_WEIGHT, Teacher
+from m1clip.training.transfer import Teacher
 
 if TYPE_CHECKING:  # a heavy import
     from m1clip.training.sharding import Shards
@@ -42,7 +43,6 @@ Result = TypeVar("Result")
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
-MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
 INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 ONE_ROW = slice(0, 1)
 
@@ -113,8 +113,10 @@ class TrainStep:
 
             self.frozen_sha256  # noqa: B018  of the complete weights
             self.shards = Shards(model, ranks, device.torch, precision)
-        self.autocast, self.teacher = autocast(device, precision), teacher
-        self.objective = OBJECTIVES[config.train.loss]
+        self.autocast = autocast(device, precision)
+        self.run_loss = RunLoss(
+            LOSSES[config.train.loss], config.train.text_contrast or 0.0, None if teacher is None else teacher.logits
+        )
         self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
         self.has_dropout = has_dropout(model)
         one_device = len({p.device for p in model.parameters()}) == 1
@@ -159,7 +161,6 @@ class TrainStep:
             encoders = [p for part in parts for p in part.parameters() if p.requires_grad]
             self.exchange = GradientExchange(ranks, encoders[::-1])
             self.rest = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
-        self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
 
     def follow(self, plan: StepPlan | None) -> None:
@@ -202,14 +203,9 @@ class TrainStep:
         if in_micro_batches:
             encode = partial(self._encode_only, towers)
             backward: Callable[[list[Tensor]], None] = partial(self._encode_and_backward, towers)
-        elif self.ranks.size == 1 and len(batch) * captions <= MAX_LOGITS:
-            loss = self._loss(self._encode(towers, step), batch)
-            self._mark("backward")
-            self.scale_loss(loss).backward()
-            return loss.detach()
         else:
             encode = partial(self._encode, towers, step)
-            backward = lambda gradients: torch.autograd.backward(features, gradients)  # noqa: E731
+            backward = lambda gradients: _backward(features, gradients)  # noqa: E731
         features, sizes = self._together(encode, len(batch), captions)
         loss, gradients = self._loss_gradients(features, batch, sizes)
 
@@ -259,20 +255,6 @@ class TrainStep:
             for tower, gradient in zip(towers, gradients, strict=True):
                 tower.backward(gradient, self._mark, self.no_autocast, self.exchange)
 
-    def _loss(self, encoded: Sequence[Tensor], batch: Batch) -> Tensor:
-        image, text = encoded
-        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
-        features = Features(image, text, self.model.scale(), self.model.logit_bias)
-        # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
-        with self.autocast() if batch.image_features is not None else nullcontext():
-            loss = self.objective(features, positive)
-        if self.config.train.text_contrast:
-            text_loss = text_contrast(
-                features, batch.sample_ids, batch.caption_ids, batch.image_index, self.blockwise_loss
-            )
-            loss = loss + self.config.train.text_contrast * text_loss
-        return loss if self.teacher is None else self.teacher.add_distillation(loss, features, batch)
-
     def _loss_gradients(self, features: list[Tensor], batch: Batch, sizes: Sizes) -> tuple[Tensor, list[Tensor]]:
         """The detached loss and its gradient for the features of this rank's rows.
 
@@ -281,36 +263,27 @@ class TrainStep:
         """
         self._mark_exchange()
         joint = self.ranks.join(batch, features, sizes)
-        for feature in joint.features:
-            feature.requires_grad_()
-        if self.ranks.size == 1 and len(batch) * len(batch.caption_ids) <= MAX_LOGITS:
-            loss = self._loss(joint.features, batch)
-            self._mark("backward")
-            self.scale_loss(loss).backward()
-        else:
+        if self.ranks.size > 1:
             self.phases.mark("forward")
-            loss = self._together(lambda: self._blockwise_loss(joint))[0]
-        gradients = [feature.grad for feature in joint.features if feature.grad is not None]
-        self._mark_exchange()
-        return loss.detach(), self.ranks.own_rows(gradients, sizes)
+        # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
+        autocast = nullcontext if batch.image_features is None else self.autocast
 
-    def _blockwise_loss(self, joint: JointBatch) -> Tensor:
-        """The loss of this rank's rows against all features; gradients are computed block by block."""
-        image, text = joint.features
-        train, teacher = self.config.train, self.teacher
-        terms = Terms(train.loss, train.text_contrast or 0.0)
-        if teacher is not None:
-            terms = terms._replace(teacher=teacher.logits, teacher_weight=TEACHER_WEIGHT)
-        total = torch.zeros((), dtype=image.dtype, device=image.device)
-        for term in loss_terms(
-            terms,
-            lambda: Features(image, text, self.model.scale(), self.model.logit_bias),
-            *(joint.sample_ids, joint.caption_ids, joint.image_index),
-            *(joint.images, joint.texts),
-        ):
-            self.scale_loss(term).backward()
-            total += term.detach()
-        return total
+        def loss_and_grads() -> tuple[Tensor, list[Tensor]]:
+            return self.run_loss.loss_and_grads(
+                Features(joint.features[0], joint.features[1], self.model.scale(), self.model.logit_bias),
+                Ids(joint.sample_ids, joint.caption_ids, joint.image_index),
+                Rows(joint.images, joint.texts),
+                autocast=autocast,
+                backward=self._backward_of_loss,
+            )
+
+        loss, gradients = self._together(loss_and_grads)[0]
+        self._mark_exchange()
+        return loss, self.ranks.own_rows(gradients, sizes)
+
+    def _backward_of_loss(self, loss: Tensor) -> None:
+        self._mark("backward")
+        self.scale_loss(loss).backward()
 
     def update_weights(self, loss: Tensor) -> Tensor:
         """Clip the gradients and update the weights; returns the gradient norm.
@@ -481,6 +454,12 @@ class TrainStep:
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
+
+
+def _backward(features: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Continue the backward pass of the loss in the encoders; one that is frozen as a whole has no graph."""
+    pairs = [pair for pair in zip(features, gradients, strict=True) if pair[0].requires_grad]
+    torch.autograd.backward([feature for feature, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def step_class(device: Device) -> type[TrainStep]:

@@ -117,7 +117,7 @@ def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -
     "changes",
     [
         {},
-        {"train.loss": "multi"},
+        {"train.loss": "multi-positive"},
         {"train.loss": "sigmoid"},
         {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3},
         {"data.workers": 2, "seed": 7},

@@ -119,7 +119,9 @@ def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("objective", "optimizer"), [("infonce", "adamw"), ("sigmoid", "adamw"), ("multi", "muon")])
+@pytest.mark.parametrize(
+    ("objective", "optimizer"), [("infonce", "adamw"), ("sigmoid", "adamw"), ("multi-positive", "muon")]
+)
 def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
     changes = {"train.loss": objective, "optim.optimizer": optimizer, "train.steps": 24}
     run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
