@@ -1,4 +1,4 @@
-"""All settings of a run as frozen dataclasses. The line under a field is its help text, or its Parameter has it.
+"""All settings of a run as frozen dataclasses. The line under a field is its help text.
 
 A setting has one name: `--batch-size` on the command line, `batch_size` in Python and in its section of a TOML file.
 Two names are shorter outside of TOML: `model` is [model] name, `data` is [data] source.
@@ -201,6 +201,7 @@ class TrainConfig(Section):
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
     "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
+    # Its help comes from the registry of losses.
     loss: Annotated[LossName, Parameter(help=loss_help())] = DEFAULT_LOSS
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."

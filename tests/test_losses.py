@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from m1clip.config import Config, LossName, TrainConfig, from_dict
 from m1clip.errors import UserError
@@ -34,13 +35,13 @@ from m1clip.model.clip import Features
 
 def hinge_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     """A new loss: pairs on the wrong side of a margin."""
-    margin = 1.0 - (2.0 * positive - 1.0) * logits
+    margin = 1.0 - (2.0 * ops.cast(positive, logits) - 1.0) * logits
     return (margin * (margin > 0)).sum()
 
 
 def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     """Another one: squared error of each pair's sigmoid."""
-    return ((2.718281828459045 ** ops.log_sigmoid(logits) - positive) ** 2).sum()
+    return ((math.e ** ops.log_sigmoid(logits) - ops.cast(positive, logits)) ** 2).sum()
 
 
 # Losses that only these tests know.
@@ -403,6 +404,22 @@ def test_scaled_backward_scales_gradients_but_not_the_loss(max_logits: int, monk
         assert one is not None
         torch.testing.assert_close(other, 8.0 * one)
     assert plain.image.grad is None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
+def test_values_are_not_read_on_an_accelerator(name: str, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have none: a step that reads one would wait for the device. Nor have fake tensors on the CPU."""
+    monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+    loss = RunLoss(LOSSES[name], text_contrast=0.3, teacher=lambda images, texts: images[:, None] + 0.5 * texts)
+    for context in (torch.device("meta"), FakeTensorMode()):
+        with context:
+            numbers = (torch.ones((), requires_grad=True) for _ in range(2))
+            f = Features(torch.ones(6, 8), torch.ones(12, 8), *numbers)
+            ids = Ids(torch.arange(6), torch.arange(12), torch.arange(12) % 6)
+            value, gradients = loss.loss_and_grads(f, ids)
+        assert value.shape == ()
+        assert [gradient.shape for gradient in gradients] == [(6, 8), (12, 8)]
 
 
 def test_rank_without_rows_has_no_part_in_the_loss() -> None:

@@ -11,14 +11,15 @@ from torch.autograd.function import once_differentiable
 
 TEXT_BLOCK = 1 << 20  # logits per block of the text-text loss: 4 MB of float32
 INFONCE_BLOCK = 1 << 19  # logits: 1 MB of bf16, which stays in the processor's cache
-# Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs its own offset.
+# Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs its
+# own offset.
 MAX_SHARED_SCALE = 75.0
-HALF_PRECISION_PAIRS = 1 << 20  # from this many pairs on, InfoNCE's products use autocast's precision, if enabled
+HALF_PRECISION_PAIRS = 1 << 20  # with as many pairs, InfoNCE's matmuls use autocast's precision
 FLAGS_PER_WORD = 8  # bools in an int64
 
 
 def infonce(features: Any, positive: Tensor) -> Tensor:
-    """Compute InfoNCE of `model.clip.Features`, in autocast's precision if that is worth it. Reads values."""
+    """Compute InfoNCE of `model.clip.Features`, of a large batch in autocast's precision."""
     half = torch.is_autocast_enabled("cpu") and positive.numel() >= HALF_PRECISION_PAIRS
     dtype = torch.get_autocast_dtype("cpu") if half else None
     return fused_infonce(features.image, features.text, features.scale, positive, dtype)
@@ -39,22 +40,23 @@ class _FusedInfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.autocast(image.device.type, enabled=False):  # use exactly `dtype`
-            scaled, text = (scale * image).to(dtype), text.to(dtype)
+            scaled = (scale * image).to(dtype)
+            text = text.to(dtype)
             logits = scaled @ text.T
         n, m = positive.shape
         rows, columns = true_places(positive)
-        per_row, per_column = (
-            torch.bincount(found, minlength=size).to(scale.dtype) for found, size in ((rows, n), (columns, m))
-        )
+        per_row = torch.bincount(rows, minlength=n).to(scale.dtype)
+        per_column = torch.bincount(columns, minlength=m).to(scale.dtype)
         # The target of each positive, both directions together.
         target = 0.5 / (n * per_row[rows]) + 0.5 / (m * per_column[columns])
         # The largest float16 is 65,504, the exponential of a logit of 11.
         shared = float(scale) <= MAX_SHARED_SCALE and dtype != torch.float16
-        chosen, row_sums, column_sums, gradient = (_softmax_shared if shared else _softmax_by_row)(
-            logits, scale.dtype, rows, columns
-        )
+        softmax = _softmax_shared if shared else _softmax_by_row
+        chosen, row_sums, column_sums, gradient = softmax(logits, scale.dtype, rows, columns)
         # Late in training target and probability are almost equal: subtract before rounding.
-        probability = 0.5 / n * (chosen - row_sums[rows]).exp() + 0.5 / m * (chosen - column_sums[columns]).exp()
+        by_row = 0.5 / n * (chosen - row_sums[rows]).exp()
+        by_column = 0.5 / m * (chosen - column_sums[columns]).exp()
+        probability = by_row + by_column
         gradient[rows, columns] = (probability - target).to(dtype)
         ctx.save_for_backward(scaled, text, scale, gradient)
         return 0.5 * (row_sums.mean() + column_sums.mean()) - torch.dot(target, chosen)
@@ -64,8 +66,9 @@ class _FusedInfoNCE(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Propagate the gradient of the logits, computed in forward, to the features."""
         scaled, text, scale, gradient = ctx.saved_tensors
-        by_scaled, by_text = (gradient @ text).to(scale.dtype), (gradient.T @ scaled).to(scale.dtype)
-        # Gradient of the scale: the sum of each gradient times its cosine, which these products contain.
+        by_scaled = (gradient @ text).to(scale.dtype)
+        by_text = (gradient.T @ scaled).to(scale.dtype)
+        # Gradient of the scale: the sum of each gradient times its cosine, which these contain.
         by_scale = (by_scaled * scaled).sum() / scale
         return by_scaled.mul_(grad * scale), by_text.mul_(grad), by_scale * grad, None, None
 
@@ -82,46 +85,57 @@ def true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """(logits at (rows, columns), log-sum-exp of each row and of each column, gradient of their means).
+    """Return logits at (rows, columns), log-sum-exp of rows and columns, gradient of their means.
 
     The gradient replaces the logits, in their precision; sums are in `dtype`.
     """
     n, m = logits.shape
-    row_sums, column_sums = logits.new_empty(n, dtype=dtype), logits.new_zeros(m, dtype=dtype)
+    row_sums = logits.new_empty(n, dtype=dtype)
+    column_sums = logits.new_zeros(m, dtype=dtype)
     size = max(1, INFONCE_BLOCK // m)
     blocks = [slice(start, start + size) for start in range(0, n, size)]
     for block in blocks:
         exponentials = logits[block].exp_()
         torch.sum(exponentials, dim=1, dtype=dtype, out=row_sums[block])
         column_sums += exponentials.sum(dim=0, dtype=dtype)
-    # From the rounded exponentials, like the sums: a perfectly separated pair has a probability of exactly 1.
+    # From the rounded exponentials, like the sums: a perfectly separated pair then has a
+    # probability of exactly 1.
     chosen = logits[rows, columns].to(dtype).log()
-    by_row, by_column = 0.5 / n / row_sums[:, None], 0.5 / m / column_sums
+    by_row = 0.5 / n / row_sums[:, None]
+    by_column = 0.5 / m / column_sums
     for block in blocks:
         logits[block].mul_((by_row[block] + by_column).to(logits.dtype))
     return chosen, row_sums.log(), column_sums.log(), logits
 
 
 def _softmax_by_row(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """`_softmax_shared` at a scale where each row and column needs its own offset."""
+    """Do the same as `_softmax_shared` where each row and column needs its own offset."""
     n, m = logits.shape
     wide = logits.to(dtype)
     gradient = wide.softmax(dim=1).mul_(0.5 / n).add_(wide.softmax(dim=0), alpha=0.5 / m)
-    return wide[rows, columns], wide.logsumexp(dim=1), wide.logsumexp(dim=0), gradient.to(logits.dtype)
+    row_sums = wide.logsumexp(dim=1)
+    column_sums = wide.logsumexp(dim=0)
+    return wide[rows, columns], row_sums, column_sums, gradient.to(logits.dtype)
 
 
 def text_contrast(text: Tensor, scale: Tensor, image_ids: Tensor, caption_ids: Tensor) -> Tensor:
-    """Compute the contrastive loss between captions; `image_ids` (m,) are the ids of their images."""
+    """Compute the loss between captions; `image_ids` (m,) are the ids of their images."""
     loss: Tensor = _BlockwiseTextContrast.apply(text, scale, image_ids, caption_ids)
     return loss
 
 
 class _BlockwiseTextContrast(torch.autograd.Function):
-    """`registry.text_contrast_rows` in blocks; the gradient is computed with the loss, so no logits are stored."""
+    """Computes `registry.text_contrast_rows` in blocks of rows.
+
+    The gradient is computed with the loss, so no logits are stored.
+    """
 
     @staticmethod
     def forward(ctx: Any, text: Tensor, scale: Tensor, image_ids: Tensor, caption_ids: Tensor) -> Tensor:
-        by_text, loss, by_scale, count = torch.zeros_like(text), 0.0 * scale, 0.0 * scale, 0.0 * scale
+        by_text = torch.zeros_like(text)
+        loss = 0.0 * scale
+        by_scale = 0.0 * scale
+        count = 0.0 * scale
         size = max(1, TEXT_BLOCK // len(text))
         with torch.autocast("cpu", enabled=False):
             for start in range(0, len(text), size):
@@ -130,10 +144,12 @@ class _BlockwiseTextContrast(torch.autograd.Function):
                 positive = (image_ids[rows, None] == image_ids) & ~equal
                 counts = positive.sum(dim=1, keepdim=True)
                 counted = counts > 0
-                logits = ((scale * text[rows]) @ text.T).masked_fill_(equal & counted, float("-inf"))
+                logits = (scale * text[rows]) @ text.T
+                logits.masked_fill_(equal & counted, float("-inf"))
                 target = positive.to(text.dtype) / counts.clamp(min=1)
                 sums = logits.logsumexp(dim=1, keepdim=True)
-                loss += torch.where(counted, sums, 0.0).sum() - (logits.masked_fill(~positive, 0.0) * target).sum()
+                loss += torch.where(counted, sums, 0.0).sum()
+                loss -= (logits.masked_fill(~positive, 0.0) * target).sum()
                 gradient = logits.sub_(sums).exp_().sub_(target).mul_(counted)
                 by_rows = gradient @ text
                 by_text[rows] += by_rows

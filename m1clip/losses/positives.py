@@ -30,7 +30,7 @@ def _same_pairs_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor
     rows = len(image_ids)
     columns = len(text_images)
     same_image = image_ids[:, None] == ids.sample_ids[text_images]
-    # For each caption of the batch, an equal caption of this block; if there is none, one column more.
+    # For each caption of the batch, an equal caption of this block; else one column more.
     number = numbered(ids.caption_ids)
     places = torch.arange(columns, device=number.device)
     column = torch.full_like(number, columns).scatter_(0, number[captions], places)[number]
@@ -73,7 +73,7 @@ def numbered(values: Tensor) -> Tensor:
 
 
 def captions_with_positives(ids: Ids) -> Tensor:
-    """Count the captions that have a different caption of the same image in the batch; at least 1."""
+    """Count the captions with a different caption of the same image in the batch; at least 1."""
     image_number = numbered(ids.sample_ids[ids.image_index])
     pair_number = numbered(image_number * len(image_number) + numbered(ids.caption_ids))
 

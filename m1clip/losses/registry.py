@@ -1,8 +1,9 @@
 """Each loss once. `LOSSES` gives the choices and help of `--loss`, the training step and the tests.
 
-A loss is written as its row term: some rows of logits -> the summed loss of those rows. The loss of a
-batch, of a block of rows, of one rank's rows (run_loss.py) and the loss in MLX all follow from it, so
-a new entry here works everywhere; MLX trains with it once it is in its list (training/mlx_step.py).
+A loss is written as its row term: some rows of logits -> the summed loss of those rows. The loss
+of a batch, of a block of rows, of one rank's rows (run_loss.py) and the loss in MLX follow from it,
+so a new entry here works everywhere. MLX trains with it once it is in its list
+(training/mlx_step.py).
 
 The command line reads this module, so it does not import torch.
 """
@@ -20,7 +21,11 @@ Array = Any  # a tensor of torch, or an array of MLX
 
 
 class Ops(Protocol):
-    """The operations that torch and MLX write differently; `x.sum(axis=1)` and operators are the same."""
+    """The operations that torch and MLX write differently; `x.sum(axis=1)` works in both."""
+
+    @staticmethod
+    def cast(x: Array, like: Array) -> Array:
+        """Convert to the dtype of another array; bools become 0 and 1."""
 
     @staticmethod
     def log_softmax(x: Array) -> Array:
@@ -43,7 +48,7 @@ class Ids(NamedTuple):
     image_index: Tensor  # (m,) the row of each caption's image
 
 
-# (ops, logits (rows, columns), positive (rows, columns) of 0.0 and 1.0) -> the summed loss of the rows
+# (ops, logits (rows, columns), positive (rows, columns) bool) -> the summed loss of the rows
 RowTerm = Callable[[Ops, Array, Array], Array]
 # (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
 Positives = Callable[[Ids, slice, slice], "Tensor"]
@@ -56,8 +61,8 @@ class Loss:
     """A loss between n images and m captions.
 
     By default it is the mean over all images (each against all captions) and the mean over all
-    captions (each against all images), averaged. A pairwise loss treats each pair on its own, so the
-    rows of the images contain everything; it is their sum per caption.
+    captions (each against all images), averaged. A pairwise loss treats each pair on its own, so
+    the rows of the images contain everything; their sum is divided by the number of captions.
     """
 
     help: str
@@ -86,13 +91,14 @@ class Loss:
 
 def infonce_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     """Cross-entropy; the target of a row is spread evenly over its positives."""
-    target = positive / positive.sum(axis=1, keepdims=True)
+    target = ops.cast(positive, logits)
+    target = target / target.sum(axis=1, keepdims=True)
     return -(target * ops.log_softmax(logits)).sum()
 
 
 def sigmoid_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     """Binary classification of each pair."""
-    sign = 2.0 * positive - 1.0
+    sign = 2.0 * ops.cast(positive, logits) - 1.0
     return -ops.log_sigmoid(sign * logits).sum()
 
 
@@ -104,7 +110,7 @@ def own_captions(ids: Ids, images: slice, captions: slice) -> Tensor:
 
 
 def same_image_or_caption(ids: Ids, images: slice, captions: slice) -> Tensor:
-    """Match each image also with the captions of the same image, and with captions equal to its own."""
+    """Match each image also with captions of the same image, and with captions equal to its own."""
     from m1clip.losses.positives import same_pairs
 
     return same_pairs(ids, images, captions)
@@ -142,7 +148,7 @@ def loss_help() -> str:
 
 
 def text_contrast_rows(ops: Ops, logits: Array, same_image: Array, same_caption: Array) -> Array:
-    """Contrast captions with each other: (rows, m) logits of captions -> the summed loss of the rows.
+    """Contrast captions with each other: (rows, m) logits -> the summed loss of the rows.
 
     Other captions of the same image are positives. A caption itself and its duplicates are neither
     positive nor negative. A row without positives has no loss.

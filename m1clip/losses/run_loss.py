@@ -1,4 +1,4 @@
-"""The loss of a run, and its gradients by the features: of one process or of one rank's rows, whole or in blocks."""
+"""The loss of a run and its gradients, whole or in blocks, of all rows or of those of one rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +18,15 @@ from m1clip.model.clip import Features
 TEACHER_WEIGHT = 0.5  # of the distillation loss; the rest of the loss has the other half
 MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
 TERM_LOGITS = 1 << 23  # logits of one block: 32 MB of float32
-# Rows of a product. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and M2
-# (pytorch#193487).
+# Rows of a matmul. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and
+# M2 (pytorch#193487).
 MAX_ROWS = 32_766
 ALL = slice(None)
 
-TeacherLogits = Callable[[Tensor, Tensor], Tensor]  # sample ids (n,), caption ids (m,) -> logits (n, m)
+# Sample ids (n,), caption ids (m,) -> logits (n, m).
+TeacherLogits = Callable[[Tensor, Tensor], Tensor]
+# Opens a context, such as autocast.
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class Rows(NamedTuple):
@@ -35,6 +38,11 @@ class Rows(NamedTuple):
 
 class TorchOps:
     """The operations of a row term (registry.Ops) in torch."""
+
+    @staticmethod
+    def cast(x: Tensor, like: Tensor) -> Tensor:
+        """Convert to the dtype of another tensor."""
+        return x.to(like.dtype)
 
     @staticmethod
     def log_softmax(x: Tensor) -> Tensor:
@@ -67,13 +75,13 @@ def similarity(a: Tensor, b: Tensor) -> Tensor:
 
 
 def distillation_rows(logits: Tensor, teacher: Tensor) -> Tensor:
-    """KL divergence from the teacher's logits, summed over the rows, in nats."""
+    """Sum the KL divergence from the teacher's logits over the rows, in nats."""
     student = logits.log_softmax(dim=1)
     return F.kl_div(student, teacher.log_softmax(dim=1), reduction="sum", log_target=True)
 
 
 def distillation(features: Features, teacher: Tensor) -> Tensor:
-    """KL divergence from a teacher's logits (n, m), mean of both directions."""
+    """Average the KL divergence from a teacher's logits (n, m) over both directions."""
     logits = similarity(features.scale * features.image, features.text)
     n, m = logits.shape
     by_image = distillation_rows(logits, teacher) / n
@@ -83,7 +91,7 @@ def distillation(features: Features, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunLoss:
-    """The loss of a run: an objective of LOSSES, a contrastive loss between captions, and a teacher.
+    """The loss of a run: an objective of LOSSES, a loss between captions, and a teacher.
 
     A training step needs only `loss_and_grads`, whether it encodes the batch at once or in
     micro-batches, and whether it has all rows of the batch or those of one rank.
@@ -100,21 +108,22 @@ class RunLoss:
         ids: Ids,
         rows: Rows | None = None,
         *,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: Context = nullcontext,
         backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the detached loss and its gradients by the image and caption features, [(n, d), (m, d)].
+        """Return the detached loss, and its gradients [(n, d), (m, d)] by image and text features.
 
-        `features` and `ids` are those of the complete batch. The gradients of its scale and bias are
-        added to the parameters they come from; graphs of the image and caption features are not used.
+        `features` and `ids` are those of the complete batch. The gradients of scale and bias are
+        added to the parameters they come from. Graphs of the image and text features are not used:
+        continue with `torch.autograd.backward([image, text], gradients)`.
 
-        `rows` are the rows of this process (None: all). Loss and gradients are then those of its rows
-        against all features, and add up to those of the batch over the processes.
+        `rows` are the rows of this process; None: all. Loss and gradients are then those of its
+        rows against all features, and add up to those of the batch over the processes.
 
-        A small loss is computed at once, with the matrix products of the objective in `autocast`. A
-        large one, or that of a rank, is computed in blocks with a backward pass after each, so that its
-        memory grows with the batch and not with its square. `backward` is called with each block's
-        loss; it may scale the loss, and then all gradients are scaled.
+        A small loss is computed at once, the objective within `autocast`. A large one, or that of a
+        rank, is computed in blocks with a backward pass after each, so that its memory grows with
+        the batch and not with its square. `backward` is called with each block's loss; it may
+        scale the loss (fp16), and then all gradients are scaled.
         """
         leaves = self._leaves(features)
         if rows is None:
@@ -133,9 +142,7 @@ class RunLoss:
             _backward_into(features.bias, leaves.bias)
         return total, [_gradient(leaves.image), _gradient(leaves.text)]
 
-    def value(
-        self, features: Features, ids: Ids, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> Tensor:
+    def value(self, features: Features, ids: Ids, autocast: Context = nullcontext) -> Tensor:
         """Return the loss of a batch, with a graph."""
         positive = self.objective.positives(ids, ALL, ALL)
         with autocast():
@@ -148,7 +155,7 @@ class RunLoss:
         return loss
 
     def _leaves(self, features: Features) -> Features:
-        """The features as the leaves of a graph of their own, without a bias that the loss does not use."""
+        """Make features the leaves of a new graph, without a bias that the loss does not use."""
         bias = None
         if self.objective.needs_bias:
             assert features.bias is not None, "this loss needs a model with a logit bias"
@@ -161,7 +168,7 @@ class RunLoss:
         )
 
     def _fits(self, ids: Ids, rows: Rows) -> bool:
-        """Whether the rows are the complete batch, and its logits few enough to compute at once."""
+        """Tell whether the rows are the complete batch, with few enough logits to do it at once."""
         n = len(ids.sample_ids)
         m = len(ids.caption_ids)
         return rows == (slice(0, n), slice(0, m)) and n * m <= MAX_LOGITS
@@ -174,7 +181,7 @@ class RunLoss:
             return self.objective.fused(features, positive)
         logits = similarity(features.scale * features.image, features.text)
         logits = self._with_bias(logits, features)
-        loss: Tensor = self.objective.of_logits(TORCH, logits, positive.to(logits.dtype))
+        loss: Tensor = self.objective.of_logits(TORCH, logits, positive)
         return loss
 
     def _contrast(self, features: Features, ids: Ids) -> Tensor:
@@ -197,11 +204,11 @@ class RunLoss:
                 yield self._caption_term(features, ids, block)
 
     def _image_term(self, features: Features, ids: Ids, rows: slice) -> Tensor:
-        """The loss of some images against all captions."""
+        """Compute the loss of some images against all captions."""
         n = len(ids.sample_ids)
         m = len(ids.caption_ids)
         logits = similarity(features.scale * features.image[rows], features.text)  # (rows, m)
-        positive = self.objective.positives(ids, rows, ALL).to(logits.dtype)
+        positive = self.objective.positives(ids, rows, ALL)
         biased = self._with_bias(logits, features)
         term: Tensor = self.objective.image_rows(TORCH, biased, positive, n, m)
         if self.teacher is not None:
@@ -211,7 +218,7 @@ class RunLoss:
         return term
 
     def _caption_term(self, features: Features, ids: Ids, rows: slice) -> Tensor:
-        """The loss of some captions against all images, and against the other captions."""
+        """Compute the loss of some captions against all images, and against other captions."""
         m = len(ids.caption_ids)
         term = torch.zeros_like(features.scale)
         if self.text_contrast:
@@ -220,7 +227,7 @@ class RunLoss:
             return term
         logits = similarity(features.scale * features.text[rows], features.image)  # (rows, n)
         if not self.objective.pairwise:
-            positive = self.objective.positives(ids, ALL, rows).T.to(logits.dtype)
+            positive = self.objective.positives(ids, ALL, rows).T
             biased = self._with_bias(logits, features)
             term = term + self.objective.caption_rows(TORCH, biased, positive, m)
         if self.teacher is not None:
@@ -230,7 +237,7 @@ class RunLoss:
         return term
 
     def _contrast_rows(self, features: Features, ids: Ids, rows: slice) -> Tensor:
-        """The loss of some captions against the others: its mean is over captions that have a positive."""
+        """Compute the loss of some captions against others, per caption that has a positive."""
         image_ids = ids.sample_ids[ids.image_index]
         same_image = image_ids[rows, None] == image_ids
         same_caption = ids.caption_ids[rows, None] == ids.caption_ids
@@ -259,5 +266,5 @@ def _backward_into(tensor: Tensor, leaf: Tensor) -> None:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gradient of a leaf; zeros on a rank without rows."""
+    """Return the gradient of a leaf; zeros on a rank without rows."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

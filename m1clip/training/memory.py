@@ -130,7 +130,7 @@ class MemoryEstimate:
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
             step = TrainStep(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
             step.skip = "never"  # fake tensors have no values to check
-            # The fake tensors are on the CPU, but an accelerator does not use the CPU's forms of the losses.
+            # The fake tensors are on the CPU, but an accelerator does not use fused losses.
             step.run_loss = dataclasses.replace(step.run_loss, fused=self.device.kind == "cpu")
             widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
             image, text = (0 if trained else width for width, trained in widths)

@@ -34,7 +34,8 @@ from m1clip.training.transfer import Start
 Side = Literal["image", "text"]
 SIDES: tuple[Side, Side] = ("image", "text")
 SCALE = "logit_scale"
-LOSSES_IN_MLX = ("infonce", "multi-positive")  # a loss with a bias needs the gradient of one more weight
+# Losses that this step trains with. A loss with a bias would need its gradient too.
+LOSSES_IN_MLX = ("infonce", "multi-positive")
 CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # of a parameter, named as in torch
 
@@ -68,6 +69,11 @@ class MLXOps:
     """The operations of a row term (losses/registry.Ops) in MLX."""
 
     @staticmethod
+    def cast(x: Array, like: Array) -> Array:
+        """Convert to the dtype of another array."""
+        return x.astype(like.dtype)
+
+    @staticmethod
     def log_softmax(x: Array) -> Array:
         """Normalize each row."""
         return x - mx.logsumexp(x, axis=1, keepdims=True)
@@ -90,7 +96,7 @@ def run_loss_in_mlx(
     logits = scale * image @ text.T
     if loss.objective.needs_bias:
         logits = logits + bias
-    total = loss.objective.of_logits(MLXOps(), logits, labels["positive"].astype(logits.dtype))
+    total = loss.objective.of_logits(MLXOps(), logits, labels["positive"])
     if loss.text_contrast:
         images = labels["images"]
         captions = labels["captions"]
@@ -103,7 +109,7 @@ def run_loss_in_mlx(
 
 
 def loss_labels(loss: RunLoss, ids: Ids) -> Arrays:
-    """What the loss needs to know of a batch beside its features."""
+    """Collect what the loss needs to know of a batch beside its features."""
     labels = {"positive": to_mlx(loss.objective.positives(ids, ALL, ALL))}
     if loss.text_contrast:
         labels["images"] = to_mlx(ids.sample_ids[ids.image_index])
@@ -187,7 +193,9 @@ class MLXStep(TrainStep):
 
         def loss_of(features: Arrays, labels: Arrays) -> Array:
             scale = mx.exp(mx.minimum(features[SCALE], MAX_LOGIT_SCALE))
-            return run_loss_in_mlx(run_loss, features["image"], features["text"], scale, None, labels)
+            image = features["image"]
+            text = features["text"]
+            return run_loss_in_mlx(run_loss, image, text, scale, None, labels)
 
         def full_loss(weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays) -> Array:
             image, text = (encode[side](weights | fixed, inputs[side]) for side in SIDES)
@@ -279,7 +287,8 @@ class MLXStep(TrainStep):
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """Forward and backward of a batch; returns the loss."""
         weights = self._state()["weights"]
-        labels = loss_labels(self.run_loss, Ids(batch.sample_ids, batch.caption_ids, batch.image_index))
+        ids = Ids(batch.sample_ids, batch.caption_ids, batch.image_index)
+        labels = loss_labels(self.run_loss, ids)
         if 0 < self.micro_batch < len(batch):
             loss, self._grads = self._micro_batched(weights, batch, labels, step)
         else:

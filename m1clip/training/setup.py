@@ -280,7 +280,8 @@ def _open(
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
     kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
-    start = Start(clip_config(config.model, tokenizer, logit_bias=LOSSES[config.train.loss].needs_bias))
+    needs_bias = LOSSES[config.train.loss].needs_bias
+    start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
     resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
     return source, start, tokenizer, Preprocess(image_size=size, resize=resize)

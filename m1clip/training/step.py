@@ -114,9 +114,9 @@ class TrainStep:
             self.frozen_sha256  # noqa: B018  of the complete weights
             self.shards = Shards(model, ranks, device.torch, precision)
         self.autocast = autocast(device, precision)
-        self.run_loss = RunLoss(
-            LOSSES[config.train.loss], config.train.text_contrast or 0.0, None if teacher is None else teacher.logits
-        )
+        teacher_logits = None if teacher is None else teacher.logits
+        objective = LOSSES[config.train.loss]
+        self.run_loss = RunLoss(objective, config.train.text_contrast or 0.0, teacher_logits)
         self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
         self.has_dropout = has_dropout(model)
         one_device = len({p.device for p in model.parameters()}) == 1
@@ -263,14 +263,16 @@ class TrainStep:
         """
         self._mark_exchange()
         joint = self.ranks.join(batch, features, sizes)
+        image, text = joint.features
         if self.ranks.size > 1:
             self.phases.mark("forward")
-        # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
+        # With cached features the loss dominates the step; with towers, autocast is not worth the
+        # rounding error.
         autocast = nullcontext if batch.image_features is None else self.autocast
 
         def loss_and_grads() -> tuple[Tensor, list[Tensor]]:
             return self.run_loss.loss_and_grads(
-                Features(joint.features[0], joint.features[1], self.model.scale(), self.model.logit_bias),
+                Features(image, text, self.model.scale(), self.model.logit_bias),
                 Ids(joint.sample_ids, joint.caption_ids, joint.image_index),
                 Rows(joint.images, joint.texts),
                 autocast=autocast,
@@ -457,7 +459,7 @@ class TrainStep:
 
 
 def _backward(features: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Continue the backward pass of the loss in the encoders; one that is frozen as a whole has no graph."""
+    """Continue the backward pass in the encoders; one that is completely frozen has no graph."""
     pairs = [pair for pair in zip(features, gradients, strict=True) if pair[0].requires_grad]
     torch.autograd.backward([feature for feature, _ in pairs], [gradient for _, gradient in pairs])
 

@@ -68,7 +68,7 @@ def test_new_loss_works_in_micro_batches_and_blocks(pairwise: bool, monkeypatch:
     """A loss needs no more than its entry in the registry."""
 
     def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
-        return ((logits - 10.0 * positive) ** 2).sum()
+        return ((logits - 10.0 * ops.cast(positive, logits)) ** 2).sum()
 
     new = Loss("squared error", squared_rows, same_image_or_caption, pairwise=pairwise)
     monkeypatch.setitem(LOSSES, "squared", new)
