@@ -44,7 +44,7 @@ TINY = {
     "data.crop_min": 0.5,
 }
 CASES: dict[str, dict[str, Any]] = {
-    "infonce": {"train.loss": "infonce"},
+    **{name: {"train.loss": name} for name in LOSSES},
     "multi-positive": {"optim.optimizer": "muon"},
     "multi-positive in micro-batches": {"train.micro_batch": 2},
     "text-text": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
