@@ -27,6 +27,7 @@ from m1clip.hardware.device import Device, Precision, autocast, check_compile, c
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.encoder import Model
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
@@ -279,7 +280,8 @@ def _open(
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
     kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
-    start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
+    needs_bias = LOSSES[config.train.loss].needs_bias
+    start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
     resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
     return source, start, tokenizer, Preprocess(image_size=size, resize=resize)
@@ -368,9 +370,11 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
         )
     saved = saved.resized(config.model.image_size)
-    if config.train.loss == "sigmoid" and not saved.config.logit_bias:
+    loss = config.train.loss
+    if LOSSES[loss].needs_bias and not saved.config.logit_bias:
         raise UserError(
-            f"{transfer.init}: has no logit bias for --loss sigmoid; use --loss multi, or a model trained with sigmoid"
+            f"{transfer.init}: has no logit bias for --loss {loss}; "
+            f"use --loss {DEFAULT_LOSS}, or a model trained with {loss}"
         )
     preprocess = saved.preprocess
     if preprocess.resize != "squash":
@@ -397,7 +401,7 @@ def _from_towers(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
         image_head=head,
         text_head=head,
         embed_dim=config.model.embed_dim or TOWER_EMBED,
-        logit_bias=config.train.loss == "sigmoid",
+        logit_bias=LOSSES[config.train.loss].needs_bias,
     )
     return Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
 

@@ -19,11 +19,11 @@ from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.encoder import Encoder, encode_split
 from m1clip.inference.feature_cache import FeatureCache
-from m1clip.losses import distillation
+from m1clip.losses import run_loss
+from m1clip.losses.run_loss import distillation
 from m1clip.model import pretrained
 from m1clip.model.clip import Features
 from m1clip.runlog import read_log
-from m1clip.training import transfer
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
 from m1clip.training.transfer import interpolated
@@ -281,7 +281,7 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = setup.teacher.logits(batch.sample_ids, batch.caption_ids)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
 
-    monkeypatch.setattr(transfer, "TEACHER_WEIGHT", 1.0)
+    monkeypatch.setattr(run_loss, "TEACHER_WEIGHT", 1.0)
     train_config(small_config(changes), tmp_path / "run", screen())
     losses = losses_of(tmp_path / "run")
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
