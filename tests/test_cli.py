@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from small_run import environment
 
 import m1clip.training.run
 from m1clip import __version__
 from m1clip.cli import main as cli
+from m1clip.cli.app import app
 from m1clip.cli.search import _report_lines
 from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
 from m1clip.errors import UserError
@@ -225,7 +227,7 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str,
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(app, "_console", Console(width=200))  # cyclopts keeps the console of the first --help
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out
