@@ -25,7 +25,7 @@ from cyclopts import Group, Parameter
 from m1clip.errors import UserError
 from m1clip.formatting import amount, did_you_mean, steps_or_seconds
 from m1clip.io import LIMITS, converted, read_small
-from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, loss_help
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the registry
     LossName = str
@@ -43,7 +43,8 @@ if typing.TYPE_CHECKING:
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
-DESCRIBED = {"optimizer": OPTIMIZERS}  # settings whose choices are a table, for --help
+# Settings whose choices are a table, for --help.
+DESCRIBED = {"optimizer": OPTIMIZERS, "loss": {name: loss.help for name, loss in LOSSES.items()}}
 RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
 
@@ -214,8 +215,8 @@ class TrainConfig(Section):
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
     "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
-    # Its help comes from the registry of losses.
-    loss: Annotated[LossName, Parameter(help=loss_help())] = DEFAULT_LOSS
+    loss: LossName = DEFAULT_LOSS
+    "How images and captions are compared."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"

@@ -13,22 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from m1clip.cli.options import help_texts
 from m1clip.config import Config, LossName, TrainConfig, from_dict
 from m1clip.errors import UserError
 from m1clip.losses import fused, run_loss
 from m1clip.losses.fused import fused_infonce, true_places
 from m1clip.losses.positives import own_pairs, same_pairs
-from m1clip.losses.registry import (
-    DEFAULT_LOSS,
-    LOSSES,
-    Array,
-    Ids,
-    Loss,
-    Ops,
-    loss_help,
-    own_captions,
-    same_image_or_caption,
-)
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops, own_captions, same_image_or_caption
 from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
 
@@ -444,6 +435,6 @@ def test_option_and_help_follow_from_the_registry() -> None:
     assert Config().train.loss == DEFAULT_LOSS in LOSSES
     for name, loss in LOSSES.items():
         assert from_dict({"train": {"loss": name}}, "file").train == TrainConfig(loss=name)
-        assert f"{name}: {loss.help}" in loss_help()
+        assert f"{name}: {loss.help}" in help_texts()["TrainConfig", "loss"]
     with pytest.raises(UserError, match=f"one of {', '.join(LOSSES)}, not 'multi'"):
         from_dict({"train": {"loss": "multi"}}, "file")

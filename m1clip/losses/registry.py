@@ -142,11 +142,6 @@ LOSSES: dict[str, Loss] = {
 DEFAULT_LOSS = "multi-positive"
 
 
-def loss_help() -> str:
-    """Describe every loss in one line, for `--help`."""
-    return "; ".join(f"{name}: {loss.help}" for name, loss in LOSSES.items()) + "."
-
-
 def text_contrast_rows(ops: Ops, logits: Array, same_image: Array, same_caption: Array) -> Array:
     """Contrast captions with each other: (rows, m) logits -> the summed loss of the rows.
 
