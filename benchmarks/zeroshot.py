@@ -88,7 +88,7 @@ class Zeroshot:
 @torch.inference_mode()
 def encode(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """(features of the image tower as its head sees them, unit vectors of the model)."""
-    towers = dataclasses.replace(model.encoder(), image=model.clip.image_tower)
+    towers = dataclasses.replace(model.encoder.towers(), image=model.clip.image_tower)
     squares = (model.square(str(sample.image)) for sample in samples)
     features = torch.cat(list(towers.images(squares, len(samples))))
     head = model.clip.image_head
