@@ -13,7 +13,7 @@ PYTHON ?= python3
 
 help:
 	@echo "make demo   train a small CLIP on synthetic images and show what it finds (3 to 6 minutes on 2 cores)"
-	@echo "make test   ruff, mypy, import-linter, pytest"
+	@echo "make test   ruff, mypy, import-linter, bandit, pytest, and which fraction of each package the tests execute"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make test-export  exported models in transformers.js, Chromium, sentence-transformers, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
@@ -47,7 +47,7 @@ lint: $(DEV)
 	@$(BIN)/bandit -q -c pyproject.toml -r m1clip
 
 test: lint
-	@$(BIN)/pytest -n auto $(PYTEST)
+	@$(BIN)/pytest -n auto --dist worksteal --cov m1clip --cov-report= $(PYTEST)
 
 test-mlx: $(DEV)
 	@$(PIP) -e '.[mlx]'

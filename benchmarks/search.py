@@ -1,4 +1,4 @@
-"""How long does an exact search take? m1clip on memory-mapped float16, with the library that runs the model.
+"""How long does an exact search take? m1clip on float16, with the library that runs the model.
 
     python benchmarks/search.py --json docs/results/search.json
 
@@ -26,7 +26,7 @@ import onnxruntime
 import torch
 
 from m1clip.formatting import duration, table
-from m1clip.search.nearest import mapped, nearest
+from m1clip.search.nearest import nearest
 
 DIM, K = 256, 20
 IDLE_SECONDS = 0.2  # until the threads of the side before have stopped spinning, which would take a core from this one
@@ -69,7 +69,7 @@ def measure(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     path = folder / "vectors.f16"
     vectors.astype(np.float16).tofile(path)
-    ours = mapped(path, DIM)
+    ours = np.fromfile(path, np.float16).reshape(-1, DIM)  # `Index` reads them into memory, too
     vectors = ours.astype(np.float32)
     sides: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "m1clip, torch": lambda query: nearest(ours, query, K)[0],

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from m1clip.search.index import connect, update_index
+from m1clip.search.vectors import file_name
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
 
@@ -36,10 +37,10 @@ def make_library(folder: Path, model: str, images: int) -> Path:
     Image.new("RGB", (64, 64), "teal").save(photos / "0.png")
     place = update_index(photos, model).place
     db, rng = connect(place, write=True), np.random.default_rng(0)
-    name, dim = db.execute("SELECT vectors, dim FROM models").fetchone()
+    generation, dim = db.execute("SELECT generation, dim FROM models").fetchone()
     vectors = rng.normal(size=(images - 1, dim)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    with open(place / name, "ab") as file:
+    with open(place / file_name(1, generation), "ab") as file:
         file.write(vectors.astype(np.float16).tobytes())
     look_size, thumb_size = (len(each) for each in db.execute("SELECT look, thumb FROM images").fetchone())
     for number in range(2, images + 1):

@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,13 +102,136 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
+# Not every system can open a file relative to an open folder.
+CAN_OPEN_BENEATH = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
+
+
+def open_beneath(folder: str | Path, name: str, flags: int, make_folders: bool = False) -> int:
+    """Open a file below a folder without following any link; OSError (EPERM) for one.
+
+    Each part of the name is opened relative to the folder before it, so that no part can be
+    replaced by a link between a check and its use. The folder itself may be reached through links.
+    """
+    parts = _safe_parts(name, folder)
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0)  # opening a FIFO would otherwise wait for another process
+    if not CAN_OPEN_BENEATH:
+        return _open_and_compare(Path(folder), parts, flags, make_folders)
+    with _open_parent(folder, parts, make_folders) as parent:
+        try:
+            return os.open(parts[-1], flags | os.O_NOFOLLOW, 0o644, dir_fd=parent)
+        except OSError as error:
+            raise _as_link_error(error, folder, name) from None
+
+
+def write_beneath(folder: str | Path, name: str, data: bytes) -> None:
+    """Replace a file below a folder atomically, without following any link.
+
+    The folders in its name are created.
+    """
+    temporary = f"{name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    handle = open_beneath(folder, temporary, flags, make_folders=True)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        if CAN_OPEN_BENEATH:
+            parts = _safe_parts(name, folder)
+            with _open_parent(folder, parts) as parent:
+                source = os.path.basename(temporary)
+                os.replace(source, parts[-1], src_dir_fd=parent, dst_dir_fd=parent)
+        else:
+            os.replace(os.path.join(folder, temporary), os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unlink_beneath(folder, temporary)
+        raise
+
+
+def unlink_beneath(folder: str | Path, name: str) -> None:
+    """Delete a file below a folder without following any link, if it exists."""
+    parts = _safe_parts(name, folder)
+    with contextlib.suppress(FileNotFoundError):
+        if not CAN_OPEN_BENEATH:
+            os.unlink(os.path.join(folder, name))
+            return
+        with _open_parent(folder, parts) as parent:
+            os.unlink(parts[-1], dir_fd=parent)
+
+
+def _safe_parts(name: str, folder: str | Path) -> list[str]:
+    """The parts of a relative path; OSError for one that may lead out of its folder."""
+    parts = name.split(os.sep)
+    if any(part in ("", os.curdir, os.pardir) or "\0" in part for part in parts):
+        raise OSError(errno.EPERM, f"not a path inside {folder}", name)
+    return parts
+
+
+@contextlib.contextmanager
+def _open_parent(folder: str | Path, parts: list[str], make_folders: bool = False) -> Iterator[int]:
+    """Yield a descriptor of the folder that contains the last part."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    parent = os.open(folder, flags)
+    try:
+        for part in parts[:-1]:
+            if make_folders:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=parent)
+            try:
+                child = os.open(part, flags | os.O_NOFOLLOW, dir_fd=parent)
+            except OSError as error:
+                # Linux reports a link as ENOTDIR, as O_DIRECTORY is checked first.
+                if error.errno == errno.ENOTDIR and _is_link(part, parent):
+                    error.errno = errno.ELOOP
+                raise _as_link_error(error, folder, os.sep.join(parts)) from None
+            os.close(parent)
+            parent = child
+        yield parent
+    finally:
+        os.close(parent)
+
+
+def _is_link(part: str, parent: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISLNK(os.stat(part, dir_fd=parent, follow_symlinks=False).st_mode)
+    return False
+
+
+def _as_link_error(error: OSError, folder: str | Path, name: str) -> OSError:
+    """Describe what opening a link with O_NOFOLLOW raises; other errors get the complete path."""
+    path = os.path.join(folder, name)
+    if error.errno in (errno.ELOOP, errno.EMLINK):  # the second on FreeBSD
+        return OSError(errno.EPERM, f"a link in {folder}", path)
+    return OSError(error.errno, error.strerror, path)
+
+
+def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: bool) -> int:
+    """Look for links before and after opening a file, where a system has no folder descriptors."""
+    path = folder.joinpath(*parts)
+    paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+    error = OSError(errno.EPERM, f"a link in {folder}", str(path))
+    if any(each.is_symlink() for each in paths):
+        raise error
+    if make_folders:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, flags, 0o644)
+    is_same = os.path.samestat(os.fstat(handle), os.lstat(path))
+    if any(each.is_symlink() for each in paths) or not is_same:
+        os.close(handle)
+        raise error
+    return handle
+
+
+def open_regular(path: str | Path, inside: str | Path | None = None) -> BinaryIO:
     """Open a regular file for reading; OSError for a FIFO, device or folder, or a link out of the folder `inside`."""
-    # realpath, as Path.resolve raises RuntimeError for a link to itself; opening it is an OSError.
-    if inside is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(inside)):
-        raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
     # Non-blocking: opening a FIFO would otherwise wait for a writer before its kind can be checked.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags) if inside is None else _open_inside(path, inside, flags)
+    return _regular(handle, path)
+
+
+def _regular(handle: int, path: str | Path) -> BinaryIO:
+    """The file of a descriptor; OSError if it is not a regular file."""
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
@@ -117,13 +241,42 @@ def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None) -> bytes:
+def _open_inside(path: str | Path, inside: str | Path, flags: int) -> int:
+    """Open a file by its real path in a folder: a link that appears after the check is not followed."""
+    # realpath, as Path.resolve raises RuntimeError for a link to itself.
+    folder = os.path.realpath(inside)
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(folder):
+        raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
+    if real == Path(folder):
+        return os.open(folder, flags)
+    return open_beneath(folder, str(real.relative_to(folder)), flags)
+
+
+def read_small(path: str | Path, limit: int = SMALL, inside: str | Path | None = None) -> bytes:
     """Read a regular file (see `open_regular`); OSError for more than `limit` bytes."""
     with open_regular(path, inside) as file:
-        data = file.read(limit + 1)
+        return _read_up_to(file, limit, path)
+
+
+def read_beneath(folder: str | Path, name: str, limit: int = SMALL) -> bytes:
+    """Read a regular file below a folder without following any link (see `open_beneath`)."""
+    path = os.path.join(folder, name)
+    with _regular(open_beneath(folder, name, os.O_RDONLY), path) as file:
+        return _read_up_to(file, limit, path)
+
+
+def _read_up_to(file: BinaryIO, limit: int, path: str | Path) -> bytes:
+    data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
     return data
+
+
+def read_start(path: str | Path, count: int) -> bytes:
+    """The first bytes of a regular file (see `open_regular`)."""
+    with open_regular(path) as file:
+        return file.read(count)
 
 
 def format_version(record: Any) -> int:

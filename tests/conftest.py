@@ -1,6 +1,7 @@
 """Settings for all tests: one torch thread, the same hypothesis examples each time, a temporary cache folder."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ sys.path.append(str(Path(__file__).parent / "reliability"))
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which `make test &` in a script ignores
 
 # xdist's workers inherit the folder from the first process, so that they share the cached measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
@@ -51,6 +53,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
+    if config.getoption("cov_source", None):
+        _measure_once(items)
+
+
+def _measure_once(items: list[pytest.Item]) -> None:
+    """Measure the coverage of one case per test: tracing is slow, and the other cases execute few lines more."""
+    seen: set[Any] = set()
+    for item in items:
+        function = getattr(item, "obj", None)
+        if function in seen or getattr(function, "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.no_cover)
+        seen.add(function)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is alive now out of garbage collection: each run calls gc.collect, which is slow with 10^6 objects."""
+    gc.freeze()
 
 
 @pytest.fixture
@@ -83,6 +102,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect the counts; with xdist, this runs in the main process."""
     if report.when == "call" and report.user_properties:
         LONG_TESTS.append({"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the coverage of each package if --cov is given, as in `make test`."""
+    if not config.getoption("cov_source", None):
+        return
+    from coverage import Coverage
+    from package_coverage import coverage_lines
+
+    coverage = Coverage()
+    coverage.load()
+    terminalreporter.section("statements executed in the pytest processes (those they start are not counted)")
+    for line in coverage_lines(coverage):
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ from image_sets import image
 from tiny_model import tiny_model
 
 from m1clip.search.index import connect
+from m1clip.search.vectors import file_name
 
 
 def save_model(folder: Path, embed_dim: int = 16) -> Path:
@@ -28,8 +29,10 @@ def content(place: Path) -> dict[bytes, tuple[object, ...]]:
     """What an index says about each file: its facts, and its vectors by model."""
     db = connect(place)
     vectors: dict[int, dict[str, tuple[float, ...]]] = {}
-    for number, key, dim, name in db.execute("SELECT id, hash, dim, vectors FROM models WHERE vectors IS NOT NULL"):
-        array = np.fromfile(place / name, np.float16).reshape(-1, dim)
+    models = "SELECT id, hash, dim, generation FROM models WHERE generation IS NOT NULL"
+    for number, key, dim, generation in db.execute(models):
+        data = (place / file_name(number, generation)).read_bytes()
+        array = np.frombuffer(data[: len(data) // (2 * dim) * (2 * dim)], np.float16).reshape(-1, dim)
         for found, row in db.execute("SELECT image, row FROM vectors WHERE model = ?", (number,)):
             vectors.setdefault(found, {})[key] = tuple(array[row].tolist())
     files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, orientation, look FROM files "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_run import SERVER, Command
+from small_run import PATIENCE, SERVER, Command, hold_at
 from torch.distributed import TCPStore
 
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
@@ -37,23 +37,22 @@ def place(rank: int, size: int, port: int, timeout: float = 600) -> None:
 
 
 def _wait_at(gate: int, file: Path) -> None:
+    hold_at(gate, file)
     train = TrainStep.__call__
 
-    def wait_and_train(self: TrainStep, batch: Any, step: int) -> Any:
-        while step == gate and not file.exists():
-            time.sleep(0.005)
+    def list_and_train(self: TrainStep, batch: Any, step: int) -> Any:
         with file.with_name(f"{file.name}-seen-{self.ranks.rank}").open("a") as seen:
             seen.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
         return train(self, batch, step)
 
-    TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
+    TrainStep.__call__ = list_and_train  # type: ignore[method-assign]
 
 
 def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """`work(ranks, *args)` on each rank; returns the results in order."""
     folder, store = Path(tempfile.mkdtemp(prefix="ranks-")), new_store()
     port = store.port

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -26,7 +30,9 @@ from m1clip.runlog import read_log
 from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.run import Run, resume, train_config
 from m1clip.training.setup import Setup, prepare
+from m1clip.training.step import TrainStep
 
+PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so long
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -90,6 +96,19 @@ def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
     return train_config(small_config(changes), folder, screen())
 
 
+def finished_run(changes: dict[str, Any] | None = None) -> Path:
+    """A finished run that all tests and xdist workers share: do not write to it."""
+    key = hashlib.sha256(json.dumps(changes or {}, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(os.environ["M1CLIP_TEST_CACHE"]) / "runs" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "finished").exists():
+            shutil.rmtree(folder / "run", ignore_errors=True)  # of a test that was stopped
+            run_small(folder / "run", changes)
+            (folder / "finished").touch()
+    return folder / "run"
+
+
 def resume_quietly(folder: Path) -> tuple[Run, str]:
     """Resume a run; returns it and its output."""
     shown = screen()
@@ -148,20 +167,24 @@ class Command:
 
     def send_signal(self, number: int, group: bool = False) -> None:
         if self.process.is_alive():
-            (os.killpg if group else os.kill)(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                (os.killpg if group else os.kill)(self.pid, number)
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.send_signal(signal.SIGKILL, group=True)
             raise AssertionError(f"not finished after {timeout} s: {self.read()}")
         return self.process.exitcode
 
-    def wait_until(self, condition: Callable[[], Any], timeout: float = 100) -> None:
-        """Wait until a condition holds; fails if the process ends first."""
+    def wait_until(self, condition: Callable[[], Any], timeout: float = PATIENCE) -> None:
+        """Wait until a condition holds; fails if the process ends without it."""
         deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.process.is_alive(), (self.process.exitcode, self.read())
+        while True:
+            alive = self.process.is_alive()  # asked first: the condition may be its last act
+            if condition():
+                return
+            assert alive, (self.process.exitcode, self.read())
             assert time.monotonic() < deadline, self.read()
             time.sleep(0.005)
 
@@ -172,6 +195,7 @@ class Command:
 
 def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
     os.chdir(cwd)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_APPEND), number)
@@ -184,6 +208,18 @@ def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[],
     main()
 
 
+def hold_at(step: int, file: Path) -> None:
+    """In the training process: wait before a step until the file exists, so that a test can act in between."""
+    train = TrainStep.__call__
+
+    def wait_and_train(self: TrainStep, batch: Batch, number: int) -> Any:
+        while number == step and not file.exists():
+            time.sleep(0.005)
+        return train(self, batch, number)
+
+    TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
+
+
 def exit_code(*words: str | Path) -> int:
     """`m1clip WORDS` in this process."""
     from m1clip.cli.main import main
@@ -193,7 +229,7 @@ def exit_code(*words: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     process = Command(*words, cwd=cwd)
     code = process.wait(timeout)
     return subprocess.CompletedProcess(words, code, *process.read())

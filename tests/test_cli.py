@@ -182,7 +182,7 @@ def test_debug_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "m1clip", *words],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
@@ -205,7 +205,7 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"  # cyclopts is the first import of the command
     (tmp_path / "cyclopts.py").write_text(slow)
     ended = subprocess.run(
-        [sys.executable, "-m", "m1clip"], cwd=tmp_path, env=environment(), capture_output=True, timeout=60, check=False
+        [sys.executable, "-m", "m1clip"], cwd=tmp_path, env=environment(), capture_output=True, timeout=300, check=False
     )  # the current folder comes first on the path
     assert (ended.returncode, ended.stderr) == (130, b"")
 

@@ -1,9 +1,32 @@
 """Numbers, durations, sizes and tables as text, and quantities as users type them."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from m1clip.bench.doctor import Finding, doctor_text
+from m1clip.cli.search import _report_lines
+from m1clip.data.lint import LintReport
+from m1clip.data.pack import Packed
 from m1clip.errors import UserError
-from m1clip.formatting import ago, amount, clock, duration, number, one_line, percent, plural, printable, size, table
+from m1clip.formatting import (
+    ago,
+    amount,
+    clock,
+    duration,
+    number,
+    number_or_auto,
+    one_line,
+    percent,
+    plural,
+    printable,
+    size,
+    steps_or_seconds,
+    steps_or_time,
+    table,
+)
+from m1clip.search.index import Report
 
 
 @pytest.mark.parametrize(
@@ -28,7 +51,12 @@ from m1clip.formatting import ago, amount, clock, duration, number, one_line, pe
         (number(5e-5), "5e-5"),
         (number(float("nan")), "nan"),
         (ago(-3), "0 s ago"),
+        (ago(89), "89 s ago"),
+        (ago(90), "2 min ago"),
+        (ago(5399), "90 min ago"),
         (ago(7200), "2 h ago"),
+        (ago(172_799), "48 h ago"),
+        (ago(172_800), "2 days ago"),
         (plural(1, "image"), "1 image"),
         (plural(2000, "image"), "2,000 images"),
         *((words(None), "-") for words in (clock, duration, size, percent, number)),
@@ -68,7 +96,40 @@ def test_valid_quantities(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)
 
 
+def token(value: str) -> list[SimpleNamespace]:
+    return [SimpleNamespace(value=value, keyword="--option"), SimpleNamespace(value="another", keyword="--other")]
+
+
+def test_number_or_auto() -> None:
+    assert number_or_auto(int, token("auto")) == 0
+    assert number_or_auto(int, token("12")) == 12
+    with pytest.raises(UserError, match="--option many: give an integer, or auto"):
+        number_or_auto(int, token("many"))
+
+
+def test_steps_or_time() -> None:
+    assert steps_or_seconds(100, "--save-every") == (100, 0.0)
+    assert steps_or_seconds(" 10M ", "--save-every") == (0, 600.0)
+    assert steps_or_time(int, token("100")) == 100
+    assert steps_or_time(int, token(" 10m ")) == "10m"
+    for wrong in (True, "0s", "-1", "ten", 1.5):
+        with pytest.raises(UserError, match="give an integer number of steps, or a time"):
+            steps_or_seconds(wrong, "--save-every")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["", "8", "GB", "-1GB", "0GB", "8XB", "8 GB!", "1e9", "8PIB", "8TFLOP"])
 def test_invalid_quantities_are_rejected(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*such as 8GB"):
         amount(text, "B", "--memory")
+
+
+def test_counts_of_one_are_singular(tmp_path: Path) -> None:
+    finding = Finding("warning", "x", "y", "z")
+    assert doctor_text([finding]).endswith("0 problems, 1 warning")
+    assert doctor_text([finding, finding]).endswith("0 problems, 2 warnings")
+    report = Report(tmp_path, tmp_path)
+    report.links = report.other = 1
+    assert "0 hidden, 1 link, 1 other file, 0 files that cannot be used" in "\n".join(_report_lines(report, None))
+    assert str(Packed(tmp_path, {"train": 1}, 1, [])) == f"{tmp_path}: 1 image (train 1) in 1 shard"
+    lint_report = LintReport("photos", {"train": 1}, 1, 1, 0.0, (), {}, ())
+    assert lint_report.to_text().startswith("photos: 1 image (train 1), 1 caption; all checked")

@@ -1,13 +1,33 @@
 """Atomic files and folders, bounded reads."""
 
+import errno
 import json
+import math
 import os
+import re
+import tempfile
 from pathlib import Path
+from typing import Any, Literal
 
+import psutil
 import pytest
 
 from m1clip import io
-from m1clip.io import read_small, remove_leftovers, restore_folders, write_json, write_text
+from m1clip.errors import UserError
+from m1clip.io import (
+    Owner,
+    converted,
+    first_writable,
+    format_version,
+    lock_content,
+    process_start_id,
+    read_owner,
+    read_small,
+    remove_leftovers,
+    restore_folders,
+    write_json,
+    write_text,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -84,8 +104,88 @@ def test_read_small_rejects_link_out_of_folder(tmp_path: Path) -> None:
             read_small(run / name, inside=run)
     assert read_small(run / "near", inside=run) == b"own"
     (run / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="a link in"):
         read_small(run / "loop", inside=run)
+
+
+@pytest.mark.parametrize("record", [{"format": 0}, {"format": -1}, {"format": True}, {"format": 1.0}, {"format": "1"}])
+def test_format_version_is_an_integer_of_at_least_1(record: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="format must be an integer of at least 1"):
+        format_version(record)
+    assert format_version({"format": 1}) == 1
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "expected"),
+    [
+        (str | int, 7, 7),
+        (str | int, "7", "7"),
+        (int | None, None, None),
+        (float | None, 2, 2.0),
+        (str, Path("a/b"), "a/b"),
+        (tuple[str, ...], "a", ("a",)),
+        (tuple[str, ...], ["a", "b", "c"], ("a", "b", "c")),
+        (tuple[str, ...], [], ()),
+        (tuple[float, float], [1, 2], (1.0, 2.0)),
+        (Literal["a", 1], 1, 1),
+    ],
+)
+def test_value_is_converted_to_its_type(hint: Any, value: Any, expected: Any) -> None:
+    found = converted(hint, value, "x")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "message"),
+    [
+        (str | int, 1.5, "x must be text in quotes, not 1.5"),
+        (str, 3, "x must be text in quotes, not 3"),
+        (int, True, "x must be an integer, not True"),
+        (int, 2**63, "x must be a smaller integer, not 9223372036854775808"),
+        (float, math.nan, "x must be a finite number, not nan"),
+        (tuple[float, float], [1, 2, 3], "x must be 2 numbers, not [1, 2, 3]"),
+        (tuple[float, float], 1, "x must be 2 numbers, not 1"),
+        (tuple[str, ...], 1, "x must be a list, not 1"),
+        (Literal["a", 1], True, "x must be one of a, 1, not True"),
+    ],
+)
+def test_value_of_another_type_is_a_one_line_error(hint: Any, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        converted(hint, value, "x")
+
+
+def test_process_start_id_is_the_tick_at_which_it_started() -> None:
+    found = process_start_id(psutil.Process())
+    if " " not in found:
+        pytest.skip("this system measures the start of a process by the clock only")
+    boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+    started = boot + int(found.split()[1]) / os.sysconf("SC_CLK_TCK")
+    assert started == pytest.approx(psutil.Process().create_time(), abs=2)
+
+
+def test_owner_is_this_process_only_with_its_host_and_start(tmp_path: Path) -> None:
+    pid, host, start_id = lock_content().splitlines()
+    assert Owner(int(pid), host, start_id).process() is not None
+    assert Owner(int(pid), host, f"{start_id}0").process() is None
+    assert Owner(int(pid), "elsewhere", start_id).process() is None
+    assert read_owner(tmp_path) is None
+
+
+def test_first_writable_folder_is_tried_by_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    read_only, good = tmp_path / "read-only", tmp_path / "new" / "folder"
+    create = tempfile.TemporaryFile
+
+    def refuse(dir: Path) -> Any:  # as a read-only file system does, also to root
+        if dir == read_only:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return create(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert first_writable([tmp_path / "file", read_only, good, tmp_path], "the cache", "set X") == good
+    with pytest.raises(UserError, match="Read-only file system"):
+        first_writable([read_only], "the cache", "set X")
 
 
 def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +194,59 @@ def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert io.user_cache() == Path.home() / "Library/Caches/m1clip"
     monkeypatch.setattr(io.sys, "platform", "linux")
     assert io.user_cache() == Path.home() / ".cache/m1clip"
+
+
+@pytest.fixture(params=[True, False], ids=["descriptors", "compared"])
+def beneath(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to open a file below a folder: the second is for systems without folder descriptors."""
+    monkeypatch.setattr(io, "CAN_OPEN_BENEATH", request.param)
+
+
+@pytest.mark.usefixtures("beneath")
+def test_files_beneath_a_folder_are_never_reached_through_links(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    made(folder, "own")
+    io.write_beneath(folder, "a/b/file", b"inside")
+    assert (folder / "a/b/file").read_bytes() == io.read_beneath(folder, "a/b/file") == b"inside"
+    made(outside, "secret")
+    (folder / "linked").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "weights")
+    (folder / "new").symlink_to(outside / "new")
+    os.mkfifo(folder / "pipe")
+    for name in ("linked/weights", "file", "new", "../outside/weights", str(outside / "weights"), "a//b", "", "pipe"):
+        with pytest.raises(OSError, match=r"a link in|not a path inside|not a regular file|Not a directory"):
+            io.read_beneath(folder, name)
+    for name in ("linked/new", "linked/weights", "../outside/new", str(outside / "new")):
+        with pytest.raises(OSError, match=r"a link in|not a path inside"):
+            io.write_beneath(folder, name, b"overwritten")
+    with pytest.raises(OSError, match="a link in"):
+        io.open_beneath(folder, "file", os.O_WRONLY | os.O_CREAT)
+    io.write_beneath(folder, "file", b"replaced")  # the link itself is replaced, not what it points to
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"weights": "secret"}
+    assert not list(folder.rglob(f"*{io.PARTIAL}"))
+    io.unlink_beneath(folder, "a/b/file")
+    io.unlink_beneath(folder, "a/b/file")
+    assert not (folder / "a/b/file").exists()
+
+
+@pytest.mark.usefixtures("beneath")
+@pytest.mark.parametrize("swapped", ["a", "a/weights"])
+def test_file_replaced_by_a_link_after_the_check_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapped: str
+) -> None:
+    made(tmp_path / "folder/a", "own")
+    made(tmp_path / "outside", "secret")
+    path, original = tmp_path / "folder/a/weights", os.path.realpath
+
+    def swap_after(name: str | Path) -> str:
+        real = original(name)
+        if Path(name) == path:  # checked: now it changes
+            (tmp_path / "folder" / swapped).rename(tmp_path / "folder/aside")
+            target = tmp_path / "outside" / ("weights" if swapped == "a/weights" else "")
+            (tmp_path / "folder" / swapped).symlink_to(target)
+        return real
+
+    monkeypatch.setattr(io.os.path, "realpath", swap_after)
+    with pytest.raises(OSError, match="a link in"):
+        read_small(path, inside=tmp_path / "folder")
+    assert path.read_text() == "secret"  # it was replaced

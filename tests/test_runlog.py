@@ -39,6 +39,21 @@ def test_partial_line_after_kill_is_skipped(log: RunLog, tmp_path: Path) -> None
     resumed.write("step", step=1)
     resumed.close()
     assert kinds(tmp_path) == ["start", "step"]
+    assert (tmp_path / "run.jsonl").read_bytes().count(b"\n") == 3  # the partial line was ended
+
+
+def test_reopened_log_of_complete_lines_gets_no_empty_line(log: RunLog, tmp_path: Path) -> None:
+    log.write("start", step=0)
+    RunLog(tmp_path).close()
+    assert (tmp_path / "run.jsonl").read_bytes().count(b"\n") == 1
+
+
+def test_time_of_a_record_is_rounded_to_milliseconds(
+    log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1234567890.123456)
+    log.write("start")
+    assert [record["time"] for record in read_log(tmp_path)] == [1234567890.123]
 
 
 def test_non_finite_numbers_are_written_as_valid_json(log: RunLog, tmp_path: Path) -> None:

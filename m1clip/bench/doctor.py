@@ -244,4 +244,4 @@ def doctor_text(findings: list[Finding]) -> str:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")
         lines += [f"         -> {finding.remedy}"] if finding.level != "ok" else []
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "warning")}
-    return "\n".join([*lines, f"{plural(counts['problem'], 'problem')}, {plural(counts['warning'], 'warning')}"])
+    return "\n".join([*lines, ", ".join(plural(count, level) for level, count in counts.items())])

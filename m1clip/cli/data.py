@@ -137,7 +137,7 @@ def data_index(
     from m1clip.data.sources import Options
     from m1clip.data.sources.shards import list_shards
     from m1clip.data.sources.stream import open_shards
-    from m1clip.formatting import duration, plural
+    from m1clip.formatting import duration
     from m1clip.training.progress import Screen
 
     screen, start = Screen(), time.perf_counter()
@@ -147,7 +147,7 @@ def data_index(
     for where, what, _ in problems[:10]:
         screen.warn(f"{where}: {what}")
     if len(problems) > 10:
-        screen.warn(f"{len(problems) - 10:,} more problems")
+        screen.warn(f"{plural(len(problems) - 10, 'more problem')}")
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
     screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")

@@ -38,8 +38,8 @@ def index(
 
     m1clip index ~/Pictures --model runs/frozen
 
-    The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable. Indexing
-    can be interrupted at any time; the next call continues it.
+    The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable or belongs
+    to another user. Indexing can be interrupted at any time; the next call continues it.
 
     Parameters
     ----------

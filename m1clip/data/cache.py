@@ -34,6 +34,7 @@ from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, t
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.hardware.facts import decode_threads
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
 
@@ -408,7 +409,7 @@ def check_failures(
     for failure in found[:SHOWN]:
         warn(f"skipped {failure.where}: {failure.reason}")
     if len(found) > limit * tried:
-        raise _too_many_failures(found, f"{tried:,} {split} images", tried, limit)
+        raise _too_many_failures(found, plural(tried, f"{split} image"), tried, limit)
     if len(found) > SHOWN:
         warn(f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them")
     return found
@@ -451,7 +452,7 @@ class FailureLog:
         self.record("train", failures)
         if len(self.failures) > self.limit * self.total:
             raise _too_many_failures(
-                list(self.failures.values()), f"{self.total:,} train images", self.total, self.limit
+                list(self.failures.values()), plural(self.total, "train image"), self.total, self.limit
             )
 
 

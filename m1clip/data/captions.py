@@ -26,6 +26,7 @@ class CaptionTable:
     classes: bool = False  # made from class names: equal first captions are one class
     features: RowTable | None = None  # of a frozen text tower, one row per caption
     numbers: np.ndarray | None = None  # (captions,) by which word dropout is drawn; None: the rows
+    other_classes: CaptionTable | None = None  # of the classes without an image here, which are candidates too
 
     def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
         """A table with the captions of some images, and the numbers of these images in it."""

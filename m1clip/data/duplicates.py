@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from PIL import Image
 
-_LOOK_BYTES, _THUMB_SIDE = 16, 16
+LOOK_BYTES, _THUMB_SIDE = 16, 16
+THUMB_BYTES = _THUMB_SIDE**2
 # Chosen by eye on Flickr8k: the 7 pairs within these limits are one image or one scene; looser limits add
 # pairs of sky and fog. Of 1,000 of its images, copies that were re-encoded, resized, brightened or made gray
 # were all found; of those cropped by 8% on each side 228, of mirrored ones 5.
@@ -35,7 +36,7 @@ def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]
     """
     usable = np.array([i for i, (look, _) in enumerate(images) if look], int)
     looks, thumbs = (np.frombuffer(b"".join(each[part] for each in images), np.uint8) for part in (0, 1))
-    looks, thumbs = looks.reshape(-1, _LOOK_BYTES), thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
+    looks, thumbs = looks.reshape(-1, LOOK_BYTES), thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
     distinct = thumbs.std(axis=(1, 2)) >= MIN_CONTRAST
     usable, looks, thumbs = usable[distinct], looks[distinct], thumbs[distinct]
     if not 1 < len(usable) <= MAX_ALL_PAIRS:

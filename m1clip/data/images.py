@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -18,10 +19,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
 from m1clip.data import raw
 from m1clip.errors import UserError
@@ -41,7 +43,17 @@ HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypheim", b"ftypheis", b"ftyphevc", 
 HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
 # RGB of this size takes 192 MiB once decoded.
 MAX_PIXELS = 64 * 2**20
+# A JPEG may have more: it is decoded at 1/2, 1/4 or 1/8 of its size, without memory for the rest.
+MAX_JPEG_PIXELS = 256 * 2**20
+JPEG_SCALES = (1, 2, 4, 8)
 MAX_FILE_BYTES = 2**30
+# Bytes of any image file: headers, metadata, previews, further frames. Files with more need the pixels for it.
+MAX_EXTRA_BYTES = 2**27
+MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits without compression
+MAX_MEMBER_BYTES = 2**28  # of an image in a shard, which is read at once
+
+# Pillow warns about large images and odd metadata of each file; what matters becomes a BadImage.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class BadImage(ValueError):
@@ -68,12 +80,15 @@ def failure_reason(error: Exception) -> str:
 
 
 def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None) -> Image.Image:
-    """8-bit RGB, upright, first frame; `want` is the short side needed, so that JPEG may decode smaller."""
+    """8-bit RGB, upright, first frame; `want` is the short side needed, so that JPEG may decode smaller.
+
+    A JPEG of more than MAX_PIXELS is always decoded smaller.
+    """
     place = where or ("image in memory" if isinstance(data, bytes) else os.fspath(data))
     with opened(data, place) as image:
         try:
-            if want and image.format == "JPEG":
-                image.draft(None, (want, want))
+            if isinstance(image, JpegImageFile):
+                _reduce(image, want)
             image.load()
             with suppress(Exception):  # damaged EXIF data: the image stays as it is stored
                 ImageOps.exif_transpose(image, in_place=True)
@@ -82,28 +97,78 @@ def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where:
             raise BadImage(place, *_reason(error)) from error
 
 
+def _reduce(image: JpegImageFile, want: int | None) -> None:
+    """Let a JPEG be decoded at a fraction of its size: not below the short side `want`, unless it is too large."""
+    width, height = image.size
+    least = next(scale for scale in JPEG_SCALES if width * height <= MAX_PIXELS * scale**2)
+    largest = (max(1, width // least), max(1, height // least))
+    if want:
+        image.draft(None, (min(want, largest[0]), min(want, largest[1])))
+    elif least > 1:
+        image.draft(None, largest)
+
+
 @contextmanager
 def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
     """The image with only its header read, its size already checked; BadImage if it cannot be opened."""
-    stream = io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where)
-    with stream:
-        if isinstance(data, bytes) and not data:
-            raise BadImage(where, "the file is empty (0 bytes)", "empty")
-        try:
-            image = raw.open_preview(stream)
-            if image is None:
-                stream.seek(0)
-                image = Image.open(stream, formats=_formats())
-        except Exception as error:
-            stream.seek(4)  # not by the file's name: phones also save HEIC as .jpg
-            if stream.read(8) in HEIC_BRANDS and "HEIF" not in _formats():
-                raise BadImage(where, HEIC_REMEDY, "no-decoder") from error
-            raise BadImage(where, *_reason(error)) from error
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; reduce its size"
-            raise BadImage(where, reason, "too-large")
-        yield image
+    if isinstance(data, bytes) and not data:
+        raise BadImage(where, "the file is empty (0 bytes)", "empty")
+    with io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where) as stream:
+        yield _open_header(stream, where)
+
+
+def _open_header(stream: BinaryIO, where: str) -> Image.Image:
+    """Read the header of an image, and check what decoding it would need; BadImage if it cannot be used."""
+    try:
+        image = raw.open_preview(stream)
+        if image is None:
+            stream.seek(0)
+            image = _open_any(stream)
+    except BadImage:
+        raise
+    except Exception as error:
+        stream.seek(4)  # not by the file's name: phones also save HEIC as .jpg
+        if stream.read(8) in HEIC_BRANDS and "HEIF" not in _formats():
+            raise BadImage(where, HEIC_REMEDY, "no-decoder") from error
+        raise BadImage(where, *_reason(error)) from error
+    width, height = image.size
+    pixels = width * height
+    if pixels > MAX_PIXELS and not (pixels <= MAX_JPEG_PIXELS and _is_decoded_in_strips(image)):
+        reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; reduce its size"
+        raise BadImage(where, reason, "too-large")
+    if isinstance(stream, _LimitedFile):
+        stream.allow(pixels * MAX_BYTES_PER_PIXEL, f"{width} x {height} pixels")
+    return image
+
+
+def _open_any(stream: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(stream, formats=_formats())
+    except Image.DecompressionBombError:
+        # Pillow's limit is for complete images; a JPEG can be decoded smaller.
+        stream.seek(0)
+        if stream.read(3) != b"\xff\xd8\xff":
+            raise
+        stream.seek(0)
+        return JpegImageFile(stream)
+
+
+def _is_decoded_in_strips(image: Image.Image) -> bool:
+    """Whether a JPEG is sequential with all colors in one scan; for others, libjpeg keeps values of every pixel."""
+    if not isinstance(image, JpegImageFile) or image.fp is None:
+        return False
+    image.fp.seek(2)
+    colors = 0
+    while len(head := image.fp.read(4)) == 4 and head[0] == 0xFF:
+        marker, size = head[1], int.from_bytes(head[2:], "big")
+        segment = image.fp.read(max(0, size - 2))
+        if marker in (0xC0, 0xC1) and len(segment) > 5:  # start of a sequential frame
+            colors = segment[5]
+        elif marker == 0xDA:  # start of the first scan
+            return bool(segment) and segment[0] == colors
+        elif marker == 0xC2:  # start of a progressive frame
+            return False
+    return False
 
 
 @cache
@@ -116,9 +181,35 @@ def _formats() -> tuple[str, ...]:
     return (*FORMATS, "HEIF")
 
 
-def _open_file(path: str | os.PathLike[str], where: str) -> BinaryIO:
+class _LimitedFile(io.BufferedReader):
+    """A large file of which only as many bytes are read as an image can need; BadImage for more."""
+
+    def __init__(self, file: io.RawIOBase, size: int, where: str) -> None:
+        super().__init__(file)
+        self.size, self.where = size, where
+        self.left = MAX_EXTRA_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        limit = self.left + 1  # one more shows that there is more
+        data = super().read(limit if size is None or size < 0 else min(size, limit))
+        self.left -= len(data)
+        if self.left < 0:
+            self._refuse("an image file")
+        return data
+
+    def allow(self, count: int, what: str) -> None:
+        """Allow as many bytes more; BadImage if the file has more than that."""
+        if self.size > count + MAX_EXTRA_BYTES:
+            self._refuse(what)
+        self.left += count
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BadImage(self.where, f"{self.size >> 20} MiB is too large for {what}", "too-large")
+
+
+def _open_file(path: str | os.PathLike[str], where: str, inside: str | None = None) -> BinaryIO:
     try:
-        stream = open_regular(os.fspath(path))
+        stream = open_regular(os.fspath(path), inside)
     except FileNotFoundError as error:
         raise BadImage(where, "the file is missing", "missing") from error
     except (OSError, ValueError) as error:
@@ -126,8 +217,12 @@ def _open_file(path: str | os.PathLike[str], where: str) -> BinaryIO:
             raise BadImage(where, "not a file", "not-an-image") from error
         raise BadImage(where, f"cannot be opened ({getattr(error, 'strerror', None) or error})") from error
     size = os.fstat(stream.fileno()).st_size
-    if 0 < size <= MAX_FILE_BYTES:
+    if 0 < size <= MAX_EXTRA_BYTES:
         return stream
+    if 0 < size <= MAX_FILE_BYTES:
+        limited = _LimitedFile(io.FileIO(os.dup(stream.fileno())), size, where)
+        stream.close()
+        return limited
     stream.close()
     if size == 0:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
@@ -135,6 +230,8 @@ def _open_file(path: str | os.PathLike[str], where: str) -> BinaryIO:
 
 
 def _reason(error: Exception) -> tuple[str, str]:
+    if isinstance(error, BadImage):
+        return error.reason, error.kind
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; reduce its size", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
@@ -188,13 +285,19 @@ class ImageRef:
 @dataclass(frozen=True, slots=True)
 class FileImage(ImageRef):
     path: str
+    inside: str | None = None  # a folder: the file is not read through a link out of it
 
     def open(self, want: int | None = None) -> Image.Image:
-        return decode(self.path, want, self.path)
+        source = self.path if self.inside is None else self.read()
+        return decode(source, want, self.path)
 
     def read(self) -> bytes:
-        with _open_file(self.path, self.path) as stream:
-            return stream.read()
+        with _open_file(self.path, self.path, self.inside) as stream:
+            if isinstance(stream, _LimitedFile):
+                _open_header(stream, self.path)  # before more is read than any image needs
+                stream.seek(0)
+                return stream.read()
+            return stream.read(MAX_FILE_BYTES)
 
     def stamp(self) -> str:
         return f"{self.path}|{file_stamp(self.path)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 from m1clip.data.duplicates import MAX_ALL_PAIRS, appearance, near_duplicates
 from m1clip.data.images import BadImage, decode, one_line, opened
 from m1clip.data.types import ImageRef, Sample, Source
+from m1clip.formatting import plural
 from m1clip.text.bpe import BpeTokenizer
 
 Severity = Literal["problem", "warning", "info"]
@@ -97,7 +97,7 @@ class LintReport:
         total = sum(self.images.values())
         splits = ", ".join(f"{name} {count:,}" for name, count in self.images.items())
         checked = "all" if self.checked == total else f"{self.checked:,}"
-        head = f"{self.source}: {total:,} images ({splits}), {self.captions:,} captions"
+        head = f"{self.source}: {plural(total, 'image')} ({splits}), {plural(self.captions, 'caption')}"
         lines = [f"{head}; {checked} checked in {self.seconds:.1f} s"]
         for name, values in self.facts.items():
             lines.append(
@@ -235,9 +235,7 @@ def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> l
     """Facts of each image, in order. Threads: decoding releases the GIL, and processes were slower."""
     facts: list[ImageFacts] = []
     chunks = [refs[start : start + _CHUNK] for start in range(0, len(refs), _CHUNK)]
-    # Pillow warns about odd metadata of each image.
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
-        warnings.simplefilter("ignore")
+    with ThreadPoolExecutor(workers) as pool:
         for part in pool.map(lambda chunk: [inspect(ref) for ref in chunk], chunks):
             facts += part
             progress(len(facts), len(refs))
@@ -334,22 +332,22 @@ def check_captions(entries: Sequence[Entry], context_length: int, class_captions
     found = finding("file-name", "warning", message, "replace file names and URLs with descriptions", names(file_names))
     message = "captions that repeat another one of their image"
     found += finding("duplicate-caption", "warning", message, f"remove {message}", names(repeated))
-    message = f"captions over {limit} tokens ({cut:,} tokens are cut off)"
+    message = f"captions over {limit} tokens ({plural(cut, 'token')} cut off)"
     found += finding(
         "overlong", "warning", message, "shorten long captions, or use a larger context length", names(overlong)
     )
     if class_captions:
-        message = f"images whose captions are made from {len(images)} class names (this is classification)"
+        message = f"images whose captions are made from {plural(len(images), 'class name')} (this is classification)"
         return [*found, Finding("labels", "info", len(entries), message)]
     captions = sum(len(entry.sample.captions) for entry in entries)
     if len(short) > _MANY * captions or (len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)):
-        message = f"captions that are only labels ({len(images):,} different ones for {len(entries):,} images)"
+        message = f"captions that are only labels ({len(images):,} different ones for {plural(len(entries), 'image')})"
         remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
         examples = tuple(names(short[:MAX_EXAMPLES] or [(entries[0], 0)]))
         found.append(Finding("labels", "warning", len(short) or captions, message, remedy, examples))
     shared = sorted((text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text]))
     fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
-    shown = [f"{len(images[text])} images: {text[:80]}" for text in shared]
+    shown = [f"{plural(len(images[text]), 'image')}: {text[:80]}" for text in shared]
     severity: Severity = "warning" if fraction > _MANY else "info"
     remedy = "write captions that distinguish the images"
     return found + finding("shared-caption", severity, "captions of more than one image", remedy, shown)

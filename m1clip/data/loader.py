@@ -7,16 +7,18 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,10 @@ from m1clip.text.base import rounded
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
-AHEAD = 2  # batches that each worker prepares in advance
+AHEAD = 2  # batches that a thread reads in advance
+WORKER_AHEAD = 4  # batches that worker processes prepare in advance
+# Workers ignore these: they end with their parent, which needs batches until its current step is done.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,10 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def clone(self) -> Batch:
+        """A copy whose tensors are in the memory of this process alone."""
+        return self._map(Tensor.clone)
 
     def pin_memory(self) -> Batch:
         """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
@@ -145,16 +154,20 @@ class TrainingSet:
     report: Callable[[tuple[Failure, ...]], None] | None = None  # gets the failures of each batch
 
     def __getitem__(self, step: int) -> Batch:
+        return self.join([self.piece(step)])
+
+    def piece(self, step: int, number: int = 0, pieces: int = 1) -> Batch:
+        """One of several consecutive pieces of a batch, for `join`: captions in order, with the full length."""
         epoch, members = self.plan.members(step)
-        members, fields = self._images(epoch, members)
+        first, last = (len(members) * bound // pieces for bound in (number, number + 1))
+        members, fields = self._images(epoch, members[first:last])
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
         captions, rows = self.captions.of(members)
         image_index, chosen = captions.pick(rows, draws, self.captions_per_image)
         if captions.features is not None:
             fields["text_features"] = torch.from_numpy(captions.features.read(chosen)).float()
         else:
-            order, fields["tokens"], fields["lengths"] = self._tokens(epoch, captions, chosen)
-            image_index, chosen = image_index[order], chosen[order]
+            fields["tokens"], fields["lengths"] = self._tokens(epoch, captions, chosen)
         ids = members if self.identity is None else self.identity[members]
         return Batch(
             sample_ids=torch.from_numpy(ids.astype(np.int64)),
@@ -181,26 +194,57 @@ class TrainingSet:
             fields["kept_patches"] = torch.from_numpy(kept)
         return members, fields
 
-    def _tokens(
-        self, epoch: int, table: CaptionTable, chosen: np.ndarray
-    ) -> tuple[np.ndarray, Tensor, tuple[int, ...]]:
-        """(order, tokens, lengths) of captions after word dropout; sorted by length unless all get the full length."""
+    def _tokens(self, epoch: int, table: CaptionTable, chosen: np.ndarray) -> tuple[Tensor, tuple[int, ...]]:
+        """(tokens, lengths) of captions after word dropout."""
         dropout = self.augmentation.word_dropout
-        tokens, lengths = table.tokens[chosen], table.lengths[chosen]
+        tokens = table.tokens[chosen]
+        lengths = table.lengths[chosen]
         context = tokens.shape[1]
         if dropout:
             numbers = chosen if table.numbers is None else table.numbers[chosen]
             places = numbers[:, None] * context + np.arange(context)
             dropped = rnd.uniform(self.plan.seed, epoch, places, rnd.WORD) < dropout
             tokens, lengths = drop_tokens(tokens, lengths, dropped, table.pad_id)
+        return torch.from_numpy(tokens.astype(np.int64)), tuple(lengths.tolist())
+
+    def join(self, pieces: Sequence[Batch], pin: bool = False) -> Batch:
+        """The batch of all its pieces; captions sorted by length, unless all get the full length."""
+        batch = _concatenated(pieces, pin)
+        if batch.tokens is None:
+            return batch
         if self.full_length:
-            return np.arange(len(chosen)), torch.from_numpy(tokens.astype(np.int64)), ()
+            return replace(batch, lengths=())
+        lengths = np.array(batch.lengths)
         order = np.argsort(lengths, kind="stable")
-        tokens = tokens[order, : rounded(int(lengths.max()), context)]
-        return order, torch.from_numpy(tokens.astype(np.int64)), tuple(lengths[order].tolist())
+        longest = rounded(int(lengths.max()), batch.tokens.shape[1])
+        rows = torch.from_numpy(order)
+        tensors = [batch.caption_ids[rows], batch.image_index[rows], batch.tokens[rows, :longest]]
+        if pin:
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        caption_ids, image_index, tokens = tensors
+        lengths_in_order = tuple(lengths[order].tolist())
+        return replace(batch, caption_ids=caption_ids, image_index=image_index, tokens=tokens, lengths=lengths_in_order)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "report": None}  # workers report through the batch
+
+
+def _concatenated(pieces: Sequence[Batch], pin: bool) -> Batch:
+    """The rows of consecutive pieces of a batch, in pinned memory if asked."""
+    if len(pieces) == 1:
+        return pieces[0].pin_memory() if pin else pieces[0]
+    starts = itertools.accumulate((len(piece) for piece in pieces), initial=0)
+    pieces = [
+        replace(piece, image_index=piece.image_index + start) for piece, start in zip(pieces, starts, strict=False)
+    ]
+    tensors: dict[str, Any] = {}
+    for name, first in pieces[0].tensors().items():
+        parts = [piece.tensors()[name] for piece in pieces]
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        tensors[name] = torch.cat(parts, out=torch.empty(shape, dtype=first.dtype, pin_memory=pin))
+    lengths = tuple(length for piece in pieces for length in piece.lengths)
+    failed = tuple(failure for piece in pieces for failure in piece.failed)
+    return replace(pieces[0], **tensors, lengths=lengths, failed=failed)
 
 
 Feed = Generator[Batch, None, None]
@@ -284,23 +328,38 @@ class WorkerDied(Exception):
 
 
 class _Workers:
-    """Processes that make batches in turn. Each has its own pipe, so a killed one cannot block the others."""
+    """Processes that each make a piece of every batch, so that the first batch is complete soon.
+
+    Each has its own pipe, so a killed one cannot block the others.
+    """
 
     def __init__(
         self, data: TrainingSet, steps: range, count: int, start_method: str, pin: bool, interruptible: Interruptible
     ) -> None:
-        self.steps, self.pin, self.interruptible = steps, pin, interruptible
+        self.data, self.steps, self.pin, self.interruptible = data, steps, pin, interruptible
         self.workers: list[tuple[BaseProcess, Connection]] = []
+        self.greetings: list[threading.Thread] = []
+        self.pieces = min(count, len(data.plan.members(steps[0])[1]))
         atexit.register(self.end)  # at exit, multiprocessing would wait for them
         context: Any = get_context(start_method)
-        for _ in range(count):
-            pipe, far_end = context.Pipe()
-            process = context.Process(target=_make_batches, args=(data, far_end))
-            process.start()
-            far_end.close()  # so that reading ends when the worker does
-            self.workers.append((process, pipe))
-        for place in range(AHEAD * count):
-            self._ask(place)
+        if start_method == "forkserver":
+            context.set_forkserver_preload([__name__])  # imports torch once, not once per worker
+        forked = start_method == "fork"
+        # Not for the fork server, from which other code may start processes.
+        with _signals_blocked() if start_method == "spawn" else nullcontext():
+            for number in range(self.pieces):
+                pipe, far_end = context.Pipe()
+                own_data = data if forked else None
+                process = context.Process(target=_make_pieces, args=(far_end, number, self.pieces, own_data))
+                process.start()
+                far_end.close()  # so that reading ends when the worker does
+                self.workers.append((process, pipe))
+        # Sending waits until the worker has imported torch: in threads, so that all workers import it at once.
+        data_bytes = None if forked else ForkingPickler.dumps(data)
+        for _, pipe in self.workers:
+            greeting = threading.Thread(target=self._greet, args=(pipe, data_bytes), daemon=True)
+            greeting.start()
+            self.greetings.append(greeting)
 
     def batches(self) -> Feed:
         """All batches; a thread receives the next one, and pins its memory, while the caller uses the last."""
@@ -315,15 +374,22 @@ class _Workers:
             finally:
                 self.end()  # first, as the thread may be waiting for a worker
 
-    def _ask(self, place: int) -> None:
-        if place < len(self.steps):
-            with contextlib.suppress(OSError):  # it died, as `_receive` will find out
-                self.workers[place % len(self.workers)][1].send(self.steps[place])
+    def _greet(self, pipe: Connection, data_bytes: Any) -> None:
+        """Send a worker its data, and the first steps."""
+        with contextlib.suppress(OSError):  # it died, as `_receive` will find out
+            if data_bytes is not None:
+                pipe.send_bytes(data_bytes)
+            for step in self.steps[:WORKER_AHEAD]:
+                pipe.send(step)
 
     def _receive(self, place: int) -> Batch:
-        process, pipe = self.workers[place % len(self.workers)]
+        pieces = [self._receive_piece(number, place) for number in range(len(self.workers))]
+        return self.data.join(pieces, self.pin)
+
+    def _receive_piece(self, number: int, place: int) -> Batch:
+        process, pipe = self.workers[number]
         try:
-            batch = pipe.recv()
+            piece = pipe.recv()
         except (EOFError, OSError):
             end = time.monotonic() + 1.0
             while process.exitcode is None and time.monotonic() < end:  # another thread may be joining it
@@ -331,10 +397,14 @@ class _Workers:
             if process.exitcode is None:
                 raise
             raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
-        if isinstance(batch, Exception):
-            raise batch
-        self._ask(place + AHEAD * len(self.workers))
-        return batch.pin_memory() if self.pin else batch
+        if isinstance(piece, Exception):
+            raise piece
+        self.greetings[number].join()  # two threads must not send at the same time
+        if place + WORKER_AHEAD < len(self.steps):
+            with contextlib.suppress(OSError):  # it died, as the next call will find out
+                pipe.send(self.steps[place + WORKER_AHEAD])
+        # A copy frees the shared memory, whose file descriptors are limited.
+        return piece.clone() if len(self.workers) > 1 else piece
 
     def end(self) -> None:
         """Kill the workers: they have no state to save, and may be stopped."""
@@ -345,17 +415,28 @@ class _Workers:
             process.join()
 
 
-def _make_batches(data: TrainingSet, pipe: Connection) -> None:
-    """Run a worker: receive the numbers of steps, send their batches."""
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Processes started here never get the signals, not even before they can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _make_pieces(pipe: Connection, number: int, pieces: int, data: TrainingSet | None) -> None:
+    """Run a worker: receive the data unless it is forked, then numbers of steps; send its pieces of their batches."""
     follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the process group: the parent needs batches for its step
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        received: TrainingSet = pipe.recv() if data is None else data
         while True:
             step = pipe.recv()
             try:
-                result: Batch | Exception = data[step]
+                result: Batch | Exception = received.piece(step, number, pieces)
             except Exception as error:  # noqa: BLE001  raised again in the parent
                 error.add_note(traceback.format_exc())
                 result = error

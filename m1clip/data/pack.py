@@ -19,6 +19,7 @@ from m1clip.data.sources.shards import PACKED
 from m1clip.data.sources.stream import INDEX, make_index, read_index
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.io import PARTIAL, read_small, write_bytes, write_json
 
 # Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
@@ -38,7 +39,9 @@ class Packed(NamedTuple):
 
     def __str__(self) -> str:
         parts = ", ".join(f"{split} {number:,}" for split, number in self.images.items())
-        return f"{self.folder}: {sum(self.images.values()):,} images ({parts}) in {self.shards:,} shards"
+        return (
+            f"{self.folder}: {plural(sum(self.images.values()), 'image')} ({parts}) in {plural(self.shards, 'shard')}"
+        )
 
 
 def pack(
@@ -69,7 +72,8 @@ def pack(
         wanted = range(start, min(start + shard_size, counts[split]))
         shard, skipped = read_index(str(path)), list[str]()
         if shard is not None:  # from before the interruption
-            skipped += [f"{path}: {len(wanted) - shard.samples} images"] if shard.samples < len(wanted) else []
+            missing = len(wanted) - shard.samples
+            skipped += [f"{path}: {plural(missing, 'image')}"] if missing > 0 else []
             progress(max(next(done) for _ in wanted), total)
             return path.name, shard.samples, skipped
         with _new_shard(path) as tar:

@@ -21,6 +21,7 @@ from m1clip.data.synthetic.drawing import LARGEST
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.text.base import Tokenizer
 
 if TYPE_CHECKING:
@@ -111,8 +112,11 @@ def load_split(
     if not len(images):
         total = len(source.samples(split))
         raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint shows why")
-    captions = tokenize_captions([sample.captions for sample in samples], tokenizer, context_length)
-    return Split(images, with_classes(captions, source), samples, failures, cache)
+    captions, others = (
+        tokenize_captions([sample.captions for sample in group], tokenizer, context_length)
+        for group in (samples, other_classes(source, samples))
+    )
+    return Split(images, with_classes(captions, source, others), samples, failures, cache)
 
 
 def stream_split(
@@ -131,9 +135,25 @@ def stream_split(
     return Split(images, tokenize_captions([], tokenizer, context_length), samples, failures, "off", None, captions)
 
 
-def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
-    """The captions, marked if the source makes them from class names."""
-    return replace(captions, classes=source.class_captions)
+def other_classes(source: Source, samples: Sequence[Sample]) -> list[Sample]:
+    """One sample of each class of the source that none of these samples has; none unless it has classes."""
+    if not source.class_captions:
+        return []
+    here = {_class_key(sample) for sample in samples}
+    others = {_class_key(sample): sample for split in source.splits() for sample in source.samples(split)}
+    return [others[key] for key in sorted(others.keys() - here)]
+
+
+def _class_key(sample: Sample) -> str:
+    """Equal for samples of one class, as `caption_ids_of` compares captions."""
+    return sample.captions[0].strip().lower()
+
+
+def with_classes(captions: CaptionTable, source: Source, others: CaptionTable) -> CaptionTable:
+    """The captions, with those of all other classes if the source makes them from class names."""
+    if not source.class_captions:
+        return captions
+    return replace(captions, classes=True, other_classes=others if len(others.tokens) else None)
 
 
 def quick_check(
@@ -148,6 +168,6 @@ def quick_check(
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
         warn(f"data: {finding.message}: {finding.count:,}{first}")
     if len(found) > WARNINGS_SHOWN:
-        warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
+        warn(f"data: {plural(len(found) - WARNINGS_SHOWN, 'more finding')}; m1clip data lint shows all")
     kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]
     return {"verdict": report.verdict, "checked": report.checked, "findings": kept}

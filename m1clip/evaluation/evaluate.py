@@ -13,12 +13,13 @@ import numpy as np
 from m1clip.config import Config, load_config
 from m1clip.data.cache import DecodePlan
 from m1clip.data.prepare import Split, load_split, open_data
+from m1clip.data.sources.folders import class_name
 from m1clip.data.synthetic.captions import negatives
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import negatives_accuracy
-from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.retrieval import class_accuracies, retrieval
 from m1clip.evaluation.statistics import Scores
 from m1clip.hardware.facts import Facts, decode_threads, read_facts
 from m1clip.inference import load
@@ -83,17 +84,16 @@ class Evaluator:
 
     def scores(self, features: SplitFeatures) -> Scores:
         """Retrieval; for synthetic images also the accuracy against negative captions."""
-        scores = retrieval(*features, self.other_classes() if features.labels is not None else None)
+        others = other_class_vectors(self.model, self.data)
+        scores = retrieval(*features, others)
+        if features.labels is not None:
+            scores += class_accuracies(features, others, self.class_names(features.labels))
         return scores + self.negative_scores(features[0]) if isinstance(self.source, SyntheticSource) else scores
 
-    def other_classes(self) -> np.ndarray | None:
-        """(n, d) vectors of the classes that only other splits contain: all class names are candidates."""
-        every = {sample.captions[0] for split in self.source.splits() for sample in self.source.samples(split)}
-        others = sorted(every - {sample.captions[0] for sample in self.data.samples})
-        # A frozen text tower with cached features is not in memory, so it cannot encode other captions.
-        if not others or self.data.captions.features is not None:
-            return None
-        return np.asarray(self.model.encode_text(others))
+    def class_names(self, labels: np.ndarray) -> list[str]:
+        """The name of each class with an image in the split, by label."""
+        captions = dict(zip(labels.tolist(), (sample.captions[0] for sample in self.data.samples), strict=False))
+        return [class_name(captions[label]) for label in sorted(captions)]
 
     def negative_scores(self, image: np.ndarray) -> Scores:
         """How often the true caption of a synthetic image beats one with a changed attribute."""
@@ -114,3 +114,11 @@ class Evaluator:
             np.array([index for index, _ in pairs]),
             [negative.changed for _, negative in pairs],
         )
+
+
+def other_class_vectors(model: Model, data: Split) -> np.ndarray | None:
+    """(n, d) vectors of the classes without an image in a split: all classes are candidates for each image."""
+    captions = data.captions.other_classes
+    if captions is None:
+        return None
+    return np.asarray(model.encoder.captions(captions, range(len(captions.tokens))))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from m1clip.evaluation.statistics import Metric, Scores, metrics_of, wilson
+from m1clip.inference.features import SplitFeatures
 from m1clip.runlog import MEAN_RECALL, TOP1
 
 RECALL_AT = (1, 5, 10)
@@ -17,12 +17,12 @@ MAX_SCORES = 1 << 24  # similarities in memory at once: 64 MiB
 
 
 def retrieval(
-    image: ArrayLike,
-    text: ArrayLike,
-    image_index: ArrayLike,
-    keys: ArrayLike | None = None,
-    labels: ArrayLike | None = None,
-    other_classes: ArrayLike | None = None,
+    image: np.ndarray,
+    text: np.ndarray,
+    image_index: np.ndarray,
+    keys: np.ndarray | None = None,
+    labels: np.ndarray | None = None,
+    other_classes: np.ndarray | None = None,
 ) -> Scores:
     """Recall of unit vectors image (n_images, d) and text (n_texts, d), in both directions.
 
@@ -30,19 +30,17 @@ def retrieval(
     found when any of its captions is, a caption when any of its images is. With class `labels` (n_images,), top-1
     accuracy comes first, among these classes and `other_classes` (n, d), which have no image here.
     """
-    image_index = np.asarray(image_index)
     found = ranks(image, text, image_index, keys)
     queries = np.flatnonzero(found.captioned)
-    images = len(found.right_texts)
     metrics = [
-        *_direction("text_to_image", found.text_to_image, image_index, found.right_images, images),
+        *_direction("text_to_image", found.text_to_image, image_index, found.right_images, len(image)),
         *_direction(
             "image_to_text", found.image_to_text[queries], queries, found.right_texts[queries], found.distinct_texts
         ),
     ]
     metrics.insert(0, _mean_recall(metrics))
     if labels is not None:
-        metrics.insert(0, _top1_accuracy(image, text, image_index, np.asarray(labels), other_classes))
+        metrics.insert(0, _top1_accuracy(image, text, image_index, labels, other_classes))
     return Scores(tuple(metrics))
 
 
@@ -65,19 +63,42 @@ def _mean_recall(recalls: Sequence[Metric]) -> Metric:
 
 
 def _top1_accuracy(
-    image: ArrayLike, text: ArrayLike, image_index: np.ndarray, labels: np.ndarray, others: ArrayLike | None
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, labels: np.ndarray, others: np.ndarray | None
 ) -> Metric:
-    """How often an image is closest to its own class, which is the mean of the class's captions; a tie is a miss."""
-    image = np.asarray(image, np.float32)
-    text = np.asarray(text, np.float32)
+    """How often an image is closest to its own class; a tie is a miss."""
+    hits, classes = _class_hits(image, text, image_index, labels, others)
+    value = float(hits.mean())
+    return Metric(TOP1, value, 1 / classes, wilson(value, len(image)), len(image))
+
+
+def class_accuracies(features: SplitFeatures, other_classes: np.ndarray | None, names: Sequence[str]) -> Scores:
+    """The top-1 accuracy of the images of each class; `names` are those of the labels."""
+    assert features.labels is not None
+    hits, candidates = _class_hits(*features[:3], features.labels, other_classes)
+    return accuracy_by_class(hits, features.labels, names, candidates)
+
+
+def accuracy_by_class(hits: np.ndarray, labels: np.ndarray, names: Sequence[str], candidates: int) -> Scores:
+    """The fraction of hits (n,) bool of each class with an image, the worst class first."""
+    accuracies = []
+    for label, name in enumerate(names):
+        of_class = hits[labels == label]
+        if len(of_class):
+            value = float(of_class.mean())
+            accuracies.append(Metric(name, value, 1 / candidates, wilson(value, len(of_class)), len(of_class)))
+    return Scores((), tuple(sorted(accuracies, key=lambda metric: (metric.value, metric.name))))
+
+
+def _class_hits(
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, labels: np.ndarray, others: np.ndarray | None
+) -> tuple[np.ndarray, int]:
+    """(n_images,) whether each is closest to its class, the mean of the class's captions; the number of classes."""
     sums = np.zeros((int(labels.max()) + 1, text.shape[1]), np.float32)
     np.add.at(sums, labels[image_index], text)
     classes = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
     if others is not None:
-        classes = np.concatenate([classes, np.asarray(others, np.float32)])
-    hits = _best_ranks(image, classes, np.arange(len(image)), labels) == 1
-    value = float(hits.mean())
-    return Metric(TOP1, value, 1 / len(classes), wilson(value, len(image)), len(image))
+        classes = np.concatenate([classes, others])
+    return _best_ranks(image, classes, np.arange(len(image)), labels) == 1, len(classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +120,15 @@ class Ranks:
         return self.right_texts > 0
 
 
-def ranks(image: ArrayLike, text: ArrayLike, image_index: ArrayLike, keys: ArrayLike | None = None) -> Ranks:
+def ranks(image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None) -> Ranks:
     """Ranks of image (n_images, d) against text (n_texts, d); a tie with a wrong candidate counts as a loss."""
-    image = np.asarray(image, np.float32)
-    text = np.asarray(text, np.float32)
-    image_index = np.asarray(image_index)
     low, high = int(image_index.min()), int(image_index.max())
     if low < 0 or high >= len(image) or len(image_index) != len(text):
         raise ValueError(
             f"image_index: {len(image_index)} rows from {low} to {high} for {len(text)} texts and {len(image)} images"
         )
     # The first text with each key, and the number of each text's key.
-    keys = np.arange(len(text)) if keys is None else np.asarray(keys)
+    keys = np.arange(len(text)) if keys is None else keys
     _, first, caption = np.unique(keys, return_index=True, return_inverse=True)
     distinct = len(first)
     pairs = np.unique(image_index * distinct + caption)  # sorted by image
@@ -157,10 +175,8 @@ def is_match(image: np.ndarray, key: np.ndarray, image_index: np.ndarray, keys: 
     return np.isin(image * n + key, image_index * n + keys)
 
 
-def nearest(query: ArrayLike, candidates: ArrayLike, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
+def nearest(query: np.ndarray, candidates: np.ndarray, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """Scores (n, k) and indices (n, k) of the k best candidates of each query, the best first; NaN comes last."""
-    query = np.asarray(query, np.float32)
-    candidates = np.asarray(candidates, np.float32)
     k = min(k, len(candidates))
     chunk = _chunk(len(candidates))
     scores = np.empty((len(query), k), np.float32)
@@ -188,12 +204,11 @@ def _chunk(candidates: int) -> int:
     return max(1, MAX_SCORES // max(1, candidates))
 
 
-def recall_chance(k: int, right: ArrayLike, candidates: int) -> float:
+def recall_chance(k: int, right: np.ndarray, candidates: int) -> float:
     """Probability that the first k of a random order contain a right candidate.
 
     right: (n_queries,) how many candidates are right; averaged over the queries that have any.
     """
-    right = np.asarray(right)
     counts, queries = np.unique(right[right > 0], return_counts=True)
     drawn = np.arange(min(k, candidates), dtype=np.float64)
     # Hypergeometric: draw k candidates without replacement and miss every right one, draw by draw.

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from m1clip.data.images import one_line
 from m1clip.formatting import percent, table
 from m1clip.runlog import SELECTION, label
 
 Z95 = 1.959964
+CLASSES_SHOWN = 20  # in text; `Scores.classes` has all
 
 
 class Interval(NamedTuple):
@@ -45,9 +47,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The metrics of one evaluation, in display order."""
+    """The metrics of one evaluation, in display order; for class folders also the accuracy of each class."""
 
     metrics: tuple[Metric, ...]
+    classes: tuple[Metric, ...] = ()  # named by class
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
         return ((metric.name, metric.value) for metric in self.metrics)
@@ -59,7 +62,7 @@ class Scores:
         raise KeyError(f"no metric {name!r}; available: {', '.join(m.name for m in self.metrics)}")
 
     def __add__(self, other: Scores) -> Scores:
-        return Scores(self.metrics + other.metrics)
+        return Scores(self.metrics + other.metrics, self.classes + other.classes)
 
     def __str__(self) -> str:
         """A table with one row per metric."""
@@ -71,7 +74,16 @@ class Scores:
                 rows.append(())
             group = prefix
             rows.append(metric._cells())
-        return table(("metric", "value", "95% interval", "chance", "n"), rows)
+        scores = table(("metric", "value", "95% interval", "chance", "n"), rows)
+        return f"{scores}\n\n{self._class_table()}" if self.classes else scores
+
+    def _class_table(self) -> str:
+        """The accuracy of each class, or of the first ones."""
+        shown = self.classes[:CLASSES_SHOWN]
+        rows = [(one_line(metric.name), *metric._cells()[1:3], f"{metric.n:,}") for metric in shown]
+        hidden = len(self.classes) - len(shown)
+        more = f"\n... and {hidden:,} more, none with a lower accuracy" if hidden else ""
+        return table(("class", "top-1", "95% interval", "images"), rows) + more
 
     def as_dict(self) -> dict[str, float]:
         """Flat, for JSON: `name` is the value, `name/chance`, `/low`, `/high` and `/n` the rest."""

@@ -11,7 +11,7 @@ import numpy as np
 from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
-from m1clip.evaluation.retrieval import top_k
+from m1clip.evaluation.retrieval import accuracy_by_class, top_k
 from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import plural, table
 from m1clip.inference.model import Model
@@ -84,7 +84,9 @@ def zero_shot(model: Model, folder: Path, templates: Sequence[str] = (), probe: 
         from m1clip.evaluation.probe import linear_probe  # imports torch
 
         scores += linear_probe(vectors, labels)
-    pairs = labels * len(names) + similarity.argmax(axis=1)
+    predicted = similarity.argmax(axis=1)
+    scores += accuracy_by_class(predicted == labels, labels, names, len(names))
+    pairs = labels * len(names) + predicted
     confusion = np.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), len(names))
     return ZeroShot(scores, confusion, names, unreadable)
 

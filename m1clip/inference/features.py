@@ -37,9 +37,8 @@ def encode_split(
         range(total * rank // size, total * (rank + 1) // size)
         for total in (image_rows, int(captions.first[image_rows]))
     )
-    image, text = model.encoder.split(split, image_part, text_part)
-    image = np.asarray(gather(image))
-    text = np.asarray(gather(text))
+    image = np.asarray(gather(model.encoder.split_images(split, image_part)))
+    text = np.asarray(gather(model.encoder.captions(captions, text_part)))
     return SplitFeatures(
         image,
         text,

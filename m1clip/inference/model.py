@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from m1clip.config import TrainConfig
     from m1clip.data.cache import Progress
+    from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
     from m1clip.data.types import ImageRef
     from m1clip.inference.inputs import ImageInput
@@ -84,8 +85,11 @@ class Encoder(Protocol):
     ) -> Iterator[tuple[list[int], Array]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
 
-    def split(self, split: Split, images: range, captions: range) -> tuple[Array, Array]:
-        """Vectors of some images and of some captions of a split."""
+    def split_images(self, split: Split, rows: range) -> Array:
+        """(rows, embed_dim) vectors of some images of a split."""
+
+    def captions(self, table: CaptionTable, rows: range) -> Array:
+        """(rows, embed_dim) vectors of some captions."""
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
         """Run on the device that --device requests; on the device of its `run` with the settings of the run."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from m1clip.config import TrainConfig
     from m1clip.data.cache import Progress
+    from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
     from m1clip.data.types import ImageRef
     from m1clip.model.clip import CLIP
@@ -111,14 +112,15 @@ class ArrayEncoder(ABC):
         blocks = decode_images(refs, image_size, resize, failures, progress, decode_threads())
         return ((indices, self.pixels(block)) for indices, block in blocks)
 
-    def split(self, split: Split, images: range, captions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of some images and captions of a split."""
-        rows = np.array(images)
-        batches = [rows[start : start + SPLIT_IMAGES] for start in range(0, len(rows), SPLIT_IMAGES)]
-        image = np.concatenate([self.pixels(split.images.read(batch)) for batch in batches])
-        texts = slice(captions.start, captions.stop)
-        text = self.tokens(split.captions.tokens[texts], split.captions.lengths[texts], SPLIT_TEXTS)
-        return image, text
+    def split_images(self, split: Split, rows: range) -> np.ndarray:
+        """(rows, embed_dim) vectors of some images of a split."""
+        batches = [np.array(rows[start : start + SPLIT_IMAGES]) for start in range(0, len(rows), SPLIT_IMAGES)]
+        return np.concatenate([self.pixels(split.images.read(batch)) for batch in batches])
+
+    def captions(self, table: CaptionTable, rows: range) -> np.ndarray:
+        """(rows, embed_dim) vectors of some captions."""
+        part = slice(rows.start, rows.stop)
+        return self.tokens(table.tokens[part], table.lengths[part], SPLIT_TEXTS)
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
         """Raise a UserError for another device than the CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from m1clip.config import TrainConfig
 from m1clip.data.cache import Progress, RowTable
+from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
@@ -114,32 +116,40 @@ class TorchEncoder:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         return self.towers().files(refs, failures, progress)
 
-    @torch.inference_mode()
-    def split(self, split: Split, images: range, captions: range) -> tuple[Tensor, Tensor]:
-        """Vectors of some images and captions of a split; features of frozen towers are reused."""
-        training = self.clip.training
-        towers = self.towers()
-        if split.image_features is None:
-            batches = chunks(images, towers.batch(len(images)))
-            parts = parallel(lambda rows: towers.pixels(split.images.read(np.array(rows))), batches, towers.workers)
-            image = torch.cat(list(parts))
-        else:
-            image = self._project(self.clip.project_image, split.image_features, images)
-        if split.captions.features is None:
-            rows = slice(captions.start, captions.stop)
-            text = in_order(towers.tokens(split.captions.tokens[rows], split.captions.lengths[rows]))
-        else:
-            text = self._project(self.clip.project_text, split.captions.features, captions)
-        if training:
-            self.clip.train()
-        return image, text
+    def split_images(self, split: Split, rows: range) -> Tensor:
+        """(rows, embed_dim) vectors of some images of a split; features of a frozen tower are reused."""
+        with self._evaluating() as towers:
+            if split.image_features is not None:
+                return self._project(self.clip.project_image, split.image_features, rows, towers)
+            batches = chunks(rows, towers.batch(len(rows)))
+            parts = parallel(lambda batch: towers.pixels(split.images.read(np.array(batch))), batches, towers.workers)
+            return torch.cat(list(parts))
 
-    def _project(self, head: Tower, table: RowTable, rows: range) -> Tensor:
+    def captions(self, table: CaptionTable, rows: range) -> Tensor:
+        """(rows, embed_dim) vectors of some captions; features of a frozen tower are reused."""
+        with self._evaluating() as towers:
+            if table.features is not None:
+                return self._project(self.clip.project_text, table.features, rows, towers)
+            part = slice(rows.start, rows.stop)
+            return in_order(towers.tokens(table.tokens[part], table.lengths[part]))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[TowerRunner]:
+        """Yield what runs the towers, and continue to train afterwards if the module was in training."""
+        training = self.clip.training
+        try:
+            with torch.inference_mode():
+                yield self.towers()
+        finally:
+            if training:
+                self.clip.train()
+
+    def _project(self, head: Tower, table: RowTable, rows: range, towers: TowerRunner) -> Tensor:
         """(rows, embed_dim) vectors from the cached features of a tower."""
         batches = np.array_split(np.array(rows), -(-len(rows) // HEAD_BATCH))
-        with self.towers().autocast():
+        with towers.autocast():
             features = [torch.from_numpy(table.read(batch)).to(self.device).float() for batch in batches]
-            return torch.cat([head(part).cpu() for part in features])
+            return torch.cat([head(part).float().cpu() for part in features])
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
         """Run on the device that --device requests; on the device of its `run` with the settings of the run.

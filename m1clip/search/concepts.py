@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from m1clip.errors import UserError
+from m1clip.search.index import CONCEPTS, READ_SECONDS, IndexBusy, is_busy
 
-DATABASE = "concepts.sqlite"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
   PRIMARY KEY (name, sha256, model));
@@ -44,15 +44,17 @@ class Concepts:
     """The taught words of an index, for one model (its hash)."""
 
     def __init__(self, place: Path, model: str) -> None:
-        self.path, self.model = place / DATABASE, model
+        self.path, self.model = place / CONCEPTS, model
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+            with closing(sqlite3.connect(self.path, timeout=READ_SECONDS)) as db, db:
                 db.executescript(SCHEMA)
                 yield db
         except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise IndexBusy(f"{self.path}: another program has locked it; try again later") from None
             raise UserError(f"{self.path}: cannot be used ({error}); restore it from a backup, or delete it") from None
 
     def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], good: bool = True) -> None:

@@ -1,7 +1,12 @@
-"""Index a folder of photos: SQLite for files and facts, and for each model a memory-mapped file of float16 vectors.
+"""Index a folder of photos: SQLite for files and facts, and a file of float16 vectors per model.
 
-Vectors belong to the content of a file (sha256), so a moved or renamed file keeps its vector. A vector is on disk
-before the row that refers to it is committed: after a kill, the next call drops what is not committed and continues.
+Vectors belong to the content of a file (sha256), so a moved or renamed file keeps its vector. A
+vector is on disk before the row that refers to it is committed: after a kill, the next call
+overwrites what is not committed.
+
+An index may come from a stranger. It contains no path that m1clip writes to: the folder of photos
+is the one that contains the index, files of vectors have numbers, thumbnails are named after
+content, and links are rejected.
 """
 
 from __future__ import annotations
@@ -27,24 +32,30 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 import m1clip
-from m1clip.data.duplicates import appearance
+from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.errors import UserError, hub_hint
 from m1clip.hardware.facts import decode_threads
-from m1clip.io import first_writable, open_for_write, read_small, require, write_bytes
+from m1clip.io import first_writable, open_regular, read_small, require, unlink_beneath, write_bytes
+from m1clip.search import vectors
 
 FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
+CONCEPTS = "concepts.sqlite"  # taught words: user data, which stays if the index is made again
 LAST = "last-folder"  # in the data folder of the user
-FORMAT = 1
+FORMAT = 2
 BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
 MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")  # one of these is in every model folder
 TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
+WRITE_SECONDS = 30.0  # to wait for another process that uses the database
+READ_SECONDS = 5.0
+# The end of a journal that names another file, which SQLite deletes.
+SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value);
-CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, path TEXT, stamp TEXT, dim INTEGER, vectors TEXT,
+CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, path TEXT, stamp TEXT, dim INTEGER, generation INTEGER,
   used REAL);
 CREATE TABLE images (id INTEGER PRIMARY KEY, sha256 BLOB UNIQUE, width INTEGER, height INTEGER, taken TEXT,
   orientation INTEGER, look BLOB, thumb BLOB);
@@ -55,6 +66,17 @@ CREATE UNIQUE INDEX vector_rows ON vectors (model, row);
 CREATE INDEX file_images ON files (image);
 """
 
+# Conditions for the rows that m1clip writes. SQLite stores any type in any column, so that an index
+# from a stranger may contain other rows, which do not count.
+VALID_ROW = "typeof(row) = 'integer' AND row >= 0"
+VALID_FILE = "typeof(path) = 'blob' AND typeof(bytes) = 'integer' AND typeof(mtime_ns) = 'integer'"
+VALID_IMAGE = (
+    "typeof(sha256) = 'blob' AND length(sha256) = 32 "
+    "AND typeof(width) = 'integer' AND typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') "
+    f"AND typeof(look) = 'blob' AND length(look) = {LOOK_BYTES} "
+    f"AND typeof(thumb) = 'blob' AND length(thumb) = {THUMB_BYTES}"
+)
+
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -63,6 +85,7 @@ class Report:
     """What `update_index` did."""
 
     place: Path  # the folder of the index
+    root: Path  # the folder of photos
     indexed: int = 0  # files with a vector now
     added: int = 0  # images encoded
     kept: int = 0  # moved, renamed or copied: their vectors were reused
@@ -81,15 +104,73 @@ def user_data() -> Path:
     return Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/share") / "m1clip"
 
 
-def find_index(folder: Path | None = None) -> Path:
-    """The index of a folder or of one above it; by default of the current folder, or else of the one indexed last."""
+class IndexBusy(UserError):
+    """Another process has locked the database for too long."""
+
+
+def find_index(folder: Path | None = None) -> tuple[Path, Path]:
+    """(folder of the index, folder of its photos) of a folder or of one above it.
+
+    By default that of the current folder, or else of the one indexed last. An index of another user
+    is opened only if its own folder is named: in a shared folder, anyone could put one above the
+    photos of others.
+    """
+    foreign: list[Path] = []
     for start in [folder] if folder is not None else [Path(), *_last_folder()]:
         path = Path(os.path.abspath(start.expanduser()))
-        for each in (path, *path.parents):
-            for place in (each / FOLDER, _outside(each)):
-                if (place / DATABASE).is_file():
-                    return place
-    raise UserError(f"{folder or 'this folder'}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
+        for root in (path, *path.parents):
+            places = [place for place in (root / FOLDER, _outside(root)) if _has_database(place)]
+            place = next((place for place in places if is_own(place)), None)
+            if place is None and places:
+                if folder is None or root != path:
+                    foreign.append(root)
+                    break
+                place = places[0]  # it was asked for
+            if place is not None:
+                check_place(place)
+                return place, root
+    name = f"{folder or 'this folder'}"
+    if foreign:
+        raise UserError(
+            f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; "
+            f"name that folder to use it); run: m1clip index {folder or 'FOLDER'}"
+        )
+    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
+
+
+def _has_database(place: Path) -> bool:
+    return os.path.lexists(place / DATABASE)
+
+
+def is_own(place: Path) -> bool:
+    """Whether this user made an index folder: it, and the database in it."""
+    paths = [path for path in (place, place / DATABASE) if os.path.lexists(path)]
+    return all(os.lstat(path).st_uid == os.geteuid() for path in paths)
+
+
+def check_place(place: Path) -> None:
+    """Raise UserError if an index folder or something in it is a link: it could point anywhere."""
+    problem = "m1clip does not read or write an index through links; delete it"
+    if place.is_symlink():
+        raise UserError(f"{place}: is a symbolic link, and {problem}")
+    if not place.is_dir():
+        return
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise UserError(f"{entry.path}: is a symbolic link, and {problem}")
+            if not entry.is_file() and not entry.is_dir():
+                raise UserError(f"{entry.path}: is a pipe or device; delete it")
+    for name in (DATABASE, CONCEPTS):
+        _check_journal(place / f"{name}-journal")
+
+
+def _check_journal(path: Path) -> None:
+    """Raise UserError for a journal with the name of another file, which SQLite would delete."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path, inside=path.parent) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(SUPER_JOURNAL)))
+        if file.read() == SUPER_JOURNAL:
+            raise UserError(f"{path}: was not written by m1clip; delete it")
 
 
 def _last_folder() -> list[Path]:
@@ -105,29 +186,75 @@ def _outside(root: Path) -> Path:
 
 
 def connect(place: Path, write: bool = False) -> sqlite3.Connection:
-    """Open the database of an index; UserError if it is damaged or of a newer m1clip."""
+    """Open the database of an index; UserError if it is damaged or of another m1clip."""
     path = place / DATABASE
     uri = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode={'rwc' if write else 'ro'}"
-    try:
-        db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
+    seconds = WRITE_SECONDS if write else READ_SECONDS
+    with database_errors(path):
+        db = sqlite3.connect(uri, uri=True, timeout=seconds, check_same_thread=False)
+        db.execute("PRAGMA trusted_schema = OFF")
         if write and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         try:
             facts = dict(db.execute("SELECT name, value FROM about"))
         except sqlite3.OperationalError as error:
-            if write or "readonly" not in str(error):
+            if write or not needs_rollback(error):
                 raise
-            connect(place, write=True).close()  # undoes the transaction of a killed process
+            roll_back(place, READ_SECONDS)
             facts = dict(db.execute("SELECT name, value FROM about"))
+        if facts.get("format", FORMAT) != FORMAT:
+            version = one_line(str(facts.get("version")))
+            raise UserError(f"{path}: written by another version of m1clip ({version}); {_hint(path)}")
+        stored = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+        if sorted(sql for (sql,) in db.execute(stored)) != _statements():
+            raise UserError(f"{path}: not a valid index (other tables than m1clip's); {_hint(path)}")
+    return db
+
+
+def _statements() -> list[str]:
+    """The statements of the schema, as SQLite stores them."""
+    return sorted(statement.strip() for statement in SCHEMA.split(";") if statement.strip())
+
+
+def _hint(path: Path) -> str:
+    """What to do about a database that cannot be used; taught words are in another file."""
+    return f"delete {path} and run m1clip index again"
+
+
+@contextlib.contextmanager
+def database_errors(path: Path) -> Iterator[None]:
+    """Raise errors of SQLite as UserError; not that of a full disk, which needs no new index."""
+    try:
+        yield
     except sqlite3.DatabaseError as error:
         if is_full(error):
             raise
-        if not write and "no such table: about" in str(error):
+        if is_busy(error):
+            raise IndexBusy(f"{path}: another program has locked it; try again later") from None
+        if path.name == DATABASE and "no such table: about" in str(error):
             raise UserError(f"{path}: the index is being created; wait, or run m1clip index again") from None
-        raise UserError(f"{path}: not a valid index ({error}); delete {place} and run m1clip index again") from None
-    if facts.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path}: written by another version of m1clip ({facts.get('version')}); upgrade, or delete it")
-    return db
+        raise UserError(f"{path}: not a valid index ({one_line(str(error))}); {_hint(path)}") from None
+
+
+def needs_rollback(error: sqlite3.Error) -> bool:
+    """Whether a process was killed during a commit, which a read-only connection cannot undo."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF == sqlite3.SQLITE_READONLY
+
+
+def roll_back(place: Path, seconds: float) -> None:
+    """Undo the transaction of a killed process."""
+    check_place(place)
+    path = place / DATABASE
+    uri = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=rw"
+    with database_errors(path), closing(sqlite3.connect(uri, uri=True, timeout=seconds)) as db:
+        db.execute("SELECT 1 FROM sqlite_master").fetchone()
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether another process has locked the database."""
+    code = getattr(error, "sqlite_errorcode", None)  # of errors of Python's own, there is none
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def is_full(error: Exception) -> bool:
@@ -135,18 +262,13 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     codes = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
-    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode in codes
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in codes
 
 
-def root_of(place: Path, db: sqlite3.Connection) -> Path:
-    """The photo folder of an index."""
-    (stored,) = db.execute("SELECT value FROM about WHERE name = 'root'").fetchone()
-    return place.parent if stored is None else Path(os.fsdecode(stored))
-
-
-def thumbnail(place: Path, sha256: bytes) -> Path:
-    """Where `m1clip serve` keeps the thumbnail of an image."""
-    return place / THUMBNAILS / sha256.hex()[:2] / f"{sha256.hex()}.jpg"
+def thumbnail(sha256: bytes) -> str:
+    """Where `m1clip serve` keeps the thumbnail of an image, below the folder of the index."""
+    name = bytes(sha256).hex()
+    return os.path.join(THUMBNAILS, name[:2], f"{name}.jpg")
 
 
 # Models
@@ -169,8 +291,9 @@ def model_hash(path: str | Path) -> str:
 def _model_files(path: str | Path) -> list[str]:
     if os.path.isfile(path):
         return [str(path)]
-    if found := sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file()):
-        return found
+    # Of a model folder only: the index of a stranger may name any folder of the disk.
+    if any((Path(path) / name).is_file() for name in MODEL_FILES):
+        return sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file())
     raise UserError(f"{path}: the model is no longer there; give another with --model, and index again")
 
 
@@ -182,14 +305,10 @@ def _resolved(model: str | Path) -> str:
     raise UserError(f"{model}: no model found; give a run or a model folder with --model{hub_hint(model)}")
 
 
-def _choose_model(db: sqlite3.Connection, asked: str | Path | None) -> tuple[int, str]:
+def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
     """(number of the set of vectors, path of the model), which is by default that of the last call."""
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
-    if asked is None and last is None:
-        from m1clip.model.folder import newest_run
-
-        asked = newest_run()
-    path = last[0] if asked is None else _resolved(asked)
+    path = asked or (str(last[0]) if last else _newest_model())
     stamp = model_stamp(path)
     found = db.execute("SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)).fetchone()
     if found is None:
@@ -199,6 +318,12 @@ def _choose_model(db: sqlite3.Connection, asked: str | Path | None) -> tuple[int
         db.execute("UPDATE models SET path = ?, stamp = ? WHERE id = ?", (path, stamp, found[0]))
     db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), found[0]))
     return found[0], path
+
+
+def _newest_model() -> str:
+    from m1clip.model.folder import newest_run
+
+    return _resolved(newest_run())
 
 
 # Files
@@ -252,7 +377,7 @@ def _read(root: bytes, path: bytes, known: dict[bytes, int], model: Any) -> _Rea
     """Read a file once: hash its bytes, then decode them, unless an image of this hash has a vector."""
     where = os.fsdecode(path)
     try:
-        data = FileImage(os.fsdecode(os.path.join(root, path))).read()
+        data = FileImage(os.fsdecode(os.path.join(root, path)), inside=os.fsdecode(root)).read()
         digest = hashlib.sha256(data).digest()
         if digest in known:
             return _Read(path, digest)
@@ -290,11 +415,22 @@ def update_index(
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
-    report = Report(first_writable((root / FOLDER, _outside(root)), "index", "make one of them writable"))
+    places = [place for place in (root / FOLDER, _outside(root)) if is_own(place)]
+    for place in filter(os.path.lexists, places):
+        check_place(place)
+    # Chosen before anything is created: a missing model leaves no empty index.
+    path = None if model is None else _resolved(model)
+    if path is None and not any(map(_has_database, places)):
+        path = _newest_model()
+    report = Report(first_writable(places, "index", "make one of them writable"), root)
     lock = FileLock(report.place / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        with lock.acquire(blocking=False), closing(connect(report.place, write=True)) as db:
-            _update(db, root, model, report, progress)
+        with (
+            lock.acquire(blocking=False),
+            database_errors(report.place / DATABASE),
+            closing(connect(report.place, write=True)) as db,
+        ):
+            _update(db, root, path, report, progress)
     except Timeout:
         raise UserError(f"{root}: another process is indexing this folder now") from None
     except (OSError, sqlite3.Error) as error:
@@ -307,14 +443,13 @@ def update_index(
     return report
 
 
-def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report: Report, progress: Progress) -> None:
-    stored_root = None if report.place.parent == root else os.fsencode(root)
-    db.executemany(
-        "INSERT OR REPLACE INTO about VALUES (?, ?)",
-        [("format", FORMAT), ("version", m1clip.__version__), ("root", stored_root)],
-    )
+def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Report, progress: Progress) -> None:
+    db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [("format", FORMAT), ("version", m1clip.__version__)])
     set_id, path = _choose_model(db, asked)
+    db.commit()
+    _drop_lost_rows(db, report.place, root, set_id)
     files, closed = _scan(root, report)
+    db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")
     stored = {
         name: (size, mtime, done)
         for name, size, mtime, done in db.execute(
@@ -340,10 +475,14 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report
         with _Writer(db, report, set_id) as writer:
             for found in _pipeline(root, wanted, writer, model, noted):
                 writer.add(found, files, model)
-    unused = "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL)"
+    unused = (
+        "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
+        "AND typeof(sha256) = 'blob'"
+    )
     for (sha256,) in db.execute(unused):
-        thumbnail(report.place, sha256).unlink(missing_ok=True)
-    _remove_unused(db, report.place, set_id)
+        with contextlib.suppress(OSError):  # a link in thumbnails, which is not followed
+            unlink_beneath(report.place, thumbnail(sha256))
+    _remove_unused(db, report.place, root, set_id)
     report.problems += [
         (os.fsdecode(name), problem)
         for name, problem in db.execute("SELECT path, problem FROM files WHERE problem IS NOT NULL ORDER BY path")
@@ -374,23 +513,16 @@ class _Writer:
 
     def __init__(self, db: sqlite3.Connection, report: Report, set_id: int) -> None:
         self.db, self.report, self.set_id = db, report, set_id
-        pairs = "SELECT sha256, images.id FROM images JOIN vectors ON image = images.id WHERE model = ?"
+        pairs = (
+            "SELECT sha256, images.id FROM images JOIN vectors ON image = images.id "
+            "WHERE model = ? AND typeof(sha256) = 'blob'"
+        )
         self.known: dict[bytes, int] = dict(db.execute(pairs, (set_id,)))  # images with a vector
-        (self.rows,) = db.execute("SELECT coalesce(max(row) + 1, 0) FROM vectors WHERE model = ?", (set_id,)).fetchone()
-        name, self.dim = db.execute("SELECT vectors, dim FROM models WHERE id = ?", (set_id,)).fetchone()
-        self.name = name or f"vectors-{set_id}-0.f16"
+        self.rows = committed_rows(db, set_id)
+        self.file: BinaryIO | None = None  # opened with the first vector: its length is known then
         self._saved = time.monotonic()
 
     def __enter__(self) -> _Writer:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK  # a FIFO is an immediate error
-        self.file: BinaryIO = os.fdopen(open_for_write(self.report.place / self.name, flags), "wb")
-        length = self.rows * (self.dim or 0) * 2
-        if os.fstat(self.file.fileno()).st_size < length:
-            raise UserError(
-                f"{self.report.place / self.name}: truncated; delete {self.report.place} and run m1clip index again"
-            )
-        self.file.truncate(length)  # a killed process may have left more
-        self.file.seek(length)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -400,12 +532,14 @@ class _Writer:
             self.db.rollback()
             raise
         finally:
-            with contextlib.suppress(OSError):  # the buffer of a full disk
-                self.file.close()
+            if self.file is not None:
+                with contextlib.suppress(OSError):  # the buffer of a full disk
+                    self.file.close()
 
     def save(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())  # before the rows: after a power loss each row has its vector
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())  # before the rows: after a power loss each row has its vector
         self.db.commit()
         self._saved = time.monotonic()
 
@@ -427,12 +561,10 @@ class _Writer:
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
-    def _append(self, reads: Sequence[_Read], vectors: np.ndarray) -> None:
-        if self.dim is None:
-            self.dim = vectors.shape[1]
-            values = (self.dim, self.name, self.set_id)
-            self.db.execute("UPDATE models SET dim = ?, vectors = ? WHERE id = ?", values)
-        self.file.write(vectors.data)
+    def _append(self, reads: Sequence[_Read], encoded: np.ndarray) -> None:
+        if self.file is None:
+            self.file = self._open_file(encoded.shape[1])
+        self.file.write(encoded.data)
         self.db.executemany(
             "INSERT OR IGNORE INTO images (sha256, width, height, taken, orientation, look, thumb) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -445,23 +577,85 @@ class _Writer:
             self.rows += 1
         self.report.added += len(reads)
 
+    def _open_file(self, dim: int) -> BinaryIO:
+        """Open the file of vectors after its committed rows, or a new one."""
+        known = vectors_of(self.db, self.report.place, self.report.root, self.set_id)
+        if known is not None:
+            if known.dim != dim:
+                path = self.report.place / DATABASE
+                raise UserError(f"{path}: has vectors of {known.dim} values, the model {dim}; {_hint(path)}")
+            return vectors.open_end(self.report.place, *known.key, self.rows)
+        generation, file = vectors.create(self.report.place, self.set_id)
+        self.db.execute("UPDATE models SET dim = ?, generation = ? WHERE id = ?", (dim, generation, self.set_id))
+        return file
 
-def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
+
+def committed_rows(db: sqlite3.Connection, set_id: int) -> int:
+    """The number of rows that a file of vectors has according to the database."""
+    last = f"SELECT row FROM vectors WHERE model = ? AND {VALID_ROW} ORDER BY row DESC LIMIT 1"
+    found = db.execute(last, (set_id,)).fetchone()
+    return 0 if found is None else int(found[0]) + 1
+
+
+def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> vectors.Vectors | None:
+    """The file of a model's vectors, or None if it has none yet; UserError for invalid numbers."""
+    generation, dim = db.execute("SELECT generation, dim FROM models WHERE id = ?", (set_id,)).fetchone()
+    if generation is None:
+        return None
+    valid = type(generation) is int and generation >= 0 and type(dim) is int and 1 <= dim <= vectors.MAX_DIM
+    if not valid:
+        path = place / DATABASE
+        raise UserError(f"{path}: not a valid index (bad numbers of a model); {_hint(path)}")
+    return vectors.Vectors(place, root, set_id, generation, dim)
+
+
+def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
+    """Forget the vectors that a truncated or missing file no longer has.
+
+    Their images are encoded again. Also delete the files that killed processes left.
+    """
+    known = vectors_of(db, place, root, set_id)
+    vectors.remove_others(place, set_id, None if known is None else known.key[1])
+    if known is None:
+        return
+    rows = committed_rows(db, set_id)
+    try:
+        with known.open() as file:
+            on_disk = known.rows_on_disk(file)
+    except UserError:  # missing, or no file
+        on_disk = 0
+    if on_disk < rows:
+        pairs = f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER BY row"
+        _rewrite(db, place, known, db.execute(pairs, (set_id, on_disk)).fetchall())
+
+
+def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
     """Rewrite the vectors if many no longer belong to a file; a search that is open keeps the old file."""
+    known = vectors_of(db, place, root, set_id)
+    if known is None:
+        return
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     pairs = db.execute(
-        "SELECT image, row FROM vectors WHERE model = ? AND image IN (SELECT image FROM files) ORDER BY row", (set_id,)
+        f"SELECT image, row FROM vectors WHERE model = ? AND {VALID_ROW} "
+        "AND image IN (SELECT image FROM files) ORDER BY row",
+        (set_id,),
     ).fetchall()
-    name, dim = db.execute("SELECT vectors, dim FROM models WHERE id = ?", (set_id,)).fetchone()
-    for file in place.glob(f"vectors-{set_id}-*"):  # a process was killed before it deleted the old file
-        if name and file.name != name:
-            file.unlink()
     # Nothing left more likely means a disk that is not connected.
-    if not pairs or total - len(pairs) <= MAX_UNUSED * total:
-        return
-    old = np.memmap(place / name, np.float16, "r").reshape(-1, dim)
-    new = f"vectors-{set_id}-{int(name.rpartition('-')[2].partition('.')[0]) + 1}.f16"
-    write_bytes(place / new, old[[row for _, row in pairs]].tobytes())
+    if pairs and total - len(pairs) > MAX_UNUSED * total:
+        _rewrite(db, place, known, pairs)
+
+
+def _rewrite(db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]) -> None:
+    """Write the vectors of some (image, row) to a new generation, and delete the old file."""
+    set_id = old.key[0]
+    generation, new = vectors.create(place, set_id)
+    with new:
+        if pairs:
+            with old.open() as file:
+                kept = old.read(file, pairs[-1][1] + 1)
+            new.write(kept[[row for _, row in pairs]].data)
+        new.flush()
+        os.fsync(new.fileno())
     db.execute("DELETE FROM vectors WHERE model = ?", (set_id,))
     db.executemany(
         "INSERT INTO vectors VALUES (?, ?, ?)", [(set_id, image, row) for row, (image, _) in enumerate(pairs)]
@@ -470,9 +664,9 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
         "DELETE FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
         "AND id NOT IN (SELECT image FROM vectors)"
     )
-    db.execute("UPDATE models SET vectors = ? WHERE id = ?", (new, set_id))
+    db.execute("UPDATE models SET generation = ? WHERE id = ?", (generation, set_id))
     db.commit()
-    (place / name).unlink()
+    vectors.remove_others(place, set_id, generation)
 
 
 def watch_folder(folder: Path) -> Iterator[object]:

@@ -1,8 +1,7 @@
-"""Exact search over float16 vectors in a memory-mapped file."""
+"""Exact search over float16 vectors."""
 
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,6 @@ GRAPH = (
 )
 
 
-def mapped(path: Path, dim: int) -> np.ndarray:
-    """(rows, dim) float16 of a file of vectors."""
-    rows = path.stat().st_size // (2 * dim)
-    if rows == 0:
-        return np.zeros((0, dim), np.float16)
-    # Copy on write: torch accepts no read-only array. asarray: slices of a np.memmap are memmaps too, which is slow.
-    return np.asarray(np.memmap(path, np.float16, "c", shape=(rows, dim)))
-
-
 def nearest(
     vectors: np.ndarray, query: np.ndarray, count: int, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -33,6 +23,7 @@ def nearest(
 
     A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
     score of at least c - e, so each of the true nearest has a fast score of at least c - 2 e; these rows are rescored.
+    Raises FloatingPointError for products that are not finite.
     """
     count = min(count, len(vectors) if rows is None else len(rows))
     if count == 0:
@@ -40,6 +31,8 @@ def nearest(
     for scorer in (_fast_scores, _exact_scores):
         fast, error = scorer(vectors, query)
         fast = fast if rows is None else fast[rows]
+        if not np.isfinite(fast).all():
+            raise FloatingPointError("products that are not finite")
         places = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
         chosen = places if rows is None else rows[places]
         exact = vectors[chosen].astype(np.float64) @ query.astype(np.float64)

@@ -3,9 +3,11 @@
 import hashlib
 import os
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -18,11 +20,31 @@ import m1clip
 from m1clip.data.duplicates import near_duplicates
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
-from m1clip.formatting import one_line
+from m1clip.formatting import ceil_div, one_line
 from m1clip.io import PARTIAL, require
 from m1clip.search.concepts import TEXT_ONLY, Concepts, Examples, fit_concept, split_text
-from m1clip.search.index import Report, connect, find_index, model_hash, model_stamp, root_of, update_index
-from m1clip.search.nearest import SAMPLE, mapped, nearest
+from m1clip.search.index import (
+    DATABASE,
+    READ_SECONDS,
+    VALID_FILE,
+    VALID_IMAGE,
+    VALID_ROW,
+    IndexBusy,
+    Report,
+    committed_rows,
+    connect,
+    database_errors,
+    find_index,
+    is_busy,
+    model_hash,
+    model_stamp,
+    needs_rollback,
+    roll_back,
+    update_index,
+    vectors_of,
+)
+from m1clip.search.nearest import SAMPLE, nearest
+from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
@@ -30,12 +52,17 @@ WEIGHTS = (-4.41, 0.553)
 CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5
+RETRY_SECONDS = 0.01  # between two attempts to read a database that is locked
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\*(.+)", re.DOTALL)
 MAX_WEIGHT = 1000.0  # of a part of a query
 DATE = re.compile(r"[0-9]{4}(-[0-9]{2}(-[0-9]{2})?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
-LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
+VALID = f"{VALID_FILE} AND {VALID_IMAGE}"
+LIVE = (
+    "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image "
+    f"WHERE model = ? AND {VALID_ROW} AND {VALID}"
+)
 
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -150,14 +177,22 @@ class Index:
 
     `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
     newest; `Index.build` creates or updates one. Safe to use from threads; a search sees what another
-    process has indexed meanwhile.
+    process has indexed meanwhile with the same model.
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
-        self.place = find_index(None if folder is None else Path(folder))
-        self._asked, self._lock = None if model is None else os.path.abspath(model), threading.RLock()
+        self.place, self.root = find_index(None if folder is None else Path(folder))
+        self._asked = None if model is None else os.path.abspath(model)
+        self._lock = threading.Lock()  # not held while waiting for another process
+        self._encoder = threading.RLock()  # two encoders at once would only slow each other
+        self.set_id = 0  # of the model's vectors, once it is chosen
+        self._file: Vectors | None = None
+        self._known_statistics: tuple[int, tuple[np.ndarray, Moments]] | None = None  # with their version
+        self._counted = (-1, 0)  # (version, files)
+        self.outdated = False  # another model was indexed since; a new `Index` has its vectors
         self._db = connect(self.place)
-        self.root = root_of(self.place, self._db)
+        self._db.isolation_level = None
+        self._db.execute("PRAGMA busy_timeout = 0")  # `_reading` waits instead
         self.version = -1  # changes with the index
         self.refresh()
 
@@ -184,65 +219,129 @@ class Index:
 
     def refresh(self) -> None:
         """Reload the index if it has changed; every search does this."""
-        with self._lock:
-            (version,) = self._db.execute("PRAGMA data_version").fetchone()
-            if version == self.version:
-                return
-            columns = "SELECT id, path, hash, stamp, dim, vectors FROM models WHERE vectors IS NOT NULL"
-            only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
-            sets = self._db.execute(f"{columns} ORDER BY used DESC").fetchall()
-            found = next((each for each in sets if only == (None,) or each[1] in only), None)
-            if found is None:
-                what = f"has no vectors of {self._asked}" if self._asked else "is empty"
-                raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
-            self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
-            self.vectors = mapped(self.place / name, self.dim)  # (rows, dim) float16
-            for name in ("moments", "sample", "file_count"):
-                self.__dict__.pop(name, None)
-            self.version = version
+        with self._reading():
+            pass
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Yield one state of the database: `vectors` belong to it, and an indexer cannot change it.
+
+        While another process has locked the database, other threads are not blocked. Raises
+        IndexBusy after READ_SECONDS.
+        """
+        deadline = time.monotonic() + READ_SECONDS
+        while True:
+            with self._lock, database_errors(self.place / DATABASE):
+                if self._begin(last=time.monotonic() >= deadline):
+                    try:
+                        self._load(self._db)
+                        yield self._db
+                    finally:
+                        self._db.execute("ROLLBACK")
+                    return
+            time.sleep(RETRY_SECONDS)
+
+    def _begin(self, last: bool) -> bool:
+        """Begin to read; False if the database is locked, which is an error the last time."""
+        self._db.execute("BEGIN")
+        try:
+            self._db.execute("SELECT 1 FROM about").fetchone()  # takes the lock
+        except sqlite3.Error as error:
+            self._db.execute("ROLLBACK")
+            if last or not (is_busy(error) or needs_rollback(error)):
+                raise
+            if needs_rollback(error):
+                with suppress(IndexBusy):
+                    roll_back(self.place, seconds=0.0)
+            return False
+        return True
+
+    def _load(self, db: sqlite3.Connection) -> None:
+        """Read the committed vectors if the database has changed; at first, choose the model."""
+        (version,) = db.execute("PRAGMA data_version").fetchone()
+        if version == self.version:
+            return
+        columns = "SELECT id, path, hash, stamp FROM models WHERE generation IS NOT NULL"
+        only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
+        sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
+        found = next((each for each in sets if only == (None,) or each[1] in only), None)
+        set_id = self.set_id or (found[0] if found else 0)
+        rows = committed_rows(db, set_id)
+        if found is None or rows == 0:
+            what = f"has no vectors of {self._asked}" if self._asked else "is empty"
+            raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
+        if self._file is None:
+            self.set_id = set_id
+            self.model_path, self.model_sha256, self._stamp = map(str, found[1:])
+        self.outdated = found[0] != set_id
+        file = vectors_of(db, self.place, self.root, set_id)
+        if file is None or (self._file is not None and self._file.dim != file.dim):
+            path = self.place / DATABASE
+            raise UserError(f"{path}: was replaced while it was open; open it again")
+        if self._file is not None and self._file.key == file.key:
+            file = self._file  # only its new rows are read
+        with file.open() as opened:
+            self.vectors = file.read(opened, rows)  # (rows, dim) float16
+        self._file = file
+        self.dim = file.dim
+        self.version = version
 
     def progress(self) -> tuple[int, int] | None:
         """(done, total) images of an indexer that is running now."""
-        with self._lock:
-            found = self._db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
-        done, total, at = found[0].split() if found else ("0", "0", "0")
-        return (int(done), int(total)) if done != total and time.time() - float(at) < INDEXER_SECONDS else None
+        with self._reading() as db:
+            found = db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
+        try:
+            done, total, at = str(found[0]).split() if found else ("0", "0", "0")
+            running = done != total and time.time() - float(at) < INDEXER_SECONDS
+            return (int(done), int(total)) if running else None
+        except ValueError:  # not written by m1clip
+            return None
 
     def folders(self) -> list[str]:
         """Folders that contain indexed images, relative to the folder of photos."""
-        with self._lock:
-            paths = self._db.execute(f"SELECT path {LIVE}", (self.set_id,))
+        with self._reading() as db:
+            paths = db.execute(f"SELECT path {LIVE}", (self.set_id,))
             found = {os.fsdecode(os.path.dirname(path)) for (path,) in paths}
         above = {str(each) for folder in found for each in PurePosixPath(folder).parents}
         return sorted((found | above) - {"", "."})
 
     def __len__(self) -> int:
-        self.refresh()
-        return self.file_count
+        with self._reading() as db:
+            return self._files(db)
 
-    @cached_property
-    def file_count(self) -> int:
+    def _files(self, db: sqlite3.Connection) -> int:
         """Files with a vector, of which some may have the same content."""
-        with self._lock:
-            return int(self._db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
+        if self._counted[0] != self.version:
+            (count,) = db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()
+            self._counted = self.version, int(count)
+        return self._counted[1]
 
     @cached_property
     def model(self) -> Any:
         """The model of the vectors; UserError if it has changed since."""
-        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self._hash:
+        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self.model_sha256:
             raise UserError(f"{self.model_path}: the model has changed since; run m1clip index {self.root}")
         return m1clip.load(self.model_path)
 
-    @cached_property
+    @property
     def moments(self) -> Moments:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
-        mean = self.sample.mean(axis=0)
-        return mean, (self.sample - mean).T @ (self.sample - mean) / len(self.sample)
+        return self._statistics()[1]
 
-    @cached_property
+    @property
     def sample(self) -> np.ndarray:
         """(n, dim) float32: every vector of a small library, some of a large one."""
-        return self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
+        return self._statistics()[0]
+
+    def _statistics(self) -> tuple[np.ndarray, Moments]:
+        version, known = self.version, self._known_statistics
+        if known is not None and known[0] == version:
+            return known[1]
+        sample = self.vectors[:: ceil_div(len(self.vectors), SAMPLE)].astype(np.float32)
+        mean = sample.mean(axis=0)
+        statistics = sample, (mean, (sample - mean).T @ (sample - mean) / len(sample))
+        self._known_statistics = version, statistics
+        return statistics
 
     def search(
         self,
@@ -267,13 +366,14 @@ class Index:
         query = self._combined(parts)
         calibrated = single is not None and not taught  # probabilities are only fitted for single texts
         filtered = (where or Filter()).sql()
-        with self._lock:
-            right, wrong = self._marked_rows(single, filtered) if single is not None else (NO_ROWS, NO_ROWS)
-            rows, searched = self._rows(filtered) if filtered[0] else (None, self.file_count)
+        marks = self.concepts.marks(_weighted(single)[0]) if single is not None else {}
+        with self._reading() as db:
+            right, wrong = self._marked_rows(db, marks, filtered)
+            rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
             total = len(self.vectors) if rows is None else len(rows)
             wanted = min(total, k + k // 4 + 8 + len(wrong))  # some are near-duplicates, or of files that are gone
             while True:
-                chosen, scores = nearest(self.vectors, query, wanted, rows)
+                chosen, scores = self._nearest(query, wanted, rows)
                 chance = probabilities(height(scores, query, self.moments)) if calibrated else None
                 if len(right) or len(wrong):
                     ranked = self._with_marks(query, chosen, scores, chance, right, wrong)
@@ -284,15 +384,16 @@ class Index:
                     return Results(results, searched)
                 wanted = min(total, 4 * wanted)
 
-    def _marked_rows(self, text: str, filtered: Condition) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the images that are marked as right, and as wrong, for exactly this text."""
-        marks = self.concepts.marks(_weighted(text)[0])
+    def _marked_rows(
+        self, db: sqlite3.Connection, marks: Mapping[bytes, bool], filtered: Condition
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the images that are marked as right, and as wrong."""
         if not marks:
             return NO_ROWS, NO_ROWS
         digests = ",".join(f"x'{digest.hex()}'" for digest in marks)
         query = f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER BY row"
-        found = self._db.execute(query, (self.set_id, *filtered[1])).fetchall()
-        known = [(row, marks[bytes(digest)]) for row, digest in found if row < len(self.vectors)]
+        found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
+        known = [(row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)]
         right = np.array([row for row, good in known if good], np.int64)
         wrong = np.array([row for row, good in known if not good], np.int64)
         return right, wrong
@@ -322,17 +423,24 @@ class Index:
 
     def wrong(self, text: str, where: Filter | None = None) -> list[Result]:
         """The images that are marked as wrong for a text, however far down a search would list them."""
-        self.refresh()
         filtered = (where or Filter()).sql()
-        with self._lock:
-            _, rows = self._marked_rows(text, filtered)
+        marks = self.concepts.marks(_weighted(text)[0])
+        with self._reading() as db:
+            _, rows = self._marked_rows(db, marks, filtered)
             return self._results(rows, np.zeros(len(rows)), None, filtered, False)
+
+    def _nearest(self, query: np.ndarray, count: int, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """`nearest` of the vectors; UserError if the file has been damaged."""
+        try:
+            return nearest(self.vectors, query, count, rows)
+        except FloatingPointError:
+            path = self._file.path if self._file else self.place
+            raise UserError(f"{path}: damaged (not finite); delete it and run m1clip index {self.root}") from None
 
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
-        self.refresh()
         filtered = (where or Filter()).sql()
-        with self._lock:
+        with self._reading():
             rows, files = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
             return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), files)
 
@@ -340,7 +448,7 @@ class Index:
         """((n,) the rows of the images that pass a filter, the number of their files)."""
         query = f"SELECT row, count(*) {LIVE}{filtered[0]} {end}"
         found = self._db.execute(query, (self.set_id, *filtered[1], *values)).fetchall()
-        rows = [row for row, _ in found if row < len(self.vectors)]
+        rows = [row for row, _ in found if 0 <= row < len(self.vectors)]
         return np.array(rows, np.int64), sum(files for _, files in found)
 
     def _results(
@@ -366,14 +474,15 @@ class Index:
     def export(self, path: Path) -> int:
         """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector); returns its rows."""
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
-        with self._lock:
+        with self._reading() as db:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
-            found = self._db.execute(columns, (self.set_id,)).fetchall()
+            found = db.execute(columns, (self.set_id,)).fetchall()
+            stored = self.vectors  # a later state of the index may have other rows
         if not found:
             raise UserError(f"{self.root}: no image is left in the indexed folder")
         *facts, rows = zip(*found, strict=True)
         names = pa.array([os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]])
-        flat = pa.array(self.vectors[list(rows)].astype(np.float32).ravel())
+        flat = pa.array(stored[list(rows)].astype(np.float32).ravel())
         vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
         arrays = [names, *(pa.array(each) for each in facts[1:]), vectors]
         partial = path.with_name(path.name + PARTIAL)
@@ -386,9 +495,9 @@ class Index:
 
         The best has the most pixels, then the most bytes, then the shortest path.
         """
-        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files "
-        with self._lock:
-            files = self._db.execute(query + "JOIN images ON images.id = image ORDER BY path").fetchall()
+        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files"
+        with self._reading() as db:
+            files = db.execute(f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path").fetchall()
         groups = []
         for members in look_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
@@ -402,26 +511,32 @@ class Index:
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
-        return self.root / os.fsdecode(self._entry(id_)[0])
+        return self.root / self._entry(id_)[0]
 
-    def _entry(self, id_: int) -> tuple[bytes, bytes, int | None]:
-        """(path, sha256, row of the vector) of a result; UserError if it is not in the index."""
+    def _entry(self, id_: int) -> tuple[str, bytes, np.ndarray | None]:
+        """(path in the folder, sha256, vector) of a result; UserError if it is not in the index."""
         query = (
             "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
-            "LEFT JOIN vectors ON vectors.image = files.image AND model = ? WHERE files.id = ?"
+            f"LEFT JOIN vectors ON vectors.image = files.image AND model = ? AND {VALID_ROW} "
+            f"WHERE files.id = ? AND {VALID}"
         )
-        with self._lock:
-            found = self._db.execute(query, (self.set_id, id_)).fetchone()
-        if found is None:
-            raise UserError(f"image {id_}: no longer in the index")
-        return found[0], bytes(found[1]), found[2]
+        with self._reading() as db:
+            found = db.execute(query, (self.set_id, id_)).fetchone()
+            if found is None:
+                raise UserError(f"image {id_}: no longer in the index")
+            name, digest, row = found
+            vector = None if row is None else self.vectors[row].astype(np.float32)
+        path = os.fsdecode(name)
+        if os.path.isabs(path) or ".." in path.split(os.sep):
+            raise UserError(f"image {id_}: not a file of {self.root}; the index was not written by m1clip")
+        return path, digest, vector
 
     def _parts(
         self, text: Any, like: Iterable[Any], exclude: Sequence[str]
     ) -> tuple[list[tuple[float, np.ndarray]], bool]:
         """(weight, unit vector) of each part of a query, and whether examples of taught words are among them."""
         examples = self.concepts.examples()
-        parts = [(1.0, self._image_vector(image)) for image in like]
+        parts = [(1.0, self.image_vector(image)) for image in like]
         taught = False
         for phrase, weight in {**_weights(text), **dict.fromkeys(exclude, NOT_WEIGHT)}.items():
             vectors, rest = self._taught(phrase, examples)
@@ -450,11 +565,12 @@ class Index:
 
     def _text_vectors(self, texts: list[str]) -> np.ndarray:
         """(n, dim) unit vectors."""
-        return np.asarray(self.model.encode_text(texts), np.float32)
+        with self._encoder:
+            return np.asarray(self.model.encode_text(texts), np.float32)
 
     @property
     def concepts(self) -> Concepts:
-        return Concepts(self.place, self._hash)
+        return Concepts(self.place, self.model_sha256)
 
     def teach(self, name: str, images: Sequence[str | Path | int], good: bool = True) -> None:
         """Add images (paths or ids) as examples of a word, or as wrong ones; a search finds the word by them."""
@@ -467,7 +583,7 @@ class Index:
                     digest = hashlib.sha256(FileImage(str(image)).read()).digest()
                 except BadImage as error:
                     raise UserError(str(error)) from None
-            examples.append((digest, self._image_vector(image)))
+            examples.append((digest, self.image_vector(image)))
         self.concepts.add(name, examples, good)
 
     def mark(self, text: str, id_: int, good: bool | None) -> None:
@@ -484,10 +600,9 @@ class Index:
 
     def captions(self) -> list[tuple[str, str]]:
         """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
-        with self._lock:
-            paths = dict(
-                self._db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1")
-            )
+        with self._reading() as db:
+            columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
+            paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
         found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
         return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
 
@@ -495,16 +610,20 @@ class Index:
         """The hash of a result's content; UserError if it is not in the index."""
         return self._entry(id_)[1]
 
-    def _image_vector(self, image: Any) -> np.ndarray:
+    def image_vector(self, image: Any) -> np.ndarray:
+        """(dim,) unit vector of an image: a path, a PIL image, its vector, or the id of a result."""
         if isinstance(image, np.ndarray) and image.ndim == 1:
+            if len(image) != self.dim:
+                raise UserError(f"a vector of {len(image)} values; those of the index have {self.dim}")
             return image
-        if isinstance(image, int):
-            path, _, row = self._entry(image)
-            if row is not None:
-                return self.vectors[row].astype(np.float32)
-            image = self.root / os.fsdecode(path)
         try:
-            return np.asarray(self.model.encode_image(image), np.float32)[0]
+            if isinstance(image, int):
+                path, _, vector = self._entry(image)
+                if vector is not None:
+                    return vector
+                image = FileImage(str(self.root / path), inside=str(self.root)).open()
+            with self._encoder:
+                return np.asarray(self.model.encode_image(image), np.float32)[0]
         except BadImage as error:
             raise UserError(str(error)) from None
 

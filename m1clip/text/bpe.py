@@ -10,7 +10,7 @@ import gzip
 import html
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -148,17 +148,21 @@ class BpeTokenizer(Tokenizer):
     @cached_property
     def parts(self) -> list[list[int]] | None:
         """For each token of the full vocabulary, the ids here that spell it: itself, or its parts; None if not cut."""
-        if self.kept is None:
-            return None
-        own_id = {token: i for i, token in enumerate(self.kept, 1 + BASE_COUNT)}
-        parts = [[1 + token] for token in range(BASE_COUNT)]
-        for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
-            parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
-        return parts
+        return None if self.kept is None else _parts(self.kept)
 
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
         # Workers rebuild the tables, which are larger than their inputs.
         return BpeTokenizer, (self.kept,)
+
+
+@lru_cache(maxsize=4)  # a run makes the same tokenizer several times
+def _parts(kept: tuple[int, ...]) -> list[list[int]]:
+    """For each token of the full vocabulary, the ids that spell it in a vocabulary cut to `kept`."""
+    own_id = {token: i for i, token in enumerate(kept, 1 + BASE_COUNT)}
+    parts = [[1 + token] for token in range(BASE_COUNT)]
+    for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
+        parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
+    return parts
 
 
 def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:

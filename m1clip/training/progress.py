@@ -75,14 +75,16 @@ class Screen:
         def tick() -> None:
             # In a thread: a large image or slow disk can delay the callback for longer than this.
             printed = ""
-            while True:
+            if run is not None:
+                write_preparing(run, str(work))
+            while not ended.wait(PREPARING_SECONDS):
+                line = str(work)
+                # The file first: when a line appears on the screen, `m1clip runs` shows it too.
                 if run is not None:
-                    write_preparing(run, str(work))
-                if ended.wait(PREPARING_SECONDS):
-                    return
-                if bar is None and str(work) != printed:  # work without a count has one line
-                    printed = str(work)
-                    self.say(printed)
+                    write_preparing(run, line)
+                if bar is None and line != printed:  # work without a count has one line
+                    printed = line
+                    self.say(line)
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()
@@ -151,21 +153,27 @@ class Work:
     def __init__(self, title: str) -> None:
         self.title, self.done, self.total = title, 0, 0
         self._began, self._before = 0.0, 0
+        self._lock = threading.Lock()  # one thread works, another one prints
 
     def show(self, done: int, total: int) -> None:
         """Report the items done; those of the first call were done before."""
-        if self.total == 0:
-            self._began, self._before = time.monotonic(), done
-        self.done, self.total = done, total
+        with self._lock:
+            if self.total == 0:
+                self._began, self._before = time.monotonic(), done
+            self.done, self.total = done, total
 
     def __str__(self) -> str:
         """preparing train images: 640 of 8,000, 98/s, 1:15 left."""
-        text = f"{self.title}: {self.done:,} of {self.total:,}" if self.total else self.title
-        if self.done == self._before:
+        with self._lock:
+            done, total = self.done, self.total
+            done_here = done - self._before
+            seconds = time.monotonic() - self._began
+        text = f"{self.title}: {done:,} of {total:,}" if total else self.title
+        if done_here == 0:
             return text
-        per_second = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
+        per_second = done_here / max(seconds, 1e-9)
         speed = f"{per_second:,.{0 if per_second >= 10 else 1}f}/s"
-        return f"{text}, {speed}, {clock((self.total - self.done) / per_second)} left"
+        return f"{text}, {speed}, {clock((total - done) / per_second)} left"
 
 
 class _SafeOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +16,14 @@ from torch import Tensor
 from m1clip.config import Config
 from m1clip.data.augment import Augmentation, render
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
+from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.data.prepare import Split, choose_augmentation, load_split, stream_split, with_classes
+from m1clip.data.prepare import Split, choose_augmentation, load_split, other_classes, stream_split, with_classes
 from m1clip.data.sources.stream import StreamedSource
-from m1clip.data.types import Source
+from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
+from m1clip.evaluation.evaluate import other_class_vectors
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.hardware.device import Device, Precision
@@ -173,10 +175,19 @@ def load_features(
         found = load_split(source, split, *how)
         if start.trainable.text:
             return found
-        return dataclasses.replace(found, captions=with_classes(cache.captions(found.samples, split), source))
+        return dataclasses.replace(found, captions=_captions(cache, source, found.samples, split, start))
     images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_bad)
-    captions = cache.tokens(kept) if start.trainable.text else cache.captions(kept, split)
-    return Split(images, with_classes(captions, source), kept, failures, "features", features)
+    captions = _captions(cache, source, kept, split, start)
+    return Split(images, captions, kept, failures, "features", features)
+
+
+def _captions(cache: FeatureCache, source: Source, samples: Sequence[Sample], split: str, start: Start) -> CaptionTable:
+    """The captions of the samples, as tokens or as features of a frozen tower; with those of all other classes."""
+    captions, others = (
+        cache.tokens(group) if start.trainable.text or not group else cache.captions(group, split)
+        for group in (samples, other_classes(source, samples))
+    )
+    return with_classes(captions, source, others)
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,9 @@ def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], 
     shown = ""
     for weight in WISE_FT_GRID if setting == "search" else (float(setting),):
         best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
-        metric = None if val is None else selection_metric(retrieval(*encode_split(best, val)))
+        metric = None
+        if val is not None:
+            metric = selection_metric(retrieval(*encode_split(best, val), other_class_vectors(best, val)))
         found.append((0.0 if metric is None else metric.value, weight))
         write("wise_ft", new_fraction=weight, **({} if metric is None else {f"val_{metric.name}": metric.value}))
         shown = "" if metric is None else f": validation {metric.label} {100 * max(found)[0]:.1f}%"

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from m1clip.evaluation.analysis import analyze
+from m1clip.evaluation.evaluate import other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
@@ -55,7 +56,7 @@ class Validator:
         Returns the best score, its step, the evaluations since then, and the label of the metric.
         """
         state, data = self.state, self.setup.splits["val"]
-        scores = retrieval(*features)
+        scores = retrieval(*features, other_class_vectors(self.setup.bundle(model), data))
         seconds = time.perf_counter() - begin
         metric = selection_metric(scores)
         analysis = analyze(*features[:4])

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from PIL import Image
 from m1clip.data.images import BadImage, decode
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.io import read_small, write_bytes
+from m1clip.io import read_beneath, read_small, write_beneath
 from m1clip.monitor.status import is_run
-from m1clip.search.index import DATABASE, thumbnail
+from m1clip.search.index import DATABASE, READ_SECONDS, IndexBusy, thumbnail
 from m1clip.search.query import Copy, Filter, Index, Result, Results
 
 THUMBNAIL, LARGE, PREVIEW = 320, 1600, 96  # pixels of the longer side
@@ -34,6 +34,7 @@ MAX_RESULTS = 300
 MAX_TEXT = 1000  # characters
 MAX_ID = 2**63 - 1  # the largest integer of SQLite
 MAX_GROUPS = 100  # of duplicates that are listed
+UPLOAD = "/api/upload"  # the path of requests that contain an image
 UPLOADS = 32  # images to search by that are remembered
 DECODERS = 2  # images decoded at a time: one may take 192 MiB
 NUMBER = re.compile(r"[0-9]{1,12}")
@@ -48,26 +49,40 @@ class Photos:
     def __init__(self, folder: Path | None, model: Path | None = None) -> None:
         self.token = secrets.token_urlsafe(24)
         self.max_upload = MAX_UPLOAD
+        self.upload_path = UPLOAD
         self._folder, self._model = folder, model
-        self._lock, self._decoders = threading.Lock(), threading.Semaphore(DECODERS)
+        self._opening, self._uploading = threading.Lock(), threading.Lock()
+        self._decoders = threading.Semaphore(DECODERS)
         self._index: Index | None = None
         self._inode = 0
         self._folders: tuple[int, list[str], int] = (-1, [], 0)
-        self._uploads: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._uploads: OrderedDict[str, tuple[str, np.ndarray]] = OrderedDict()
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Index]:
-        """The index, for one thread at a time: the encoder and two searches at once would only slow each other."""
-        with self._lock:
-            if self._index is None or _inode(self._index.place) != self._inode:
-                self._index = Index(self._folder, self._model)
-                self._inode = _inode(self._index.place)
-            yield self._index
+    def _opened(self) -> Index:
+        """The index. It is opened by one thread at a time; the others wait for a limited time."""
+        index = self._index
+        if index is not None and self._is_current(index):
+            return index
+        if not self._opening.acquire(timeout=READ_SECONDS):
+            raise IndexBusy("the index is being opened; try again")
+        try:
+            index = self._index
+            if index is None or not self._is_current(index):
+                index = Index(self._folder, self._model)
+                self._inode = _inode(index.place)
+                self._folders = (-1, [], 0)  # its versions may be those of the index before it
+                self._index = index
+            return index
+        finally:
+            self._opening.release()
+
+    def _is_current(self, index: Index) -> bool:
+        return not index.outdated and _inode(index.place) == self._inode
 
     def warm_up(self) -> None:
         """Load the model, so that the first search is fast."""
-        with contextlib.suppress(UserError, OSError, sqlite3.Error), self._opened() as index:
-            index.search("a photo", 1)
+        with contextlib.suppress(UserError, OSError, sqlite3.Error):
+            self._opened().search("a photo", 1)
 
     def get(self, path: str, values: dict[str, str]) -> Answer | None:
         """The answer to a GET request; None if there is nothing at this path."""
@@ -87,28 +102,28 @@ class Photos:
 
     def post(self, path: str, data: bytes) -> Answer | None:
         """The answer to a POST request whose token was valid."""
-        if path == "/api/upload":
+        if path == UPLOAD:
             return _answer(lambda: self._upload(data))
         if path == "/api/mark":
             return _answer(lambda: self._mark(data))
         return None
 
     def _library(self, values: dict[str, str]) -> dict[str, Any]:
-        with self._opened() as index:
-            index.refresh()
-            if self._folders[0] != index.version:
-                self._folders = index.version, index.folders(), len(index)
-            _, folders, images = self._folders
-            return {
-                "token": self.token,
-                "folder": one_line(str(index.root)),
-                "model": one_line(_model_name(Path(index.model_path))),
-                "images": images,
-                "folders": folders,
-                "words": list(index.concepts.names()),
-                "progress": index.progress(),
-                "max_upload": MAX_UPLOAD,
-            }
+        index = self._opened()
+        index.refresh()
+        if self._folders[0] != index.version:
+            self._folders = index.version, index.folders(), len(index)
+        _, folders, images = self._folders
+        return {
+            "token": self.token,
+            "folder": one_line(str(index.root)),
+            "model": one_line(_model_name(Path(index.model_path))),
+            "images": images,
+            "folders": folders,
+            "words": list(index.concepts.names()),
+            "progress": index.progress(),
+            "max_upload": MAX_UPLOAD,
+        }
 
     def _search(self, values: dict[str, str]) -> dict[str, Any]:
         began = time.perf_counter()
@@ -122,18 +137,19 @@ class Photos:
         where = Filter(since, until, under, orientation)  # type: ignore[arg-type]
         count = min(int(values["count"]) if NUMBER.fullmatch(values.get("count", "")) else 60, MAX_RESULTS)
         like: list[Any] = [int(values["like"])] if NUMBER.fullmatch(values.get("like", "")) else []
+        index = self._opened()
         if key := values.get("upload"):
-            if key not in self._uploads:
+            model, vector = self._uploads.get(key, ("", None))
+            if model != index.model_sha256:  # or the index has the vectors of another model now
                 raise UserError("the image to search by is no longer there; drop it again")
-            like.append(self._uploads[key])
-        with self._opened() as index:
-            asked = bool(text or like or exclude)
-            if asked:
-                found = index.search((text,) if text else (), count, like=like, exclude=exclude, where=where)
-            else:
-                found = index.newest(count, where)
-            marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
-            wrong = index.wrong(text, where) if text else []
+            like.append(vector)
+        asked = bool(text or like or exclude)
+        if asked:
+            found = index.search((text,) if text else (), count, like=like, exclude=exclude, where=where)
+        else:
+            found = index.newest(count, where)
+        marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
+        wrong = index.wrong(text, where) if text else []
         # Marked as wrong: listed apart, and always, so that a mark can be removed.
         kept = Results([each for each in found.nearest if marks.get(each.id) is not False], found.searched)
         return {
@@ -148,8 +164,7 @@ class Photos:
         }
 
     def _duplicates(self, values: dict[str, str]) -> dict[str, Any]:
-        with self._opened() as index:
-            groups = index.duplicates()
+        groups = self._opened().duplicates()
         shown = [[_fields(copy) for copy in group] for group in groups[:MAX_GROUPS]]
         return {"groups": shown, "total": len(groups)}
 
@@ -159,26 +174,26 @@ class Photos:
         if index is None:
             raise UserError("no index is open")
         path, sha256 = index.file(id_), index.sha256(id_)
-        cached = thumbnail(index.place, sha256)
+        cached = thumbnail(sha256)
         if small:
             with contextlib.suppress(OSError):
-                return read_small(cached, inside=index.place)
+                return read_beneath(index.place, cached)
         data = read_small(path, MAX_FILE, inside=index.root)
         with self._decoders:
             jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
         if small and hashlib.sha256(data).digest() == sha256:  # else the file has changed and will be indexed again
-            with contextlib.suppress(OSError):  # a full or read-only disk
-                cached.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes(cached, jpeg, sync=False)
+            with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
+                write_beneath(index.place, cached, jpeg)
         return jpeg
 
     def _upload(self, data: bytes) -> dict[str, str]:
         with self._decoders:
             image = decode(data, LARGE, "the dropped file")
-        with self._opened() as index:
-            vector = np.asarray(index.model.encode_image(image), np.float32)[0]
-            key = secrets.token_urlsafe(9)
-            self._uploads[key] = vector
+        index = self._opened()
+        vector = index.image_vector(image)
+        key = secrets.token_urlsafe(9)
+        with self._uploading:
+            self._uploads[key] = index.model_sha256, vector
             while len(self._uploads) > UPLOADS:
                 self._uploads.popitem(last=False)
         image.thumbnail((PREVIEW, PREVIEW))
@@ -193,8 +208,7 @@ class Photos:
             case {"text": str(text), "id": id_, "good": True | False | None as good} if (
                 0 < len(text) <= MAX_TEXT and _encodable(text) and type(id_) is int and 0 <= id_ <= MAX_ID
             ):
-                with self._opened() as index:
-                    index.mark(text, id_, good)
+                self._opened().mark(text, id_, good)
                 return {}
         raise UserError("a mark is {text, id, good}: a text, the number of a photo, and true, false or null")
 
@@ -207,6 +221,8 @@ def _encodable(text: str) -> bool:
 def _answer(work: Callable[[], Any]) -> Answer:
     try:
         code, value = 200, work()
+    except IndexBusy as error:
+        code, value = 503, {"error": one_line(str(error))}
     except (UserError, BadImage) as error:
         code, value = 400, {"error": one_line(str(error))}
     except (OSError, OverflowError, UnicodeError, sqlite3.Error) as error:

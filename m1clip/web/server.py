@@ -114,7 +114,8 @@ HEADERS = {
 IDLE_SECONDS = 10.0  # a connection that sends or takes nothing for longer is closed
 CONNECTIONS = 128  # each with a thread; macOS allows 256 open files
 UPLOAD_SECONDS = 60.0  # for the body of a request
-UPLOADS = 4  # bodies received at a time
+UPLOADS = 4  # images received at a time
+MAX_BODY = 2**16  # bytes of a request that contains no image, such as a mark
 FREE_SECONDS = 0.01  # to wait for a free thread before the oldest connection is closed
 
 
@@ -122,7 +123,8 @@ class Requests(Protocol):
     """What answers requests about photos: (status, type, body), or None for not found."""
 
     token: str  # of requests that change something
-    max_upload: int  # bytes
+    max_upload: int  # bytes of an image
+    upload_path: str  # of requests that contain an image
 
     def get(self, path: str, values: dict[str, str]) -> tuple[int, str, bytes] | None: ...
 
@@ -228,17 +230,21 @@ class Handler(BaseHTTPRequestHandler):
             self._send(403, "text/plain", b"reload the page\n")
             return
         length = self.headers.get("Content-Length", "")
-        if not NUMBER.fullmatch(length) or int(length) > photos.max_upload:
-            self._send_json({"error": f"at most {photos.max_upload >> 20} MB"}, 413)
+        is_upload = self.path == photos.upload_path
+        limit = photos.max_upload if is_upload else MAX_BODY
+        if not NUMBER.fullmatch(length) or int(length) > limit:
+            self._send_json({"error": f"at most {limit:,} bytes"}, 413)
             return
-        if not self.server.uploads.acquire(blocking=False):
+        # Only images wait for each other: slow uploads must not prevent marks.
+        if is_upload and not self.server.uploads.acquire(blocking=False):
             self._send_json({"error": "too many uploads at a time; try again"}, 503)
             return
         try:
             data = self._body(int(length))
             answer = None if data is None else photos.post(self.path, data)
         finally:
-            self.server.uploads.release()
+            if is_upload:
+                self.server.uploads.release()
         self._send(*(answer or (404, "text/plain", b"not found\n")))
 
     def _body(self, length: int) -> bytes | None:

@@ -1,6 +1,7 @@
 """The cache: content, reuse, kills, concurrent processes, and disk space."""
 
 import errno
+import math
 import os
 import pickle
 import shutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 from image_sets import break_files, make_set, plan
 from PIL import Image
-from small_run import SERVER, screen, small_config
+from small_run import PATIENCE, SERVER, screen, small_config
 
 from m1clip.config import DataConfig
 from m1clip.data import cache
@@ -163,12 +164,14 @@ def test_mapped_images_pickle_by_their_path(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pickle.loads(data).read(indices), images.read(indices))
 
 
-def build(folder: Path, log: Path, pause: float) -> None:
-    """Cache a dataset slowly, with one byte in the log for each decoded image."""
+def build(folder: Path, log: Path, pause: float, hang_after: float = math.inf) -> None:
+    """Cache a dataset slowly, with one byte in the log for each decoded image; wait to be killed after some."""
     honest, cache.SAVE_SECONDS = cache.to_square, 0.0
 
     def slow(*arguments: Any) -> np.ndarray:
         time.sleep(pause)
+        while log.exists() and log.stat().st_size >= hang_after:
+            time.sleep(0.01)
         with log.open("a") as file:
             file.write("x")
         return honest(*arguments)
@@ -185,8 +188,8 @@ def building(*arguments: Any) -> BaseProcess:
 
 def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
-    killed = building(folder, tmp_path / "first", 0.01)
-    deadline, names = time.monotonic() + 100, list[Path]()
+    killed = building(folder, tmp_path / "first", 0.0, 250)
+    deadline, names = time.monotonic() + PATIENCE, list[Path]()
     while not (names and names[0].stat().st_size >= 2 * 64 * 16):
         assert time.monotonic() < deadline, "nothing was saved"
         time.sleep(0.01)
@@ -195,7 +198,7 @@ def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
     killed.join()
     done = names[0].stat().st_size // 16
     second = building(folder, tmp_path / "second", 0.0)
-    second.join(100)
+    second.join(PATIENCE)
     assert second.exitcode == 0
     assert (tmp_path / "second").stat().st_size == 320 - done
     split = cached(folder)
@@ -206,7 +209,7 @@ def test_two_processes_decode_each_image_once(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
     both = [building(folder, tmp_path / "log", 0.003) for _ in range(2)]
     for process in both:
-        process.join(100)
+        process.join(PATIENCE)
     assert [process.exitcode for process in both] == [0, 0]
     assert (tmp_path / "log").stat().st_size == 320
 

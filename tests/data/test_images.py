@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,96 @@ def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
     data = encoded(Image.new("RGB", (1000, 600)), "JPEG")
     assert min(decode(data, want=112).size) in range(112, 224)
     assert decode(data).size == (1000, 600)
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of pixels as for images 10,000 times as large; above twice its own, Pillow raises an error."""
+    monkeypatch.setattr(images, "MAX_PIXELS", 6_400)
+    monkeypatch.setattr(images, "MAX_JPEG_PIXELS", 25_600)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8_900)
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest resets m1clip's filter
+@pytest.mark.parametrize("size", [(120, 90), (160, 125), (200, 128)])
+@pytest.mark.parametrize(("want", "expected"), [(20, 20), (None, 60)])
+def test_large_jpeg_is_decoded_smaller(size: tuple[int, int], want: int | None, expected: int) -> None:
+    data = encoded(Image.new("RGB", size, (200, 30, 30)), "JPEG")
+    with images.opened(data, "x") as header:
+        assert header.size == size
+    image = decode(data, want, "x")
+    assert image.width * image.height <= 6_400
+    assert min(image.size) >= min(expected, size[1] // 2)
+    assert np.abs(np.asarray(image)[5, 5].astype(int) - (200, 30, 30)).max() <= 12
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest resets m1clip's filter
+def test_large_image_that_cannot_be_decoded_smaller_is_rejected() -> None:
+    large = Image.new("RGB", (120, 90), (200, 30, 30))
+    too_large = Image.new("RGB", (210, 125))
+    separate_scans = two_scans(encoded(large, "JPEG"))
+    for data in (
+        *(encoded(large, kind) for kind in ("PNG", "WEBP", "BMP", "TIFF")),
+        *(encoded(large, "JPEG", progressive=True), separate_scans, encoded(too_large, "JPEG")),
+    ):
+        with pytest.raises(BadImage, match=r"x: .*more than 0 megapixels; reduce its size") as caught:
+            decode(data, 20, "x")
+        assert caught.value.kind == "too-large"
+
+
+def two_scans(data: bytes) -> bytes:
+    """A JPEG whose first scan claims to have only one of the three colors."""
+    at = data.index(b"\xff\xda")
+    return data[:at] + b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + data[at + 14 :]
+
+
+def test_pillow_prints_no_warnings(tmp_path: Path) -> None:
+    """For a JPEG of 108 megapixels and a TIFF with odd tags, in a new process: pytest changes the filters."""
+    Image.new("L", (12_000, 9_000), 90).save(tmp_path / "large.jpg")
+    (tmp_path / "odd.tif").write_bytes(b"II*\0\x08\0\0\0\x01\0\0\x01\x04\0\xff\xff\xff\x7f\0\0\0\0")
+    code = (
+        "import contextlib, sys\n"
+        "from m1clip.data.images import BadImage, FileImage\n"
+        "for path in sys.argv[1:]:\n"
+        "    with contextlib.suppress(BadImage):\n"
+        "        print(FileImage(path).open(224).size)\n"
+    )
+    files = [str(tmp_path / name) for name in ("large.jpg", "odd.tif")]
+    ended = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code, *files], capture_output=True, text=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("(1500, 1125)\n", "")
+
+
+@pytest.mark.parametrize("start", [b"", encoded(Image.new("RGB", (64, 64)), "JPEG"), b"RIFF\xff\xff\xff\x3fWEBPVP8X"])
+def test_large_file_is_not_read_for_a_small_image(
+    tmp_path: Path, start: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sparse.jpg"
+    file.write_bytes(start)
+    os.truncate(file, 2**24)
+    limit = 2**20
+    monkeypatch.setattr(images, "MAX_EXTRA_BYTES", limit)
+    tracemalloc.start()
+    for attempt in (FileImage(str(file)).read, FileImage(str(file)).open):
+        with pytest.raises(BadImage) as caught:
+            attempt()
+        assert caught.value.kind in ("too-large", "not-an-image")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+def test_large_file_of_a_large_image_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_EXTRA_BYTES", 1_000)
+    for kind in ("BMP", "TIFF", "PNG", "JPEG"):
+        file = tmp_path / f"a.{kind}"
+        noise(64, 48).save(file, kind)
+        assert file.stat().st_size > 1_000
+        assert FileImage(str(file)).read() == file.read_bytes()
+        assert np.array_equal(FileImage(str(file)).open(), decode(file.read_bytes()))
 
 
 def test_broken_file_error_names_file_and_reason(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_caption_findings(tmp_path: Path) -> None:
     assert counts(report) == dict.fromkeys(codes, 1)
     assert of(report, "skipped-empty-caption")[0].startswith("captions.jsonl row 16")
     assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
-    assert "captions over 10 tokens (10 tokens are cut off)" in [found.message for found in report.findings]
+    assert "captions over 10 tokens (10 tokens cut off)" in [found.message for found in report.findings]
     assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
 
 

@@ -5,8 +5,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from small_run import assert_same_batch
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import RowTable
+from m1clip.data.cache import Failure, LiveImages, RowTable
 from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
@@ -159,7 +162,7 @@ def test_error_in_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> None:
     data.captions = None  # type: ignore[assignment]
     with pytest.raises(AttributeError) as caught:
         next(batches(data, 0, 3, 1, "fork", False))
-    assert "in __getitem__" in caught.value.__notes__[0]
+    assert "in piece" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -178,6 +181,73 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
     assert len(warnings) == 1
     assert "was killed (exit code -9)" in warnings[0]
     assert set(multiprocessing.active_children()) <= others
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("kind", ["sorted", "full length", "features"])
+def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
+    data = feature_set() if kind == "features" else training_set(kind == "full length")
+    data.captions_per_image = 2
+    data.augmentation = replace(data.augmentation, word_dropout=0.3)
+    count = min(count, data.plan.batch)
+    pieces = [data.piece(2, number, count) for number in range(count)]
+    joined = data.join(pieces)
+    assert joined.lengths == data[2].lengths
+    expected = data[2].tensors()
+    assert joined.tensors().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in joined.tensors().items())
+
+
+class RecordedImages(LiveImages):
+    """Images that are drawn; each read appends how many images it was asked for to a file of its process."""
+
+    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
+        with open(self.refs[0].path + str(os.getpid()), "a", encoding="utf-8") as file:
+            file.write(f"{len(indices)}\n")
+        pixels = np.zeros((len(indices), self.side, self.side, 3), np.uint8)
+        pixels[:] = indices[:, None, None, None]
+        return pixels, {}
+
+
+def test_workers_share_each_batch_so_that_the_first_comes_soon(tmp_path: Path) -> None:
+    data = training_set()
+    data.images = RecordedImages([FileImage(str(tmp_path / "reads-"))] * 37, side=12)
+    feed = batches(data, 0, 100, 4, "fork", False)
+    first = next(feed)
+    feed.close()
+    assert_same_batch(first, data[0])
+    (tmp_path / f"reads-{os.getpid()}").unlink()
+    reads = [list(map(int, file.read_text().split())) for file in tmp_path.iterdir()]
+    assert len(reads) == 4, "each of the four workers reads a part of the first batch of 8"
+    assert {size for worker in reads for size in worker} == {2}
+
+
+class MeetingImages(LiveImages):
+    """Images that, when a worker unpickles them, wait until two workers do so."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        folder = Path(self.refs[0].path)
+        (folder / str(os.getpid())).touch()
+        end = time.monotonic() + 30
+        while len(list(folder.iterdir())) < 2:
+            assert time.monotonic() < end, "the other worker was not started"
+            time.sleep(0.01)
+
+    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
+        return np.zeros((len(indices), self.side, self.side, 3), np.uint8), {}
+
+
+def test_workers_start_at_the_same_time(tmp_path: Path) -> None:
+    """They import torch for seconds: one after the other, sixteen would take minutes."""
+    data = training_set()
+    data.images = MeetingImages([FileImage(str(tmp_path))] * 37, side=12)
+    data.identity = np.arange(100_000)  # more than fits into a pipe
+    feed = batches(data, 0, 3, 2, "forkserver", pin=False)
+    first = next(feed)
+    feed.close()
+    assert_same_batch(first, data[0])
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:

@@ -127,7 +127,7 @@ def test_killed_pack_continues_and_gives_the_same_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an empty folder"):
         pack(open_source(str(folder)), out, shard_size=6)
     packed = pack(open_source(str(folder)), out, shard_size=5)
-    assert (packed.images["train"], packed.skipped) == (39, [f"{out}/train-000000.tar: 1 images"])
+    assert (packed.images["train"], packed.skipped) == (39, [f"{out}/train-000000.tar: 1 image"])
     assert (out / "train-000001.tar").stat() == before, "not written again"
     names = sorted(path.name for path in out.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "undisturbed").iterdir())

@@ -93,7 +93,7 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     report = quick_check(source, 32, notes.append, warnings.append)
     assert len(warnings) == 3
     assert quick_check(source, 4, notes.append, lambda line: None)["findings"] != report["findings"]
-    assert warnings[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
+    assert warnings[2] == "data: 1 more finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
     json.dumps(report)

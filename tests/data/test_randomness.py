@@ -21,6 +21,15 @@ def test_uniform_is_in_the_half_open_unit_interval(seed: int, epoch: int, stream
     assert len(set(numbers)) == 4
 
 
+def test_hash_is_splitmix64() -> None:
+    """The reference values of splitmix64: a run of today is repeated exactly by a later version."""
+    with np.errstate(over="ignore"):
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        states = np.arange(3, dtype=np.uint64) * golden
+        found = rnd._splitmix(states)
+    assert [hex(value) for value in found] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
+
+
 def test_numbers_are_uniform() -> None:
     for stream in STREAMS:
         counts, _ = np.histogram(rnd.uniform(3, 7, SAMPLES, stream), bins=20, range=(0, 1))

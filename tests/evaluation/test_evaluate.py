@@ -11,7 +11,7 @@ from small_run import run_small
 
 import m1clip
 from m1clip.errors import UserError
-from m1clip.evaluation.evaluate import evaluate, open_split
+from m1clip.evaluation.evaluate import evaluate, open_split, other_class_vectors
 from m1clip.runlog import read_log
 
 
@@ -44,11 +44,14 @@ def test_classes_of_other_splits_are_candidates(run: Path, tmp_path: Path) -> No
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (40, 30), (40 * number, 60, 90)).save(tmp_path / name / "1.png")
     evaluator = open_split(run / "model", (f"classes:{tmp_path}",), device_name="cpu")
-    others = evaluator.other_classes()
+    others = other_class_vectors(evaluator.model, evaluator.data)
     assert others is not None
     (fox,) = {s.captions[0] for s in evaluator.source.samples("train") if "fox" in s.captions[0]}
     np.testing.assert_allclose(others, evaluator.model.encode_text([fox]), atol=0.01)  # bf16 against fp32
-    assert evaluator.scores(evaluator.encode())["top1_accuracy"].chance == pytest.approx(1 / 3)
+    scores = evaluator.scores(evaluator.encode())
+    assert scores["top1_accuracy"].chance == pytest.approx(1 / 3)
+    assert sorted(metric.name for metric in scores.classes) == ["cat", "dog"]
+    assert sum(metric.value * metric.n for metric in scores.classes) == 2 * scores["top1_accuracy"].value
 
 
 def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.retrieval import accuracy_by_class, retrieval
 from m1clip.evaluation.statistics import Interval, Metric, Scores, fraction_intervals, wilson
 
 
@@ -67,3 +67,17 @@ def test_scores_as_a_table() -> None:
     assert ["text", "to", "image,", "recall@1", "100.0%", "83.9", "-", "100.0%", "5.0%", "20"] in lines
     # A small chance level is not shown as zero.
     assert ["negatives,", "[red]", "50.0%", "40.0", "-", "60.0%", "0.02%", "5,000"] in lines
+
+
+def test_accuracy_of_each_class_is_shown_the_worst_first() -> None:
+    labels = np.repeat(np.arange(30), 4)
+    hits = np.arange(120) % 4 < 2
+    hits[labels == 7] = [False, False, False, True]
+    scores = retrieval(np.eye(20), np.eye(20), np.arange(20))
+    scores += accuracy_by_class(hits, labels, [f"class {n:02}" for n in range(31)], 31)
+    assert len(scores.classes) == 30, "a class without an image has no accuracy"
+    assert scores.classes[0].chance == 1 / 31
+    lines = str(scores).splitlines()
+    head = lines.index("class     top-1  95% interval  images")
+    assert lines[head + 1].split() == ["class", "07", "25.0%", "4.6", "-", "69.9%", "4"]
+    assert lines[-1] == "... and 10 more, none with a lower accuracy"

@@ -85,6 +85,7 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     result = zero_shot(ColorModel(), folder, probe=True)
     assert result.scores["zero_shot/top1"].value == result.scores["linear_probe/top1"].value == 1.0
     assert result.scores["zero_shot/top1"].n == 18
+    assert [(metric.name, metric.n) for metric in result.scores.classes] == [("deep blue", 6), ("green", 6), ("red", 6)]
     assert result.confusion.tolist() == [[6, 0, 0], [0, 6, 0], [0, 0, 6]]
     assert len(result.unreadable) == 1
     (folder / "red").rename(folder / "x")

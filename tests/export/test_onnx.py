@@ -55,7 +55,7 @@ def without(modules: str, code: str, *words: str | Path) -> str:
     """Run code in a process that cannot import these modules."""
     block = f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r}))\n"
     command = [sys.executable, "-c", block + code, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ from PIL import Image
 from small_run import screen, small_config
 from tower_run import frozen_config, patch_towers
 
+from m1clip.evaluation.evaluate import evaluate
 from m1clip.inference import load
 from m1clip.monitor.history import History
 from m1clip.monitor.report import write_report
@@ -21,14 +22,16 @@ from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
 NO_COUNTS = {"data.train_count": None, "data.captions_per_step": None}
-COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200), "gray": (110, 110, 110)}
 
 
 def class_folders(folder: Path) -> Path:
-    """train, val and test with a folder of images for each color."""
+    """train, val and test with a folder of images for each color; no gray image is in val or test."""
     draw = random.Random(0)
     for split, count in (("train", 12), ("val", 5), ("test", 4)):
         for name, color in COLORS.items():
+            if name == "gray" and split != "train":
+                continue
             (folder / split / name).mkdir(parents=True)
             for number in range(count):
                 seen = tuple(value + draw.randrange(-30, 30) for value in color)
@@ -56,9 +59,10 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     log = list(read_log(run))
     evaluations = {line["step"]: line["top1_accuracy"] for line in log if line["kind"] == "eval"}
     end = log[-1]
-    assert evaluations[end["best_step"]] == max(evaluations.values()) > 1 / 3
-    assert end["top1_accuracy/chance"] == pytest.approx(1 / 3)
-    assert end["image_to_text/recall@1"] == end["top1_accuracy"], "the same question, with one template"
+    assert evaluations[end["best_step"]] == max(evaluations.values()) > 1 / 4
+    assert_all_classes_are_candidates(run)
+    assert re.search(r"^class +top-1 +95% interval +images$", printed, re.MULTILINE)
+    assert all(re.search(rf"^{name} +[\d.]+% .* 4$", printed, re.MULTILINE) for name in ("red", "green", "blue"))
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
     vectors = bundle.class_vectors(list(COLORS), ["a photo of a {}."])
@@ -72,8 +76,17 @@ def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.Mo
     patch_towers(monkeypatch)
     data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
     run = train_config(frozen_config(tmp_path, **data), tmp_path / "run", screen()).path
-    end = list(read_log(run))[-1]
-    assert end["image_to_text/recall@1"] == end["top1_accuracy"]
+    assert_all_classes_are_candidates(run)
+
+
+def assert_all_classes_are_candidates(run: Path) -> None:
+    """At each evaluation, at the end and in `m1clip eval`, though no gray image is in val or test."""
+    records = [record for record in read_log(run) if record["kind"] in ("eval", "end")]
+    assert len(records) >= 2
+    assert [record["top1_accuracy/chance"] for record in records] == [0.25] * len(records)
+    assert all(record["image_to_text/recall@1"] >= record["top1_accuracy"] for record in records)
+    again = evaluate(run, [], device="cpu")
+    assert (again["top1_accuracy"].chance, again["top1_accuracy"].value) == (0.25, records[-1]["top1_accuracy"])
 
 
 def test_captions_are_selected_by_mean_recall(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import command, small_arguments
+from small_run import PATIENCE, command, small_arguments
 
 from m1clip.io import read_owner
 from m1clip.runlog import read_log
 from m1clip.training.process import without_options
 
-LONG: dict[str, Any] = {"train.steps": 3000, "train.eval_every": 0, "train.save_every": 1000}
+LONG: dict[str, Any] = {"train.steps": 1_000_000, "train.eval_every": 0, "train.save_every": 1_000_000}
 
 
 def test_options_are_removed_from_a_command_line() -> None:
@@ -28,7 +28,7 @@ def state(folder: Path) -> dict[str, Any]:
     return dict(row)
 
 
-def wait_until(true: Any, seconds: float = 90.0) -> None:
+def wait_until(true: Any, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "timed out"
@@ -49,7 +49,7 @@ def test_background_start_list_stop_resume(tmp_path: Path) -> None:
         assert owner.process() == process
         assert process.terminal() is None  # of no terminal, and so not ended with one
         row = state(tmp_path)
-        assert (row["state"], row["pid"], row["steps"]) == ("running", owner.pid, 3000)
+        assert (row["state"], row["pid"], row["steps"]) == ("running", owner.pid, LONG["train.steps"])
         again = command("train", "--resume", "run", cwd=tmp_path)
         assert again.returncode == 2
         assert f"process {owner.pid} is training in this folder" in again.stderr

@@ -223,7 +223,7 @@ def test_run_is_shown_in_ascii_locale(tmp_path: Path) -> None:
     run = full_run(tmp_path / "größe")
     for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
         command = [sys.executable, "-m", "m1clip", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ascii_locale)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ascii_locale)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.isascii()
         assert "gr??e" in done.stdout

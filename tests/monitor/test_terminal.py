@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from small_run import command
+from small_run import PATIENCE, command
 
 from m1clip.io import lock_content
 from m1clip.monitor.history import History
@@ -115,7 +115,7 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
     def until(true: Callable[[str], object]) -> str:
         """Read until the condition holds for the last screen, which starts at the home position."""
         nonlocal output
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE
         while True:
             screen = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]|\r", "", output.decode("utf-8", "replace").split("\x1b[H")[-1])
             if true(screen):
@@ -125,7 +125,7 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
                 try:
                     output += os.read(terminal, 65536)
                 except OSError:  # on Linux: the other end is closed
-                    assert process.wait(timeout=100) == code
+                    assert process.wait(timeout=PATIENCE) == code
                     return ""
 
     try:
@@ -144,7 +144,7 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(timeout=100)
+        process.wait(timeout=PATIENCE)
         os.close(terminal)
 
 

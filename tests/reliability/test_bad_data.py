@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from image_sets import break_files, make_set
 from PIL import Image
-from small_run import run_small
+from small_run import PATIENCE, run_small
 
 from m1clip.data import images
 from m1clip.data.cache import LiveImages, decode_images, read_or_replace
@@ -24,7 +24,17 @@ from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.training.step import TrainStep
 
-HANGS = 2.0  # seconds after which a read counts as hanging; a read that does not takes less, on a busy machine too
+HANGS = 2.0  # seconds after which a read counts as hanging: `hangs_without_waiting` skips them
+
+
+HANGING: set[int] = set()  # threads
+
+
+def hang(until: threading.Event) -> None:
+    """Stay in a read until the event is set."""
+    HANGING.add(threading.get_ident())
+    until.wait(PATIENCE)
+    HANGING.discard(threading.get_ident())
 
 
 class Hanging:
@@ -34,7 +44,7 @@ class Hanging:
         self.name, self.released = name, threading.Event()
 
     def open(self, want: int | None = None) -> Image.Image:
-        self.released.wait(60)
+        hang(self.released)
         raise OSError("released")
 
     def __str__(self) -> str:
@@ -59,23 +69,49 @@ def _no_abandoned_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_keep_their_order_with_any_number_of_threads(threads: int) -> None:
     items = list(range(200))
-    assert list(map_with_timeout(items, lambda i: i * i, 5.0, threads)) == [i * i for i in items]
-    assert list(map_with_timeout([], lambda i: i, 5.0, threads)) == []
+    assert list(map_with_timeout(items, lambda i: i * i, PATIENCE, threads)) == [i * i for i in items]
+    assert list(map_with_timeout([], lambda i: i, PATIENCE, threads)) == []
     assert list(map_with_timeout(items, lambda i: i, 0.0, threads)) == items, "no limit"
 
 
+class ReadWithoutClock(images._Read):
+    """A read that times out when it hangs, and not when the machine is slow."""
+
+    thread = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "started":  # by the thread that reads
+            self.thread = threading.get_ident()
+        super().__setattr__(name, value)
+
+    def result(self, timeout: float | None = None) -> Any:
+        while timeout is not None and not self.done():
+            if self.thread in HANGING:
+                raise TimeoutError
+            time.sleep(0.001)
+        return super().result(None)
+
+
+@pytest.fixture
+def hangs_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_Read", ReadWithoutClock)
+
+
+@pytest.mark.usefixtures("hangs_without_waiting")
 def test_late_error_of_a_skipped_item_is_ignored() -> None:
     stuck, raised = threading.Event(), threading.Event()
+    late: list[threading.Thread] = []
 
     def work(item: int) -> int:
         if item == 0:
-            stuck.wait(60)
+            hang(stuck)
+            late.append(threading.current_thread())
             raised.set()
             raise OSError("the disk came back, broken")
         if item == 2:
             stuck.set()
-            raised.wait(60)
-            time.sleep(0.05)
+            assert raised.wait(PATIENCE)
+            late[0].join()  # it has reported its error
         return item
 
     assert list(map_with_timeout([0, 1, 2, 3], work, HANGS, 1)) == [None, 1, 2, 3]
@@ -83,9 +119,10 @@ def test_late_error_of_a_skipped_item_is_ignored() -> None:
 
 def test_other_errors_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        list(map_with_timeout([1, 0, 2], lambda i: 1 // i, 5.0, 2))
+        list(map_with_timeout([1, 0, 2], lambda i: 1 // i, PATIENCE, 2))
 
 
+@pytest.mark.usefixtures("hangs_without_waiting")
 def test_hanging_image_is_replaced_and_reported() -> None:
     lost = Hanging()
     live = LiveImages([Grey(), lost, Grey(), Grey()], 16, timeout=HANGS)
@@ -108,6 +145,7 @@ def test_lost_disk_is_a_one_line_error() -> None:
         each.released.set()
 
 
+@pytest.mark.usefixtures("hangs_without_waiting")
 def test_cache_does_not_store_a_hanging_image_as_broken() -> None:
     lost = Hanging()
     with pytest.raises(UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"):

@@ -74,9 +74,11 @@ def killed_saves(run: Path, kills: int, size: int, seed: int) -> tuple[int, int]
         done.unlink(missing_ok=True)
         process = SERVER.Process(target=save_forever, args=(run, step, size, done))
         process.start()
-        while not done.exists():
+        saves = draw.randrange(4)  # counted, since a busy machine may need long for the first
+        while not done.exists() or done.stat().st_size < saves:
             assert process.is_alive()
-        time.sleep(draw.uniform(0.0, 4 * one_save))
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, one_save))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import Command, command, environment, run_small, small_arguments, weights_sha256
+from small_run import PATIENCE, Command, command, environment, hold_at, run_small, small_arguments, weights_sha256
 
 from m1clip.data.loader import TrainingSet
 from m1clip.errors import UserError
@@ -39,11 +39,16 @@ def kinds(run: Path) -> list[str]:
     return [line["kind"] for line in read_log(run)]
 
 
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in read_log(run) if line["kind"] == "step"]
+
+
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
     reference = command("train", *small_arguments({**ENDLESS, "train.steps": 60}), "--run", "reference", cwd=tmp_path)
     assert reference.returncode == 0, reference.stderr
-    process = start(tmp_path, steps=60)
+    process = start(tmp_path, partial(hold_at, 8, tmp_path / "go"), steps=60)
     psutil.Process(process.pid).children()[0].kill()
+    (tmp_path / "go").touch()
     assert process.wait() == 0, process.read()
     output, error = process.read()
     assert error == ""
@@ -52,14 +57,14 @@ def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path
 
 
 def test_run_whose_workers_die_repeatedly_is_saved_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TrainingSet.__getitem__
+    original = TrainingSet.piece
 
-    def deadly(self: TrainingSet, step: int) -> Any:
+    def deadly(self: TrainingSet, step: int, *piece: int) -> Any:
         if step == 5 and multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, step)
+        return original(self, step, *piece)
 
-    monkeypatch.setattr(TrainingSet, "__getitem__", deadly)
+    monkeypatch.setattr(TrainingSet, "piece", deadly)
     with pytest.raises(UserError, match="3 restarts did not help") as caught:
         run_small(tmp_path / "run", {"data.workers": 2, "train.save_every": 100})
     assert "\n" not in str(caught.value)
@@ -79,14 +84,28 @@ def test_no_data_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     process.wait()
     for worker in workers:
         worker.resume()
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
+
+
+def hang_at(step: int) -> None:
+    """In the training process: its workers never finish the batch of this step."""
+    original = TrainingSet.__getitem__
+
+    def hang(self: TrainingSet, number: int) -> Any:
+        while number >= step:
+            time.sleep(0.01)
+        return original(self, number)
+
+    TrainingSet.__getitem__ = hang  # type: ignore[method-assign]
 
 
 def test_closed_terminal_saves_the_run_while_it_waits_for_data(tmp_path: Path) -> None:
-    process = start(tmp_path)
-    for worker in psutil.Process(process.pid).children(recursive=True):
+    process = start(tmp_path, partial(hang_at, 20))
+    trained = psutil.Process(process.pid)
+    process.wait_until(lambda: steps(tmp_path / "run")[-1:] == [20])  # there is no batch for the next one
+    process.wait_until(lambda: trained.status() == psutil.STATUS_SLEEPING)
+    for worker in trained.children(recursive=True):
         worker.suspend()
-    time.sleep(1)  # until the run waits for a batch
     process.send_signal(signal.SIGHUP, group=True)
     assert process.wait() == 129
     output, error = process.read()

@@ -21,7 +21,7 @@ import torch
 from image_sets import make_set
 from PIL import Image
 from ranks import new_store, on_ranks, place, start_ranks
-from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
+from small_run import PATIENCE, ROOT, Command, environment, finished_run, run_small, small_arguments, tensors_of
 
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
@@ -39,7 +39,6 @@ TINY: dict[str, Any] = {
     "data.train_count": 64,
 }
 STEPS, EPOCH = 12, 4
-PATIENCE = 300  # seconds: with many processes per core, each exchange takes long
 
 
 def saved(run: Path) -> set[int]:
@@ -77,14 +76,12 @@ def assert_same_training(run: Path, undisturbed: Path) -> None:
 
 
 def wait_all(commands: list[Command]) -> list[int]:
-    return [command.wait(PATIENCE) for command in commands]
+    return [command.wait() for command in commands]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("one-process") / "run"
-    run_small(run, TINY)
-    return run
+def undisturbed() -> Path:
+    return finished_run(TINY)
 
 
 def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off") -> None:
@@ -96,7 +93,7 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, 
         step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
         ranks = start_ranks([words] * draw.choice([2, 3]), tmp_path, gate=(step, gate))
         victim = draw.choice(ranks)
-        victim.wait_until(partial(reached, run, step, number), PATIENCE)
+        victim.wait_until(partial(reached, run, step, number))
         victim.send_signal(signal.SIGKILL, group=True)
         gate.touch()
         codes = wait_all(ranks)
@@ -141,7 +138,7 @@ def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undistu
     run, gate = tmp_path / "run", tmp_path / "gate"
     words = ["train", *small_arguments({**TINY, "train.shard": "on"}), "--run", str(run)]
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
-    ranks[0].wait_until(partial(reached, run, 3), PATIENCE)
+    ranks[0].wait_until(partial(reached, run, 3))
     ranks[1].send_signal(signal.SIGKILL, group=True)
     gate.touch()
     assert all(wait_all(ranks))
@@ -177,7 +174,7 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undist
     words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--run", str(run)]
     gate = tmp_path / "gate"
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
-    ranks[1].wait_until(lambda: reached(run, 3), PATIENCE)
+    ranks[1].wait_until(lambda: reached(run, 3))
     ranks[1].send_signal(signal.SIGTERM)
     gate.touch()
     assert wait_all(ranks) == [143, 143]
@@ -194,9 +191,9 @@ def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
     ranks = start_ranks([["train", *small_arguments(changes), "--run", str(run)]] * 2, tmp_path, timeout=10)
-    ranks[1].wait_until(lambda: reached(run, 10), PATIENCE)
+    ranks[1].wait_until(lambda: reached(run, 10))
     ranks[1].send_signal(signal.SIGSTOP)
-    assert ranks[0].wait(200) == 2
+    assert ranks[0].wait() == 2
     error = ranks[0].read()[1]
     assert f"rank 1 (process {ranks[1].pid} on " in error
     assert "did not answer for 10 s" in error
@@ -322,7 +319,7 @@ def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, coun
         assert len(ranks) == 2
         ranks[1].kill()
         (tmp_path / "gate").touch()
-        assert process.wait(300) == 0
+        assert process.wait(PATIENCE) == 0
     assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
     assert_same_training(run, undisturbed)
     counts["restart by torchrun"] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import random
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from image_sets import make_set
-from small_run import Command, small_arguments
+from small_run import PATIENCE, Command, small_arguments
 
 from m1clip.runlog import read_log
 from m1clip.training.checkpoint import checkpoint_folder, saved_steps, verify
@@ -32,18 +33,26 @@ PHASES: dict[str, tuple[str, float, float]] = {
 }
 
 
-def slow_down(function: str, mark: Path, seconds: float) -> None:
-    """In the training process: make a function slow. MARK exists once it was called, MARK.inside while it runs."""
+def slow_down(function: str, mark: Path, seconds: float, after: Path | None = None) -> None:
+    """In the training process: make a function slow, or with inf hold it until MARK.go exists; once `after` exists.
+
+    MARK exists once it was called, MARK.inside while it runs, MARK.handled after the first signal.
+    """
     module, _, name = function.rpartition(".")
     original: Callable[..., Any] = getattr(importlib.import_module(module), name)
     inside = mark.with_suffix(".inside")
+    go = mark.with_suffix(".go")
 
     def slow(*args: Any, **named: Any) -> Any:
+        if after is not None and not after.exists():
+            return original(*args, **named)
         inside.touch()
         mark.touch()
         until = time.monotonic() + seconds
-        while time.monotonic() < until:  # short sleeps, as in real work: a signal is handled between two
-            time.sleep(0.01)
+        while time.monotonic() < until and not go.exists():
+            time.sleep(0.01)  # short, as in real work: a signal is handled between two
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # restored by the first signal
+                mark.with_suffix(".handled").touch()
         try:
             return original(*args, **named)
         finally:
@@ -54,34 +63,40 @@ def slow_down(function: str, mark: Path, seconds: float) -> None:
             setattr(each, name, slow)
 
 
-def start(folder: Path, phase: str, seconds: float, changes: dict[str, Any]) -> Command:
-    """Train with a slow phase, and wait until it is in it."""
+def start(
+    folder: Path, phase: str, changes: dict[str, Any], seconds: float = math.inf, after: Path | None = None
+) -> Command:
+    """Train with a phase that is slow or held, and wait until it is in it."""
     words = small_arguments({**CHANGES, **changes})
-    prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds)
+    prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds, after)
     process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
     process.wait_until((folder / "mark").exists)
     return process
 
 
 def send(
-    folder: Path, phase: str, number: int, workers: int = 0, delay: float = 0.02, group: bool = False
+    folder: Path, phase: str, number: int, workers: int = 0, delay: float | None = None, group: bool = False
 ) -> tuple[float, bool]:
-    """Send a signal inside a phase and check what must hold; returns the seconds to the exit, and if it was inside."""
+    """Send a signal inside a phase and check what must hold; returns the seconds to the exit, and if it was inside.
+
+    Without a delay, the phase is held until the signal is sent.
+    """
     folder.mkdir(exist_ok=True)
     changes: dict[str, Any] = {"data.workers": workers}
     if phase == "caching":
         make_set(folder / "set", train=80)
         changes |= {"data.source": str(folder / "set"), "data.cache": "disk", "data.cache_dir": str(folder / "cache")}
-    process = start(folder, phase, PHASES[phase][1], changes)
-    time.sleep(delay)
+    process = start(folder, phase, changes, math.inf if delay is None else PHASES[phase][1])
+    time.sleep(delay or 0.0)
     children = psutil.Process(process.pid).children(recursive=True)
     inside, begin = (folder / "mark.inside").exists(), time.monotonic()
     process.send_signal(number, group)
-    assert process.wait(40) == 128 + number, process.read()
+    (folder / "mark.go").touch()
+    assert process.wait() == 128 + number, process.read()
     seconds = time.monotonic() - begin
     output, error = process.read()
     assert "Traceback" not in error + output
-    assert psutil.wait_procs(children, timeout=40)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
     run = folder / "run"
     if phase == "caching":  # nothing is trained yet: the folder is removed, so that the same command works again
         assert not run.exists()
@@ -107,12 +122,14 @@ def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals, w
 
 @pytest.mark.slow
 def test_second_signal_exits_at_once_and_keeps_the_checkpoints(tmp_path: Path) -> None:
-    process = start(tmp_path, "saving", 30.0, {"data.workers": 0})
+    saved = checkpoint_folder(tmp_path / "run", 5)
+    process = start(tmp_path, "saving", {"data.workers": 0}, after=saved)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    process.wait_until((tmp_path / "mark.handled").exists)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the save would take longer
-    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in saved_steps(tmp_path / "run"))
+    assert process.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the save would never end
+    assert saved_steps(tmp_path / "run") == [5]
+    assert verify(saved) == ""
     with lock_run(tmp_path / "run"):
         pass
 

@@ -2,9 +2,19 @@
 
 import contextlib
 import errno
+import functools
+import http.client
+import itertools
+import json
+import math
 import os
 import random
 import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,13 +28,14 @@ from hypothesis import strategies as st
 from image_sets import image
 from photos import content, make_photos, save_model
 from PIL import Image
-from small_run import Command
+from small_run import Command, exit_code
 
 import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
 from m1clip.search import index as module
 from m1clip.search.index import DATABASE, FOLDER, find_index, update_index
+from m1clip.web.photos import Photos
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +195,12 @@ def test_read_only_folder_has_index_in_user_data(model: Path, tmp_path: Path) ->
     (photos / FOLDER).touch()  # root may write everywhere, but not into a file
     report = update_index(photos, model)
     assert report.place.is_relative_to(tmp_path / "data")
-    assert find_index(photos / "a") == report.place
-    assert find_index() == report.place  # indexed last
+    assert find_index(photos / "a") == (report.place, photos)
+    assert find_index() == (report.place, photos)  # indexed last
     assert m1clip.Index(photos).root == photos
 
 
-@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("when", [1, 2, 4])  # the first is of the folder that contains the new file
 def test_full_disk_keeps_what_was_indexed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
@@ -206,18 +217,23 @@ def test_full_disk_keeps_what_was_indexed(
         patch.setattr(module.os, "fsync", fsync)
         with pytest.raises(UserError, match="the disk is full"):
             update_index(photos, model)
-    assert len(content(photos / FOLDER)) == 3 * (when - 1)
-    assert update_index(photos).added == 12 - 3 * (when - 1)
+    saved = 3 * max(0, when - 2)
+    assert len(content(photos / FOLDER)) == saved
+    assert update_index(photos).added == 12 - saved
     close(photos / FOLDER, fresh(photos, model))
 
 
-def test_vectors_that_a_killed_indexer_left_uncommitted_are_dropped(model: Path, tmp_path: Path) -> None:
+def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 3)
     (file,) = update_index(photos, model).place.glob("vectors-*")
-    file.write_bytes(file.read_bytes() + bytes(16 * 2 + 5))  # a vector and a part of the next
+    with file.open("ab") as end:
+        end.write(bytes(16 * 2 + 5))  # a vector and a part of the next
+    assert m1clip.Index(photos).search("a").searched == 3
     image(9).save(photos / "new.jpg")
+    size = file.stat().st_size
     update_index(photos)
-    assert file.stat().st_size == 4 * 16 * 2
+    assert file.stat().st_size == size  # overwritten, not truncated
+    assert m1clip.Index(photos).search("a").searched == 4
     close(photos / FOLDER, fresh(photos, model))
 
 
@@ -254,24 +270,30 @@ def test_watched_folder_is_kept_up_to_date(model: Path, tmp_path: Path) -> None:
     assert process.wait() == 0
 
 
-def slow_saves() -> None:
-    """In the process that is killed: many commits, slow reads, and the precision of the other tests."""
+def slow_saves(hang_after: float = math.inf) -> None:
+    """In the process that is killed: many commits, slow reads, and the precision of the other tests.
+
+    After some reads it waits for the kill, which so comes before the end on any schedule.
+    """
     module.BATCH, module.SAVE_SECONDS = 4, 0.0
-    read = module._read
+    read, reads = module._read, itertools.count()
 
     def slow_read(*args: Any) -> Any:
         time.sleep(0.05)
+        while next(reads) >= hang_after:
+            time.sleep(0.01)
         return read(*args)
 
     module._read = slow_read
 
 
-def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float) -> int:
+def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf) -> int:
     """Index again and again, and kill it each time; returns the number of kills before it was finished."""
     chance, interrupted, database = random.Random(0), 0, photos / FOLDER / DATABASE
     for _ in range(kills):
         began = time.time()  # it writes to the database when it starts
-        process = Command("index", str(photos), "--model", str(model), cwd=photos.parent, prepare=slow_saves)
+        prepare = functools.partial(slow_saves, hang_after)
+        process = Command("index", str(photos), "--model", str(model), cwd=photos.parent, prepare=prepare)
         process.wait_until(lambda began=began: database.exists() and database.stat().st_mtime > began)  # type: ignore[misc]
         time.sleep(seconds * chance.random())
         process.send_signal(9)
@@ -283,7 +305,7 @@ def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float
 @pytest.mark.slow
 def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 60)
-    assert kill_at_random_moments(photos, model, 3, 0.6) >= 1
+    assert kill_at_random_moments(photos, model, 3, 0.6, hang_after=15) == 3
     close(photos / FOLDER, fresh(photos, model))
 
 
@@ -292,3 +314,439 @@ def test_many_kills_while_indexing(model: Path, tmp_path: Path, counts: dict[str
     photos = make_photos(tmp_path / "photos", 10_000)
     counts["SIGKILLs at random moments, 10,000 images"] = kill_at_random_moments(photos, model, 20, 20.0)
     close(photos / FOLDER, fresh(photos, model))
+
+
+# A reader in every state that a writer leaves
+
+
+def test_index_without_a_model_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = make_photos(tmp_path / "photos", 1)
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["--model", str(tmp_path / "nowhere")]):
+        assert exit_code("index", photos, *words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert not (photos / FOLDER).exists()
+
+
+@pytest.mark.parametrize("state", ["nothing", "tables", "model"])
+def test_index_without_vectors_is_reported_in_one_line(
+    state: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = make_photos(tmp_path / "photos", 1)
+    (photos / FOLDER).mkdir()
+    if state == "nothing":  # killed before the tables were created
+        (photos / FOLDER / DATABASE).touch()
+    else:
+        with contextlib.closing(module.connect(photos / FOLDER, write=True)) as db:
+            if state == "model":
+                db.execute("INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)", (str(model),))
+                db.commit()
+    image(1).save(tmp_path / "rex.jpg")
+    commands = (["search", "a", "--in", photos], ["duplicates", photos], ["teach", "Rex", tmp_path / "rex.jpg"])
+    for words in commands:
+        more = ["--in", photos] if words[0] == "teach" else []
+        assert exit_code(*words, *more) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "m1clip index" in error
+    served = Photos(photos)
+    served.warm_up()  # in a thread: prints nothing
+    answer = served.get("/api/library", {})
+    assert answer is not None
+    assert (answer[0], b"m1clip index" in answer[2]) == (400, True)
+    assert update_index(photos, model).indexed == 1
+
+
+def the_file(place: Path) -> Path:
+    (file,) = place.glob("vectors-*")
+    return file
+
+
+@pytest.mark.parametrize("damage", ["shorter", "empty", "missing", "not finite"])
+def test_damaged_vectors_are_reported_with_a_hint_and_restored(
+    damage: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = make_photos(tmp_path / "photos", 6)
+    file = the_file(update_index(photos, model).place)
+    opened = m1clip.Index(photos)
+    before = opened.search("a dog")
+    if damage == "not finite":
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, 0 if damage == "empty" else 2 * 16 * 2 + 5)
+    assert exit_code("search", "a dog", "--in", photos) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert file.name in error
+    assert f"m1clip index {photos}" in error
+    assert opened.search("a dog") == before  # it has read them
+    if damage == "not finite":
+        file.unlink()  # as the hint says
+    report = update_index(photos)
+    assert report.added == (4 if damage == "shorter" else 6)
+    close(report.place, fresh(photos, model))
+    for index in (opened, m1clip.Index(photos)):
+        assert index.search("a dog").searched == 6
+
+
+def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 3)
+    place = update_index(photos, model).place
+    opened = m1clip.Index(photos)
+    os.truncate(the_file(place), 0)
+    with contextlib.closing(module.connect(place, write=True)) as db:
+        module._drop_lost_rows(db, place, photos, 1)  # then the indexer is killed
+    for call in (lambda: m1clip.Index(photos), lambda: opened.search(["a", "b"])):
+        with pytest.raises(UserError, match="is empty; run m1clip index"):
+            call()
+    assert update_index(photos).added == 3
+    assert opened.search(["a", "b"]).searched == 3
+
+
+def kill_at(point: str) -> None:
+    """In the process that is killed: it kills itself at a point of a save, or of a rewrite of the vectors."""
+    module.BATCH, module.SAVE_SECONDS = 2, 0.0
+    save, create, remove_others = module._Writer.save, module.vectors.create, module.vectors.remove_others
+    calls = iter(range(1, 100))
+
+    def saved(writer: Any) -> None:
+        last = next(calls) == 2
+        if last and point == "before the commit":
+            writer.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(writer)
+        if last and point == "after the commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def created(*args: Any) -> Any:
+        made = create(*args)
+        if point == "before the rewrite":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    def removed(place: Path, model_id: int, generation: int | None) -> None:
+        if point == "after the rewrite" and generation == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove_others(place, model_id, generation)
+
+    module._Writer.save = saved  # type: ignore[method-assign]
+    module.vectors.create = created
+    module.vectors.remove_others = removed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("point", "committed"),
+    [("before the commit", 8), ("after the commit", 10), ("before the rewrite", 4), ("after the rewrite", 4)],
+)
+def test_reader_survives_the_death_of_a_writer(point: str, committed: int, model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 6)
+    place = update_index(photos, model).place
+    opened = m1clip.Index(photos)
+    if "rewrite" in point:
+        for number in (0, 2):
+            (photos / f"a/{number:04d}.jpg").unlink()
+    else:
+        for number in range(100, 108):
+            image(number).save(photos / f"{number}.jpg")
+    process = Command("index", str(photos), cwd=tmp_path, prepare=functools.partial(kill_at, point))
+    assert process.wait() == -signal.SIGKILL
+    for index in (opened, m1clip.Index(photos)):
+        found = index.search(like=[photos / "b/0001.jpg"], k=20)
+        assert found.searched == committed
+        assert found.nearest[0].path == "b/0001.jpg"
+        assert found.nearest[0].score == pytest.approx(1, abs=1e-3)
+    on_disk = sum(file.stat().st_size for file in place.glob("vectors-*")) // (16 * 2)
+    assert on_disk == {"before the rewrite": 6}.get(point, 10)
+    report = update_index(photos)
+    the_file(place)  # what the process left is deleted
+    for index in (opened, m1clip.Index(photos)):
+        assert index.search(like=[photos / "b/0001.jpg"], k=20).searched == report.indexed
+    close(place, fresh(photos, model))
+
+
+@pytest.mark.slow
+def test_server_survives_a_vectors_file_that_gets_shorter(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 20)
+    file = the_file(update_index(photos, model).place)
+    process = Command("serve", str(photos), "--port", "0", "--no-browser", cwd=tmp_path)
+    process.wait_until(lambda: "http://" in process.read()[0])
+    port = int(process.read()[0].partition("127.0.0.1:")[2].partition("/")[0])
+
+    def searched() -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/api/search?text=dog")
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        return answer.get("searched", answer.get("error"))
+
+    assert searched() == 20
+    os.truncate(file, 0)
+    assert searched() == 20  # of what it has read
+    with contextlib.closing(module.connect(photos / FOLDER, write=True)) as db:
+        db.execute("INSERT OR REPLACE INTO about VALUES ('changed', 1)")
+        db.commit()
+    assert "truncated (0 of 20 vectors are left)" in searched()
+    assert update_index(photos).added == 20
+    assert searched() == 20
+    assert process.process.is_alive()
+
+
+def write_half_a_transaction(database: Path) -> None:
+    """Write a part of a transaction to a database in a process that is killed before it commits."""
+    code = (
+        "import os, sqlite3, sys; db = sqlite3.connect(sys.argv[1]); db.execute('PRAGMA cache_size = 1')\n"
+        "db.execute('BEGIN'); db.execute('DELETE FROM vectors')\n"
+        "for number in range(300): db.execute('INSERT INTO about VALUES (?, ?)', (str(number), 'x' * 2000))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(database)], check=False, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert database.with_name(f"{database.name}-journal").stat().st_size > 0
+
+
+def test_reader_undoes_the_commit_of_a_killed_writer(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 3)
+    place = update_index(photos, model).place
+    opened = m1clip.Index(photos)
+    for _ in range(2):
+        write_half_a_transaction(place / DATABASE)
+        assert opened.search("a").searched == 3
+        write_half_a_transaction(place / DATABASE)
+        assert m1clip.Index(photos).search("a").searched == 3
+
+
+def test_search_sees_rows_and_vectors_of_one_state(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a query is encoded, the rows are renumbered."""
+    photos = make_photos(tmp_path / "photos", 10)
+    update_index(photos, model)
+    opened = m1clip.Index(photos)
+    encode = type(opened.model).encode_image
+
+    def slow_encode(self: Any, images: Any) -> Any:
+        monkeypatch.undo()
+        for path in sorted((photos / "a").iterdir())[:3]:
+            path.unlink()
+        update_index(photos, model)
+        return encode(self, images)
+
+    monkeypatch.setattr(type(opened.model), "encode_image", slow_encode)
+    found = opened.search(like=[photos / "b/0009.jpg"], k=3)
+    assert (found.nearest[0].path, found.searched) == ("b/0009.jpg", 7)
+
+
+def test_index_keeps_its_model_until_it_is_opened_again(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 4)
+    update_index(photos, model)
+    served = Photos(photos)
+    assert json.loads(served.get("/api/library", {})[2])["images"] == 4  # type: ignore[index]
+    opened = m1clip.Index(photos)
+    update_index(photos, save_model(tmp_path / "other", embed_dim=24))
+    assert len(opened.search("a dog").nearest) == 4
+    assert (opened.dim, opened.outdated, m1clip.Index(photos).dim) == (16, True, 24)
+    (photos / "a/0000.jpg").unlink()
+    update_index(photos)
+    for _ in range(2):  # the first finds that it is outdated
+        assert served.get("/api/search", {"text": "dog"})[0] == 200  # type: ignore[index]
+    facts = json.loads(served.get("/api/library", {})[2])  # type: ignore[index]
+    assert (facts["model"], facts["images"]) == ("other", 3)
+
+
+# An index from a stranger
+
+
+def change(place: Path, *statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(place / DATABASE)) as db:
+        for statement in statements:
+            db.execute(statement)
+        db.commit()
+
+
+@pytest.fixture
+def gift(model: Path, tmp_path: Path) -> Path:
+    """A folder of photos with an index, beside it files that no command on the folder may touch."""
+    photos = make_photos(tmp_path / "gift", 4)
+    update_index(photos, model)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(bytes(10_000))
+    image(5).save(outside / "secret.jpg")
+    return photos
+
+
+def outside_files(photos: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (photos.parent / "outside").rglob("*")}
+
+
+VALUES = ("-1", "2.5", "'../../outside/precious'", "'/etc/passwd'", "x'00'", f"{10**17}")
+
+
+@pytest.mark.parametrize("column", ["generation", "dim"])
+def test_only_numbers_name_a_file_of_vectors(gift: Path, column: str) -> None:
+    before = outside_files(gift)
+    image(9).save(gift / "new.jpg")
+    for value in VALUES:
+        shutil.copytree(gift / FOLDER, gift.parent / "copy", dirs_exist_ok=True)
+        change(gift / FOLDER, f"UPDATE models SET {column} = {value}")
+        with pytest.raises(UserError, match=r"not a valid index|No such file|vectors-1-"):
+            m1clip.Index(gift)
+        with contextlib.suppress(UserError):
+            update_index(gift)
+        shutil.rmtree(gift / FOLDER)
+        (gift.parent / "copy").rename(gift / FOLDER)
+    assert outside_files(gift) == before
+
+
+def test_tables_of_others_and_stored_roots_are_not_used(gift: Path) -> None:
+    change(gift / FOLDER, "INSERT OR REPLACE INTO about VALUES ('root', '/')")
+    assert m1clip.Index(gift).root == gift
+    change(gift / FOLDER, "CREATE TRIGGER evil AFTER INSERT ON files BEGIN DELETE FROM images; END")
+    for call in (m1clip.Index, update_index):
+        with pytest.raises(UserError, match="other tables than m1clip's"):
+            call(gift)
+
+
+COLUMNS = {
+    "about": ("value",),
+    "files": ("path", "bytes", "mtime_ns", "image", "problem"),
+    "images": ("sha256", "width", "height", "taken", "look", "thumb"),
+    "models": ("hash", "path", "stamp", "used"),
+    "vectors": ("image", "row"),
+}
+
+
+@pytest.mark.parametrize("table", COLUMNS)
+def test_values_of_any_type_are_rejected_or_do_not_count(
+    gift: Path, model: Path, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = m1clip.load(model)
+    monkeypatch.setattr(m1clip, "load", lambda path: loaded)
+    database = gift / FOLDER / DATABASE
+    original = database.read_bytes()
+    first = "image = 1" if table == "vectors" else "rowid = 1"
+    for column, value in itertools.product(COLUMNS[table], ("NULL", "'text'", "x'00ff'")):
+        database.unlink()
+        database.write_bytes(original)
+        try:
+            change(gift / FOLDER, f"UPDATE {table} SET {column} = {value} WHERE {first}")
+        except sqlite3.IntegrityError:
+            continue
+        with contextlib.suppress(UserError):
+            index = m1clip.Index(gift)
+            found = index.search(["a", "b"], like=[2])
+            assert 3 <= len(found.nearest) <= 4
+            assert 3 <= len(index.newest().nearest) <= 4
+            index.duplicates()
+            index.folders()
+            update_index(gift)
+
+
+def test_files_outside_the_folder_are_neither_named_nor_read(gift: Path) -> None:
+    served = Photos(gift)
+    for path in ("../outside/secret.jpg", str(gift.parent / "outside/secret.jpg")):
+        change(gift / FOLDER, f"UPDATE files SET path = CAST('{path}' AS BLOB) WHERE id = 1")
+        assert served.get("/api/search", {"text": "dog"})[0] == 200  # type: ignore[index]
+        assert served.get("/photo", {"id": "1"}) is None
+        assert served.get("/photo/small", {"id": "1"}) is None
+        with pytest.raises(UserError, match="not a file of"):
+            m1clip.Index(gift).file(1)
+
+
+FILES = (DATABASE, "lock", "thumbnails", "concepts.sqlite", "vectors-1-0.f16")
+
+
+@pytest.mark.parametrize("name", [FOLDER, *(f"{FOLDER}/{name}" for name in FILES)])
+def test_links_in_an_index_are_rejected(gift: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = gift.parent / "outside" / "target"
+    if (gift / name).exists():
+        shutil.move(gift / name, target)
+    elif name.endswith("thumbnails"):
+        target.mkdir()
+    (gift / name).symlink_to(target)
+    before = outside_files(gift)
+    image(9).save(gift / "new.jpg")
+    for words in (["index", gift], ["search", "a", "--in", gift], ["teach", "Rex", gift / "new.jpg", "--in", gift]):
+        assert exit_code(*words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{gift / name}: is a symbolic link" in error
+    assert Photos(gift).get("/api/library", {})[0] == 400  # type: ignore[index]
+    assert outside_files(gift) == before
+
+
+@pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite"])
+def test_journal_that_names_another_file_is_rejected(gift: Path, database: str) -> None:
+    """SQLite takes the name for that of a journal of several databases, and deletes it."""
+    m1clip.Index(gift).teach("Rex", [1])
+    before = outside_files(gift)
+    victim, magic = os.fsencode(gift.parent / "outside/precious"), bytes.fromhex("d9d505f920a163d7")
+    pages = (gift / FOLDER / database).stat().st_size // 4096
+    header = (magic + struct.pack(">IIIII", 0, 0, pages, 512, 4096)).ljust(512, b"\0")
+    name = struct.pack(">I", 2**30 // 4096 + 1) + victim + struct.pack(">II", len(victim), sum(victim))
+    (gift / FOLDER / f"{database}-journal").write_bytes(header + name + magic)
+    for call in (m1clip.Index, update_index):
+        with pytest.raises(UserError, match="was not written by m1clip"):
+            call(gift)
+    assert outside_files(gift) == before
+
+
+def test_index_of_another_user_is_used_only_if_its_folder_is_named(
+    gift: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = gift / "a"
+    update_index(make_photos(gift.parent / "mine", 1), model)  # the one indexed last
+    user = os.geteuid()
+    monkeypatch.setattr(module.os, "geteuid", lambda: user + 1)
+    (gift.parent / "data/m1clip/last-folder").unlink()
+    monkeypatch.chdir(below)
+    for words in ([], ["--in", below]):
+        assert exit_code("search", "a", *words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"the index in {gift} belongs to another user" in error
+    monkeypatch.chdir(gift)
+    with pytest.raises(UserError, match="belongs to another user"):
+        m1clip.Index()
+    assert len(m1clip.Index(gift)) == 4  # asked for
+    files = content(gift / FOLDER)
+    monkeypatch.setattr(module, "is_own", lambda place: FOLDER not in place.parts)  # what this user makes is their own
+    report = update_index(gift, model)
+    assert report.place.is_relative_to(gift.parent / "data")  # nothing is written to the index of another user
+    assert content(gift / FOLDER) == files
+    assert m1clip.Index(gift).place == m1clip.Index().place == report.place
+
+
+def test_file_replaced_by_a_link_while_indexing_is_not_read(
+    gift: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image(9).save(gift / "new.jpg")
+    load = m1clip.load
+
+    def swap_first(path: str) -> Any:  # after the folder was listed
+        (gift / "new.jpg").unlink()
+        (gift / "new.jpg").symlink_to(gift.parent / "outside/secret.jpg")
+        return load(path)
+
+    monkeypatch.setattr(m1clip, "load", swap_first)
+    report = update_index(gift, model)
+    assert (report.added, report.indexed) == (0, 4)
+    assert report.problems == [("new.jpg", f"cannot be opened (a link out of {gift})")]
+
+
+def test_index_that_another_program_has_locked_is_reported(
+    gift: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
+    with contextlib.closing(sqlite3.connect(gift / FOLDER / DATABASE)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for words in (["search", "a", "--in", gift], ["index", gift]):
+            assert exit_code(*words) == 2
+            error = capsys.readouterr().err
+            assert (error.count("\n"), "another program has locked it; try again later" in error) == (1, True)

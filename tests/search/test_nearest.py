@@ -75,3 +75,11 @@ def test_graph_for_onnxruntime_is_the_product_in_float32() -> None:
     graph = helper.make_graph([cast, helper.make_node("MatMul", ["f", "q"], ["s"])], "s", inputs, [output])
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=7)
     assert made == onnx.load_from_string(module.GRAPH)
+
+
+def test_vectors_that_are_not_finite_are_an_error(library: str) -> None:
+    vectors = np.eye(4, dtype=np.float16)
+    vectors[2, 1] = np.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        nearest(vectors, np.ones(4, np.float32), 2)
+    assert nearest(vectors, np.ones(4, np.float32), 2, np.array([0, 3]))[0].tolist() == [0, 3]

@@ -200,7 +200,7 @@ def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -
     index = Index(photos)
     assert index.export(tmp_path / "vectors.parquet") == 13
     table = parquet.read_table(tmp_path / "vectors.parquet").to_pylist()
-    best = max(table, key=lambda row: float(np.dot(row["vector"], index._image_vector(photos / "b/0003.jpg"))))
+    best = max(table, key=lambda row: float(np.dot(row["vector"], index.image_vector(photos / "b/0003.jpg"))))
     assert (best["path"], best["width"], best["height"]) == ("b/0003.jpg", 52, 40)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import assert_same_bits, finished_run, resume_quietly, run_small, screen, small_config, tensors_of
 from test_step import make
 
 from m1clip.cli.main import main
@@ -217,19 +217,19 @@ def test_save_stays_due_until_done(tmp_path: Path) -> None:
 
 
 def test_run_that_saves_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
-    run_small(tmp_path / "steps")
+    steps = finished_run()
     run_small(tmp_path / "time", {"train.save_every": "0.001s", "train.save_total_limit": 3})
     log = [line for line in read_log(tmp_path / "time") if line["kind"] == "checkpoint"]
     assert [line["step"] for line in log] == list(range(1, 11))
     assert saved_steps(tmp_path / "time") == [8, 9, 10]
-    assert_same_bits(tensors_of(tmp_path / "steps", 10), tensors_of(tmp_path / "time", 10))
+    assert_same_bits(tensors_of(steps, 10), tensors_of(tmp_path / "time", 10))
 
 
 def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train.save_every": 4, "train.save_total_limit": 9}
-    run_small(tmp_path / "good", changes)
+    good = finished_run()
     run, real = tmp_path / "run", checkpoint.write_tensors
 
     def write(path: Path, group: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
     monkeypatch.undo()
     resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), tensors_of(tmp_path / "good", 10))
+    assert_same_bits(tensors_of(run, 10), tensors_of(good, 10))
 
 
 QKV = "image_tower.transformer.blocks.0.attn.qkv.weight"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import assert_same_bits, losses_of, resume_quietly, run_small, tensors_of
+from small_run import assert_same_bits, finished_run, losses_of, resume_quietly, run_small, tensors_of
 from test_step import assert_close, make
 from torch import Tensor
 
@@ -75,8 +75,7 @@ def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_run_continues_and_resumes_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = tmp_path / "reference"
-    run_small(reference, {"optim.optimizer": "adamw", "train.save_every": 5})
+    reference = finished_run({"optim.optimizer": "adamw", "train.save_every": 5})
     little_memory(monkeypatch, most=8)
     run = tmp_path / "short"
     run_small(run, {"optim.optimizer": "adamw", "train.save_every": 5, "train.save_total_limit": 9})

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import assert_same_bits, command, resume_quietly, run_small, small_arguments, tensors_of, weights_sha256
+from small_run import (
+    PATIENCE,
+    assert_same_bits,
+    command,
+    resume_quietly,
+    run_small,
+    small_arguments,
+    tensors_of,
+    weights_sha256,
+)
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK
@@ -47,7 +56,7 @@ from pathlib import Path
 from m1clip.training.process import lock_run
 with lock_run(Path(sys.argv[1])):
     if os.fork() == 0:  # a data worker, which outlives its parent for a while
-        time.sleep(60)
+        time.sleep(300)
         os._exit(0)
     print("held", flush=True)
     sys.stdin.readline()
@@ -84,14 +93,18 @@ def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
 
 def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {holder.pid} is training in this folder"), lock_run(tmp_path):
         pass
     holder.kill()
-    holder.wait(timeout=30)
+    holder.wait(timeout=PATIENCE)
     with lock_run(tmp_path):
         assert (tmp_path / LOCK).read_text().splitlines()[0] == str(os.getpid())
     with contextlib.suppress(ProcessLookupError):

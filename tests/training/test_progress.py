@@ -101,6 +101,28 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
         assert not (run / PREPARING).exists()
 
 
+def test_printed_line_is_already_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.0)
+    printed, listed = list[str](), list[str | None]()
+    enough = threading.Event()
+    shown = Screen(Console(file=io.StringIO(), width=200))
+
+    def say(line: str) -> None:
+        printed.append(line)
+        listed.append(read_preparing(tmp_path))
+        if len(printed) >= 20:
+            enough.set()
+
+    monkeypatch.setattr(shown, "say", say)
+    with shown.counter("preparing train images", tmp_path) as show:
+        done = 0
+        while not enough.is_set():
+            done += 1
+            show(done, 10**9)
+    assert listed == printed
+    assert len(set(printed)) > 1, "the work went on between two lines"
+
+
 def test_progress_left_by_a_killed_process_is_ignored(tmp_path: Path) -> None:
     run = tmp_path / "a"
     run.mkdir()

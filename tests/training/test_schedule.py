@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m1clip.config import OptimConfig
 from m1clip.errors import UserError
 from m1clip.formatting import plural
-from m1clip.training.schedule import lr_fraction, warmup_steps
+from m1clip.training.duration import Segment, StepPlan
+from m1clip.training.schedule import lr_fraction, lr_schedule, warmup_steps
 
 
 def test_lr_fraction_known_values() -> None:
@@ -18,6 +20,7 @@ def test_lr_fraction_known_values() -> None:
     assert lr_fraction(29, 4, 104) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
     assert lr_fraction(104, 4, 104) == pytest.approx(0.0)
     assert lr_fraction(0, 0, 10) == 1.0
+    assert lr_fraction(9, 8, 9) == pytest.approx(0.0)
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 499))
@@ -35,6 +38,13 @@ def test_warmup_as_fraction_or_number_of_steps() -> None:
     assert warmup_steps(0.05, 3) == 0
     assert warmup_steps(7.0, 200) == 7
     assert warmup_steps(0.0, 1) == 0
+    assert warmup_steps(1.0, 200) == 1, "a number of steps, not the whole run"
+
+
+def test_learning_rate_is_constant_while_the_length_of_the_run_is_unknown() -> None:
+    assert [lr_schedule(OptimConfig(), None)(step) for step in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
+    schedule = lr_schedule(OptimConfig(warmup=4.0), StepPlan((Segment(0, 104),)))
+    assert [schedule(step) for step in (0, 4, 54)] == pytest.approx([0.2, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])

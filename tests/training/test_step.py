@@ -213,6 +213,7 @@ def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover  # the compiler is slow while lines are traced
 def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the C++ compiler, which takes a minute: only tracing and the joint graph are tested."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -18,12 +18,12 @@ def running(server: Server) -> Iterator[Server]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join(timeout=300)
 
 
 def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers of the answer to a GET, or with a body to a POST."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=300)
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("GET" if body is None else "POST", path, body, headers)
     answer = connection.getresponse()
@@ -33,4 +33,4 @@ def ask(server: Server, path: str, body: bytes | None = None, **headers: str) ->
 
 
 def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=300)

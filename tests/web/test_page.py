@@ -26,7 +26,7 @@ pytestmark = [
     ),
     pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium in the PATH ({', '.join(BROWSERS)})"),
 ]
-TIMEOUT = 60.0  # seconds for anything the page should do
+TIMEOUT = 300.0  # seconds for anything the page should do
 
 
 class Site:
@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000)
         yield made
         made.close()
 
@@ -215,10 +215,10 @@ def test_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
         wait_for_points(page, 5)
         page.wait_for_selector("#queries .query img")
         until(page, "document.querySelector('#state').textContent === 'finished'")
-        assert training.wait(timeout=60) == 0
+        assert training.wait(timeout=TIMEOUT) == 0
         wait_for_points(page, 30)
         wait_for_points(page, 3, "recall")
         wait_for_points(page, 3, "difficulty")
     finally:
         training.kill()
-        training.wait(timeout=30)
+        training.wait(timeout=TIMEOUT)

@@ -7,11 +7,14 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -26,7 +29,10 @@ from reliability.test_soak import ALLOWED, growth
 from small_run import Command
 
 from m1clip.data.images import BadImage
-from m1clip.search.index import thumbnail, update_index
+from m1clip.search import concepts as concepts_module
+from m1clip.search import index as index_module
+from m1clip.search import query as query_module
+from m1clip.search.index import DATABASE, thumbnail, update_index
 from m1clip.search.query import Index
 from m1clip.web import photos as photos_module
 from m1clip.web import server as server_module
@@ -130,7 +136,7 @@ def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path)
 
 def test_thumbnail_is_that_of_the_indexed_content_and_no_link(server: Server, library: Path) -> None:
     path, number = library / "b/0001.jpg", ids(server)["b/0001.jpg"]
-    original, cached = path.read_bytes(), thumbnail(library / ".m1clip-index", Index(library).sha256(number))
+    original, cached = path.read_bytes(), library / ".m1clip-index" / thumbnail(Index(library).sha256(number))
     try:
         path.write_bytes((library.parent / "secret.jpg").read_bytes())
         assert ask(server, f"/photo/small?id={number}")[0] == 200
@@ -341,22 +347,108 @@ def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library:
 
 
 def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "UPLOAD_SECONDS", 0.5)
+    now = [0.0]
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     token = read(server, "/api/library")["token"]
     head = f"POST /api/upload HTTP/1.1\r\nHost: localhost\r\nX-M1clip-Token: {token}\r\nContent-Length: 1000\r\n\r\n"
     slow = [connect(server) for _ in range(server_module.UPLOADS)]
     for client in slow:
         client.sendall(head.encode())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503:  # until all four are being received
         assert time.monotonic() < deadline
     assert read(server, "/api/search", text="dog")["results"]
-    time.sleep(0.6)
+    mark = {"text": "slow", "id": ids(server)["a/0000.jpg"]}
+    for good in (True, None):
+        assert post(server, "/api/mark", json.dumps({**mark, "good": good}).encode()) == (200, {})
+    assert post(server, "/api/mark", bytes(server_module.MAX_BODY + 1))[0] == 413
+    now[0] += server_module.UPLOAD_SECONDS + 1
     for client in slow:
         client.sendall(b"x")
         assert client.recv(100).startswith(b"HTTP/1.1 404 ")
         client.close()
     assert ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] == 400
+
+
+def test_locked_database_blocks_no_other_request(
+    server: Server, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = ids(server)["a/0000.jpg"]
+    waiting, released = threading.Barrier(5), threading.Event()
+
+    def wait_together(_: float) -> None:  # all requests get here at the same time: none holds a lock that others need
+        if not released.is_set():
+            waiting.wait(timeout=60)
+            released.wait(timeout=60)
+
+    monkeypatch.setattr(query_module, "READ_SECONDS", 600.0)
+    monkeypatch.setattr(query_module.time, "sleep", wait_together)
+    paths = ("/api/search?text=dog", "/api/search", f"/photo?id={number}", "/api/duplicates")
+    with ThreadPoolExecutor(len(paths)) as pool:
+        with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / DATABASE)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            answers = [pool.submit(ask, server, path) for path in paths]
+            waiting.wait(timeout=60)
+            assert ask(server, "/api/update")[0] == 200
+        released.set()
+        assert [answer.result()[0] for answer in answers] == [200] * len(paths)
+
+
+def test_locked_database_is_an_answer_after_a_limited_time(
+    shared: Photos, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shared.get("/api/library", {})[0] == 200  # type: ignore[index]
+    for module in (query_module, concepts_module, index_module):
+        monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    mark = json.dumps({"text": "x", "id": 1, "good": True}).encode()
+    for name in (DATABASE, "concepts.sqlite"):
+        with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / name)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            for answer in (shared.get("/api/search", {"text": "a"}), shared.post("/api/mark", mark)):
+                assert answer is not None
+                assert answer[0] == 503
+                assert "another program has locked it" in json.loads(answer[2])["error"]
+    with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / DATABASE)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert Photos(library).get("/api/library", {})[0] == 503  # type: ignore[index]
+
+
+def test_photo_replaced_by_a_link_during_a_request_is_not_served(
+    server: Server, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo, number, original = library / "b/0003.jpg", ids(server)["b/0003.jpg"], os.path.realpath
+
+    def swap_after(path: str | Path) -> str:  # when the path was checked
+        real = original(path)
+        if Path(path) == photo and not photo.is_symlink():
+            photo.rename(library / "aside")
+            photo.symlink_to(library.parent / "secret.jpg")
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", swap_after)
+    for path in ("/photo", "/photo/small"):
+        try:
+            assert ask(server, f"{path}?id={number}")[0] == 404
+            assert photo.is_symlink()
+        finally:
+            (library / "aside").rename(photo)
+    monkeypatch.undo()
+    assert ask(server, f"/photo?id={number}")[0] == 200
+
+
+def test_thumbnails_are_not_written_through_a_link(server: Server, library: Path, tmp_path: Path) -> None:
+    number = ids(server)["b/0005.jpg"]
+    thumbnails = library / ".m1clip-index" / "thumbnails"
+    thumbnails.mkdir(exist_ok=True)
+    thumbnails.rename(tmp_path / "aside")
+    (tmp_path / "elsewhere").mkdir()
+    thumbnails.symlink_to(tmp_path / "elsewhere")
+    try:
+        assert ask(server, f"/photo/small?id={number}")[0] == 200
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+    finally:
+        thumbnails.unlink()
+        (tmp_path / "aside").rename(thumbnails)
 
 
 def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path) -> None:

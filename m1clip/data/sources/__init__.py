@@ -121,10 +121,15 @@ def _detect(path: Path, found: list[Path], options: Options) -> str:
         raise user_error(f"{path}: contains {what}; choose the one with captions: --data {unclear[0]}")
     if path.is_dir() and next(walk_images(path), None):
         names = f", or use the file names: --data filenames:{path}" if folders.has_words_as_names(path) else ""
+        if spreadsheets := tables.spreadsheets(path):
+            what = f"images, but no table of captions that m1clip reads; {spreadsheets[0].name} is "
+            raise user_error(f"{path}: {what}{tables.binary_kind(spreadsheets[0])}")
         raise user_error(
             f"{path}: images but no captions; write them into the table that m1clip data template {path} makes, "
             f"or sort the images into one folder per class{names}"
         )
+    if path.is_file():
+        tables.check_is_text(path)
     raise user_error(f"{path}: unknown format; specify it, as in csv:PATH (formats: {', '.join(FORMATS)})")
 
 

@@ -15,6 +15,7 @@ from m1clip.data.sources import splits
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.types import Problem, Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 
 NO_CAPTION = "no caption"
 Place = tuple[str, int]  # file and row number; row 0 means the file itself
@@ -95,11 +96,12 @@ class DataSource(Source):
             why = "no images with captions"
             if self.problems and all(problem.kind == "empty-caption" for problem in self.problems):
                 first = self.problems[0].where
-                why = f"no caption in any of its {len(self.problems)} rows (the first: {first}); write some"
+                why = f"no caption in any of its {plural(len(self.problems), 'row')} (the first: {first}); write some"
             elif self.problems:
-                why = f"none of its {len(self.problems)} rows can be used; the first: {self.problems[0]}"
+                why = f"none of its {plural(len(self.problems), 'row')} can be used; the first: {self.problems[0]}"
             raise user_error(f"{self.path}: read as {self.format}, {why}")
-        split_of, notes = splits.assign(given)
+        class_of = {id_: captions[id_][0] for id_ in images} if self.class_captions else None
+        split_of, notes = splits.assign(given, class_of)
         self.notes += map(one_line, notes)
         for id_, image in images.items():
             self.by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))

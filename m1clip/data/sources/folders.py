@@ -10,6 +10,7 @@ from m1clip.data.images import FileImage
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Row, walk_images
 from m1clip.data.sources.splits import clean_text
+from m1clip.formatting import plural
 from m1clip.io import read_small
 
 TEMPLATE = "a photo of a {}."
@@ -69,7 +70,13 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
         image = FileImage(os.path.join(source.path, name))
         yield Row((name, 0), TEMPLATE.format(label), _split_of(name), image, name)
     names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (", ..." if len(classes) > _CLASSES_SHOWN else "")
-    source.note(f"captions are generated from the names of {len(classes):,} folders: {names}")
+    source.note(f"captions are generated from the names of {plural(len(classes), 'folder')}: {names}")
+
+
+def class_name(caption: str) -> str:
+    """a photo of a golden retriever. -> golden retriever."""
+    before, _, after = TEMPLATE.partition("{}")
+    return caption.removeprefix(before).removesuffix(after)
 
 
 def file_name_rows(source: DataSource) -> Iterator[Row]:

@@ -18,7 +18,10 @@ TRIES, TRY_SECONDS, BACKOFF_SECONDS = 3, 15.0, 0.5
 BROKEN_AFTER = 3  # failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS
 PAUSE_SECONDS = 300.0
 SCAN_BYTES = 2**22  # read ahead while a file is read from start to end
+MAX_WHOLE_BYTES = 2**25  # of what is read without a range: an index of a shard, the list of a folder, an error
+MAX_REMOTE_FILE = 2**40  # a larger one never ends
 _REFUSED = (401, 403)  # HTTP: the next try would give the same
+_OK, _PARTIAL, _NO_SUCH_RANGE = 200, 206, 416
 
 _lock = threading.Lock()
 _failures: dict[str, tuple[int, float]] = {}  # of each file in this process: how many in a row, and when the last was
@@ -66,8 +69,12 @@ def read_range(path: str, offset: int, size: int) -> bytes:
         raise
     _failures.pop(path, None)
     if len(data) > size:
-        raise UserError(f"{shown(path)}: the server ignores range requests; copy the shards to one that supports them")
+        raise _no_ranges(path)
     return bytes(data)
+
+
+def _no_ranges(path: str) -> UserError:
+    return UserError(f"{shown(path)}: the server ignores range requests; copy the shards to one that supports them")
 
 
 def is_broken(path: str) -> bool:
@@ -77,11 +84,16 @@ def is_broken(path: str) -> bool:
 
 
 def read_file(path: str) -> bytes | None:
-    """All bytes of a small remote file; None if there is none."""
+    """All bytes of a small remote file; None if there is none, or if it is empty or too large."""
     try:
-        return bytes(_tried(lambda fs: fs.cat_file(path, **_limit(fs)), path))
+        data = bytes(_tried(lambda fs: fs.cat_file(path, start=0, end=MAX_WHOLE_BYTES + 1, **_limit(fs)), path))
     except (FileNotFoundError, PermissionError):  # S3 answers 403 for a missing key without the right to list
         return None
+    except OSError as error:
+        if str(error) == f"HTTP {_NO_SUCH_RANGE}":  # the file is empty
+            return None
+        raise
+    return data if len(data) <= MAX_WHOLE_BYTES else None
 
 
 def open_file(path: str) -> BinaryIO:
@@ -94,6 +106,8 @@ class _RemoteFile(io.RawIOBase):
         self.path, self.at = path, 0
         read_range(path, 0, 1)  # which has clearer errors than `size`
         self.size: int = _tried(lambda fs: fs.size(path), path) or 0
+        if not 0 < self.size <= MAX_REMOTE_FILE:
+            raise OSError(f"{self.size >> 30:,} GiB is too large" if self.size else "the server reports no size")
 
     def readable(self) -> bool:
         return True
@@ -145,9 +159,50 @@ def _limit(fs: Any) -> dict[str, float]:
 def _file_system(protocol: str, root: str, process: int) -> Any:
     """One per process, as connections do not survive a fork; shared by its threads, to use connections again."""
     core = require("fsspec.core", "data at a URL", extra="remote")
+    options = {"client_kwargs": {"response_class": _limited_response()}} if protocol in ("http", "https") else {}
     try:
-        return core.url_to_fs(f"{root}/")[0]
+        return core.url_to_fs(f"{root}/", **options)[0]
     except (ImportError, ValueError) as error:
         raise user_error(
             f"{protocol}://: {error}; pip install 'm1clip[remote]' (and s3fs for s3, gcsfs for gs)"
         ) from None
+
+
+@lru_cache(maxsize=1)
+def _limited_response() -> type:
+    """A response of aiohttp that is never longer than what was asked for, whatever the server sends."""
+    aiohttp = require("aiohttp", "data at a URL", extra="remote")
+
+    class LimitedResponse(aiohttp.ClientResponse):  # type: ignore[name-defined]
+        _body: Any
+
+        async def read(self) -> bytes:
+            if self._body is None:
+                try:
+                    self._body = await self._read_limited()
+                except BaseException:
+                    self.close()
+                    raise
+            return bytes(self._body if self.closed else await super().read())
+
+        async def _read_limited(self) -> bytes:
+            """All bytes, counted while they arrive."""
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
+            first, last = map(int, asked.groups()) if asked else (0, MAX_WHOLE_BYTES - 1)
+            if self.status == _OK and first > 0:
+                raise _no_ranges(str(self.url))
+            limit = last - first + 1
+            body = bytearray()
+            async for block in self.content.iter_any():
+                body += block
+                if len(body) <= limit:
+                    continue
+                if self.status not in (_OK, _PARTIAL):
+                    self.close()  # the page of an error, of which nobody needs the rest
+                    break
+                if asked:
+                    raise _no_ranges(str(self.url))
+                raise UserError(f"{shown(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?")
+            return bytes(body)
+
+    return LimitedResponse

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import MAX_MEMBER_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Place, Row, captions_of, user_error
 from m1clip.data.sources.remote import is_remote, matching, read_range, shown, with_variables
@@ -23,6 +23,7 @@ from m1clip.io import open_regular
 PACKED = "m1clip-pack-1"
 MAX_SHARDS = 100_000
 MAX_TEXT_BYTES = 2**20
+_MAX_PARTS = 256  # files of one sample; more are not read
 _MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
 _KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # webdataset: everything up to the first dot of the file name
 
@@ -113,7 +114,7 @@ class TarImage(ImageRef):
     size: int
 
     def read(self) -> bytes:
-        if self.size > MAX_FILE_BYTES:
+        if self.size > MAX_MEMBER_BYTES:
             raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
         try:
             data = read_range(self.path, self.offset, self.size)
@@ -159,7 +160,10 @@ def samples_in(
 ) -> Iterator[tuple[Place, Member, dict[str, Member]]]:
     """(place, image, all members by suffix) of each sample: consecutive members with the same key."""
     for key, group in groupby(_named(path, file, problem), key=lambda item: item[0]):
-        parts = {suffix: member for _, suffix, member in group}
+        parts: dict[str, Member] = {}
+        for _, suffix, member in group:
+            if suffix in parts or len(parts) < _MAX_PARTS:
+                parts[suffix] = member
         place = (f"{path}: {key}", 0)
         image = next((parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None)
         if image is None:

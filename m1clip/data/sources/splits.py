@@ -6,8 +6,10 @@ from hashlib import blake2b
 from typing import Any
 
 from m1clip.data.types import SPLITS
+from m1clip.formatting import plural
 
 VAL_FRACTION = TEST_FRACTION = 0.05
+MIN_HELD_OUT = 0.5  # images of a class by its fraction, from which at least one is held out
 _NAMES = {
     "train": ("train", "training", "trn", "restval"),
     "val": ("val", "valid", "validation", "dev", "eval"),
@@ -45,29 +47,57 @@ def hash_unit(text: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def assign(given: Mapping[str, str | None]) -> tuple[dict[str, str], list[str]]:
-    """The split of each id, and notes for the user on how it was chosen."""
+def assign(
+    given: Mapping[str, str | None], class_of: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """The split of each id, and notes for the user on how it was chosen; the same fractions of each class if given."""
     names = {name for name in given.values() if name}
     if not names:
-        return _by_hash(list(given), TEST_FRACTION), []
+        return _by_hash(list(given), TEST_FRACTION, class_of), []
     notes = []
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
-        notes.append(f"{unnamed} images have no split although others do: assigned to train")
+        notes.append(f"{plural(unnamed, 'image')} without a split although others have one: assigned to train")
     if unused := sorted(names - set(SPLITS)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
     if train and "val" not in names:
-        split_of |= _by_hash(train, test_fraction=0.0)
+        split_of |= _by_hash(train, 0.0, class_of)
         if count := sum(name == "val" for name in split_of.values()):
-            notes.append(f"the data has no val split: {count} of {len(train)} train images were moved there")
+            moved = f"{count:,} of {plural(len(train), 'train image')}"
+            notes.append(f"the data has no val split: {moved} moved there")
     return split_of, notes
 
 
-def _by_hash(ids: list[str], test_fraction: float) -> dict[str, str]:
+def _by_hash(ids: list[str], test_fraction: float, class_of: Mapping[str, str] | None) -> dict[str, str]:
     unit = {id_: hash_unit(id_) for id_ in ids}
     held_out = VAL_FRACTION + test_fraction
-    split_of = {id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train" for id_, u in unit.items()}
+    if class_of is None:
+        split_of = {id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train" for id_, u in unit.items()}
+    else:
+        split_of = {}
+        members: dict[str, list[str]] = {}
+        for id_ in ids:
+            members.setdefault(class_of[id_], []).append(id_)
+        for name, of_class in members.items():
+            of_class.sort(key=lambda id_: (unit[id_], id_))
+            val_count = _count_of_class(name, "val", len(of_class), VAL_FRACTION, len(of_class) - 1)
+            test_count = _count_of_class(name, "test", len(of_class), test_fraction, len(of_class) - 1 - val_count)
+            split_of |= dict.fromkeys(of_class, "train")
+            split_of |= dict.fromkeys(of_class[:val_count], "val")
+            split_of |= dict.fromkeys(of_class[val_count : val_count + test_count], "test")
     if len(ids) >= 10 and "val" not in split_of.values():
         split_of[min(ids, key=lambda id_: unit[id_])] = "val"
     return split_of
+
+
+def _count_of_class(name: str, split: str, images: int, fraction: float, most: int) -> int:
+    """How many images of a class are held out for a split: at least one of ten; train keeps at least one.
+
+    A count between two integers is rounded up or down by a hash of the name: small classes add up to the fraction.
+    """
+    exact = images * fraction
+    count = int(exact + hash_unit(f"{split}:{name}"))
+    if exact >= MIN_HELD_OUT:
+        count = max(1, count)
+    return max(0, min(count, most))

@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 from filelock import FileLock
 
-from m1clip.data.images import MAX_FILE_BYTES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources.base import NO_CAPTION, Options, Place, captions_of, user_error
 from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
 from m1clip.data.sources.shards import captions_in, read_texts, samples_in, split_of
@@ -37,6 +37,9 @@ NEAR = 2**16  # bytes between image and captions that cost less than a second re
 INDEX, FORMAT = ".index", 1
 COUNTS = ("bytes", "samples", "captions", "fewest")  # of the header
 PROBLEMS = 100  # kept of each shard
+MAX_SAMPLES = 2**21  # of a shard, whose index is made in memory
+MAX_HEADER = 2**20  # bytes of the first line of an index
+MAX_NAMES = 2**28  # bytes of the names in an index
 ROW = np.dtype([("image", "<u8"), ("image_size", "<u4"), ("text", "<u8"), ("text_size", "<u4"), ("json", "?")])
 
 
@@ -64,23 +67,28 @@ def make_index(path: str) -> bytes:
     rows, names, counts, problems = list[Any](), list[str](), list[int](), list[tuple[str, str, str]]()
 
     def problem(place: Place, what: str, kind: str) -> None:
-        problems.append((shown(place[0]), one_line(what), kind))
+        if len(problems) < PROBLEMS:
+            problems.append((shown(place[0]), one_line(what), kind))
 
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         for place, image, parts in samples_in(path, file, problem):
             texts = read_texts(file, parts)
             captions, wrong = captions_of(texts.captions)
-            if image.size > MAX_FILE_BYTES:
+            if image.size > MAX_MEMBER_BYTES:
                 captions, wrong = [], f"{image.size >> 20} MiB is too large for an image"
             if wrong:
                 problem(place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
             if captions and texts.member is not None:
+                if len(rows) == MAX_SAMPLES:
+                    raise user_error(
+                        f"{shown(path)}: more than {MAX_SAMPLES:,} images in one shard; use smaller shards"
+                    )
                 rows.append((image.offset, image.size, texts.member.offset, texts.member.size, texts.is_json))
                 names.append(one_line(image.name))
                 counts.append(len(captions))
     header: dict[str, Any] = {"format": FORMAT, "bytes": size, "samples": len(rows), "captions": sum(counts)}
-    header |= {"fewest": min(counts, default=0), "problems": problems[:PROBLEMS]}
+    header |= {"fewest": min(counts, default=0), "problems": problems}
     return b"".join([json.dumps(header).encode(), b"\n", np.array(rows, ROW).tobytes(), "\n".join(names).encode()])
 
 
@@ -88,7 +96,7 @@ def make_index(path: str) -> bytes:
 def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
     """(rows, memory-mapped; where the names start)."""
     with open_regular(index) as file:
-        start = len(file.readline())
+        start = len(file.readline(MAX_HEADER))
         rows = np.memmap(file, ROW, "r", start, (samples,)) if samples else np.empty(0, ROW)
         return rows, start + rows.nbytes
 
@@ -98,7 +106,7 @@ def read_index(path: str, index: Path | None = None) -> Shard | None:
     index = index or Path(path + INDEX)
     try:
         with open_regular(index) as file:
-            header = json.loads(file.readline(2**20))
+            header = json.loads(file.readline(MAX_HEADER))
             facts, ours = None if is_remote(path) else os.stat(path), os.fstat(file.fileno())
         problems = tuple((str(a), str(b), str(c)) for a, b, c in header["problems"])
         shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
@@ -282,7 +290,7 @@ class ShardImage(ImageRef):
         shard, row = self.samples.find(self.index)
         with open_regular(shard.index) as file:
             file.seek(_mapped(shard.index, shard.samples)[1])
-            names = file.read().decode("utf-8", "replace").split("\n")[row : row + 1]
+            names = file.read(MAX_NAMES).decode("utf-8", "replace").split("\n")[row : row + 1]
         return f"{os.path.basename(shard.name)}: {one_line(''.join(names))}"
 
     def stamp(self) -> str:
@@ -339,8 +347,8 @@ class StreamedSource(Source):
         self.parts["train"] = ShardSamples(train.shards, left_out=numbers)
         for place, name in enumerate(names):
             self.parts[name] = ShardSamples(train.shards, chosen=numbers[place :: len(names)])
-        text = " and ".join(f"{len(self.parts[name]):,} {name}" for name in names)
-        self.notes.append(f"the shards' names contain no val split: {text} images are held out of {len(train):,}")
+        text = " and ".join(plural(len(self.parts[name]), f"{name} image") for name in names)
+        self.notes.append(f"the shards' names contain no val split: {text} held out of {len(train):,}")
 
     def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
         return self.parts[split].some(indices)

@@ -19,7 +19,7 @@ from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_li
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error
 from m1clip.errors import UserError
-from m1clip.io import open_regular, read_small, require
+from m1clip.io import open_regular, read_small, read_start, require
 
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (
@@ -49,6 +49,32 @@ TABLE_NAMES = (
     *("metadata.csv", "metadata.jsonl", "metadata.tsv", "metadata.parquet"),
     *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json"),
 )
+# Files that are no text: how they begin, what they are, and what to do.
+_SAVE_AS_CSV = "open it in a spreadsheet program and save it as CSV (UTF-8), then use that file"
+_UNPACK = "unpack it first"
+_BINARY = (
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", _SAVE_AS_CSV),
+    (b"PK\x03\x04", "a zip archive", _UNPACK),
+    (b"PAR1", "a Parquet file", "use parquet:{}"),
+    (b"\x1f\x8b", "a gzip archive", _UNPACK),
+    (b"BZh", "a bzip2 archive", _UNPACK),
+    (b"\xfd7zXZ\0", "an xz archive", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive", _UNPACK),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (b"%PDF-", "a PDF document", "write its captions into a CSV file"),
+    (b"SQLite format 3\0", "an SQLite database", "export its table as CSV"),
+    (b"\x89HDF\r\n", "an HDF5 file", "export its table as CSV"),
+    (b"\xff\xd8\xff", "a JPEG image", "use the folder of the images, or a table that lists them"),
+    (b"\x89PNG\r\n", "a PNG image", "use the folder of the images, or a table that lists them"),
+)
+# Spreadsheets are zip archives; these are in the first bytes of one.
+_SPREADSHEETS = (
+    ((".xlsx", ".xlsm", ".xltx"), (b"xl/", b"[Content_Types].xml"), "an Excel workbook"),
+    ((".ods", ".ots"), (b"opendocument.spreadsheet",), "an OpenDocument spreadsheet"),
+    ((".numbers",), (b"Index/Document.iwa",), "a Numbers spreadsheet"),
+)
+SPREADSHEET_SUFFIXES = {".xls", *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes)}
+_BYTES_FOR_KIND = 4096
 _FORMATS = {
     **{".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"},
     **{".parquet": "parquet", ".pq": "parquet"},
@@ -60,6 +86,28 @@ def table_format(path: Path) -> str | None:
     if path.suffix.lower() == ".txt" and path.is_file() and has_columns(path):
         return "csv"
     return _FORMATS.get(path.suffix.lower())
+
+
+def binary_kind(path: Path) -> str | None:
+    """What a file that is no text is, with what to do; None for text."""
+    head = read_start(path, _BYTES_FOR_KIND)
+    for start, kind, hint in _BINARY:
+        if head.startswith(start):
+            if start.startswith(b"PK"):
+                for suffixes, names, spreadsheet in _SPREADSHEETS:
+                    if path.suffix.lower() in suffixes or any(name in head for name in names):
+                        return f"{spreadsheet}; {_SAVE_AS_CSV}"
+            return f"{kind}; {hint.format(path)}"
+    first_line = head.partition(b"\n")[0]  # in later ones, a zero byte is a problem of its row
+    if b"\0" in first_line and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "a binary file, not a table; use a CSV, TSV, JSONL, JSON or Parquet file"
+    return None
+
+
+def check_is_text(path: Path) -> None:
+    """Raise UserError for a file whose bytes would be read as column names, such as a spreadsheet."""
+    if kind := binary_kind(path):
+        raise user_error(f"{path}: is {kind}")
 
 
 def find_tables(path: Path, options: Options = DEFAULT, wanted: str | None = None, nested: bool = True) -> list[Path]:
@@ -88,6 +136,12 @@ def text_tables(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in suffixes and path.is_file()]
 
 
+def spreadsheets(folder: Path) -> list[Path]:
+    """The files in a folder that only a spreadsheet program reads."""
+    files = (path for path in sorted(folder.iterdir()) if path.suffix.lower() in SPREADSHEET_SUFFIXES)
+    return [path for path in files if path.is_file() and binary_kind(path)]
+
+
 class Columns(NamedTuple):
     image: str
     captions: tuple[str, ...]
@@ -111,6 +165,8 @@ def table_rows(source: DataSource) -> Iterator[Row]:
         folders = [path.parent, path.parent / part]
         if path.parent.name == "annotations" or root in path.parent.parents:  # never in a dataset beside this one
             folders += [up / part, up / "images" / part, up]
+        if source.format != "parquet":
+            check_is_text(path)
         header, records = READERS[source.format](path, source)
         columns = choose_columns(header, source.options, str(path))
         yield from rows_of(source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix)

@@ -20,6 +20,7 @@ from m1clip.data.synthetic.drawing import LARGEST, SMALLEST, VERSION, draw
 from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
 from m1clip.data.types import SPLITS, Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.io import write_text
 
 CAPTIONS_PER_IMAGE = 5
@@ -141,7 +142,7 @@ def write_folder(
 ) -> str:
     """Write images/ and, when all are there, captions.csv; a tenth of the images each are val and test."""
     if count < 3:
-        raise UserError(f"{count} images are too few for train, val and test; use at least 3")
+        raise UserError(f"{plural(count, 'image')} cannot fill train, val and test; use at least 3")
     held_out = max(1, round(count / 10))
     counts = {"train": count - 2 * held_out, "val": held_out, "test": held_out}
     source = SyntheticSource(image_size, **counts, seed=seed)
@@ -158,4 +159,4 @@ def write_folder(
     csv.writer(table, lineterminator="\n").writerows(rows)
     write_text(folder / "captions.csv", table.getvalue())
     parts = ", ".join(f"{split} {number:,}" for split, number in counts.items())
-    return f"{folder}: {count:,} images ({parts}), {len(rows) - 1:,} captions"
+    return f"{folder}: {plural(count, 'image')} ({parts}), {plural(len(rows) - 1, 'caption')}"

@@ -28,13 +28,49 @@ def test_splits_by_hash_depend_only_on_the_ids() -> None:
         assert "val" in assign({f"{n}.jpg": None for n in range(start, start + 10)})[0].values()
 
 
+def class_ids(classes: int, images: int) -> dict[str, str]:
+    """The class of each id."""
+    return {f"class {c}/{n}.jpg": f"class {c}" for c in range(classes) for n in range(images)}
+
+
+def counts_by_class(class_of: dict[str, str], split_of: dict[str, str], split: str) -> list[int]:
+    inside = [class_of[id_] for id_ in class_of if split_of[id_] == split]
+    return [inside.count(name) for name in dict.fromkeys(class_of.values())]
+
+
+@pytest.mark.parametrize("images", [10, 30, 47])
+def test_each_class_has_its_fraction_in_each_split(images: int) -> None:
+    class_of = class_ids(10, images)
+    split_of = assign(dict.fromkeys(class_of), class_of)[0]
+    backward = {id_: class_of[id_] for id_ in reversed(class_of)}
+    assert assign(dict.fromkeys(backward), backward)[0] == split_of
+    for split in ("val", "test"):
+        counts = counts_by_class(class_of, split_of, split)
+        assert all(abs(count - 0.05 * images) < 1 for count in counts)
+        assert min(counts) >= 1
+
+
+def test_small_classes_add_up_to_the_fraction_and_keep_a_training_image() -> None:
+    class_of = class_ids(400, 2) | class_ids(400, 3) | {"alone/1.jpg": "alone"}
+    split_of = assign(dict.fromkeys(class_of), class_of)[0]
+    assert min(counts_by_class(class_of, split_of, "train")) >= 1
+    held_out = len(class_of) - list(split_of.values()).count("train")
+    assert abs(held_out / len(class_of) - 0.1) < 0.03
+
+
+def test_val_of_class_folders_is_taken_from_each_class_of_train() -> None:
+    class_of = class_ids(5, 40)
+    split_of, (note,) = assign({id_: "test" if id_.endswith("/0.jpg") else "train" for id_ in class_of}, class_of)
+    assert counts_by_class(class_of, split_of, "test") == [1] * 5
+    assert set(counts_by_class(class_of, split_of, "val")) <= {1, 2}
+    assert "the data has no val split" in note
+
+
 def test_val_is_taken_from_train_with_a_note(tmp_path: Path) -> None:
     source = open_source(str(table(tmp_path, "t" * 40 + "e" * 10)))
     assert len(source.samples("test")) == 10
     assert len(source.samples("train")) + len(source.samples("val")) == 40
-    assert source.notes == [
-        f"the data has no val split: {len(source.samples('val'))} of 40 train images were moved there"
-    ]
+    assert source.notes == [f"the data has no val split: {len(source.samples('val'))} of 40 train images moved there"]
 
 
 def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:

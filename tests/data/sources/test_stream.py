@@ -29,7 +29,7 @@ from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.pack import pack
 from m1clip.data.prepare import open_data, stream_split
 from m1clip.data.sources import Options, open_source, open_sources, remote, stream
-from m1clip.data.sources.shards import list_shards
+from m1clip.data.sources.shards import list_shards, samples_in
 from m1clip.data.sources.stream import Shard, ShardSamples, StreamedSource, open_shards
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
@@ -109,7 +109,7 @@ def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
     assert {split: len(source.samples(split)) for split in source.splits()} == {"train": 54, "val": 3, "test": 3}
     ids = [sample.id for split in source.splits() for sample in source.samples(split)]
     assert len(set(ids)) == 60
-    assert "3 val and 3 test images are held out of 60" in source.notes[0]
+    assert "3 val images and 3 test images held out of 60" in source.notes[0]
 
 
 def test_large_local_shards_are_streamed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +248,9 @@ class Server(ThreadingHTTPServer):
         self.always: dict[str, int] = {}  # status of every answer, by file name; 1: no answer
         self.hang = threading.Event()
         self.ranges = True
+        self.endless: dict[str, int] = {}  # status of answers without an end, by file name
+        self.sent = 0  # bytes of those
+        self.lengths: dict[str, int] = {}  # what is reported, by file name; 0: nothing
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_port}/{name}"
@@ -271,6 +274,16 @@ class Handler(BaseHTTPRequestHandler):
             status = 403
         if status == 1:
             self.server.hang.wait(100)
+        if name in self.server.endless and body:
+            self.send_endless(self.server.endless[name])
+            return
+        if name in self.server.lengths and not wanted:
+            length, data = self.server.lengths[name], b""
+            self.send_response(200)
+            self.send_header(*(("Content-Length", str(length)) if length else ("Connection", "close")))
+            self.end_headers()
+            self.close_connection = True
+            return
         data = path.read_bytes() if status == 200 else b""
         length = len(data)
         if status == 200 and wanted and self.server.ranges:
@@ -286,6 +299,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.do_GET(body=False)
+
+    def send_endless(self, status: int) -> None:
+        """A body without an end, or one block after the client has closed the connection."""
+        self.send_response(status)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while not self.server.hang.is_set():
+                self.wfile.write(bytes(2**16))
+                self.server.sent += 2**16
+        self.close_connection = True
 
 
 @contextmanager
@@ -358,7 +382,7 @@ def test_failed_requests_are_tried_again(tmp_path: Path) -> None:
         server.flaky = ("train-000.tar.index", "train-001.tar")
         data = training(*remote_data(server))
         assert all(not data[step].failed for step in range(5))
-        assert server.log.count(("train-000.tar.index", None)) == 3
+        assert [name for name, _ in server.log].count("train-000.tar.index") == 3
 
 
 def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
@@ -398,6 +422,45 @@ def test_missing_shard_and_server_without_ranges_are_refused(tmp_path: Path) -> 
         server.ranges = False
         with pytest.raises(UserError, match=r"train-000\.tar: the server ignores range requests"):
             training(*remote_data(server))
+
+
+@pytest.mark.parametrize("status", [200, 206, 404])
+@pytest.mark.parametrize("name", ["train-000.tar", "train-000.tar.index", ""])
+def test_endless_answer_is_not_read(tmp_path: Path, name: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard, an index and the list of a folder: after the limit, the connection is closed."""
+    monkeypatch.setattr(remote, "MAX_WHOLE_BYTES", 2**18)
+    write_shards(tmp_path / "shards")
+    with serve(tmp_path / "shards") as server:
+        server.endless[name] = status
+        if name == "train-000.tar":
+            (tmp_path / "shards" / f"{name}.index").unlink()
+        expected = pytest.raises(UserError, match=rf"{name}: (the server ignores|longer than|no such file|no \.tar)")
+        with contextlib.nullcontext() if (name, status) == ("train-000.tar.index", 404) else expected:
+            assert len(open_source(server.url("train-000.tar" if name else "")).samples("train")) == 9
+        assert server.sent < 2**26, "what the sockets buffer, not what the client would take"
+
+
+@pytest.mark.parametrize(("size", "reason"), [(0, "the server reports no size"), (2**50, "1,048,576 GiB is too large")])
+def test_shard_without_an_end_is_refused(tmp_path: Path, size: int, reason: str) -> None:
+    write_tar(tmp_path / "shards" / "train-000.tar", shard_samples(3))
+    with serve(tmp_path / "shards") as server:
+        server.lengths["train-000.tar"] = size
+        with pytest.raises(UserError, match=reason):
+            open_source(server.url("train-000.tar"))
+
+
+def test_index_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tar(tmp_path / "a.tar", shard_samples(9))
+    monkeypatch.setattr(stream, "MAX_SAMPLES", 9)
+    assert stream.make_index(str(path))
+    monkeypatch.setattr(stream, "MAX_SAMPLES", 8)
+    with pytest.raises(UserError, match=r"a\.tar: more than 8 images in one shard; use smaller shards"):
+        stream.make_index(str(path))
+    write_tar(tmp_path / "b.tar", [(f"x.{n}", b"") for n in range(300)])
+    with open(tmp_path / "b.tar", "rb") as file:
+        problems = list[Any]()
+        assert list(samples_in("b.tar", file, lambda *problem: problems.append(problem))) == []
+    assert len(problems) == 1, "the files of one sample, without an image among the first"
 
 
 def test_credentials_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

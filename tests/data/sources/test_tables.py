@@ -1,6 +1,7 @@
 """CSV, TSV, JSONL, JSON and Parquet tables."""
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -139,3 +140,48 @@ def test_missing_image_is_not_taken_from_a_dataset_beside_this_one(images: Write
     assert samples["a.jpg"].image.open().size == (24, 16)
     with pytest.raises(BadImage, match="the file is missing"):
         samples["b.jpg"].image.open()
+
+
+def workbook(path: Path) -> Path:
+    """A zip with the first files of an Excel workbook."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("[Content_Types].xml", "<Types/>")
+        archive.writestr("xl/workbook.xml", "<workbook/>")
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["", "csv:", "tsv:", "jsonl:", "json:"])
+@pytest.mark.parametrize("name", ["captions.xlsx", "captions.csv"])
+def test_excel_workbook_error_says_how_to_save_it_as_csv(tmp_path: Path, prefix: str, name: str) -> None:
+    path = workbook(tmp_path / name)
+    with pytest.raises(UserError) as caught:
+        open_source(f"{prefix}{path}")
+    assert str(caught.value).startswith(f"{path}: is an Excel workbook; open it in a spreadsheet program and save it")
+
+
+def test_images_beside_a_spreadsheet_error_names_it(images: Write) -> None:
+    folder = images(["a.jpg", "b.jpg"])
+    workbook(folder / "list.xlsx")
+    with pytest.raises(UserError, match=r"list\.xlsx is an Excel workbook; .* save it as CSV"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is an old Excel workbook; open it in a spreadsheet program"),
+        (b"PK\x03\x04", "is a zip archive; unpack it first"),
+        (b"PAR1", "is a Parquet file; use parquet:"),
+        (b"\x1f\x8b\x08", "is a gzip archive; unpack it first"),
+        (b"SQLite format 3\0", "is an SQLite database; export its table as CSV"),
+        (b"\xff\xd8\xff\xe0", "is a JPEG image; use the folder"),
+        (b"any\0thing", "is a binary file, not a table; use a CSV"),
+    ],
+)
+def test_binary_file_given_as_a_table_is_a_one_line_error(tmp_path: Path, start: bytes, expected: str) -> None:
+    for name in ("t.csv", "t.jsonl", "t.json", "t.dat"):
+        (tmp_path / name).write_bytes(start + bytes(range(256)) * 20)
+        with pytest.raises(UserError) as caught:
+            open_source(str(tmp_path / name))
+        assert str(caught.value).startswith(f"{tmp_path / name}: {expected}")
+        assert "\n" not in str(caught.value)
