@@ -141,7 +141,7 @@ MISTAKES = [
     (("train", "--config", "a", "--preset", "demo"), "not both"),
     (("train", "--steps", "3", "photos"), "right after train, or use --data"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
-    (("search", "dog", "--in", ".", "--count", "-1"), "--count"),
+    (("search", "dog", "--index", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
