@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import TensorGroups, TrainState, load_latest, restore, share_checkpoint, trained_tensors
@@ -78,7 +79,7 @@ class Recovery:
     def after_step(self, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor, read: bool) -> None:
         """Record the step of `state` without synchronizing; with `read`, or where it is free, check it."""
         self._unread.append((self.state.step, sample_ids, torch.stack([loss.float(), grad_norm.float()])))
-        if read or self.train_step.skip == "host":
+        if read or self.train_step.parts.update.skip == "host":
             self.read()
 
     def read(self) -> None:
@@ -155,10 +156,7 @@ class Recovery:
         suspects, first = list[str](), self.state.skipped == 1
         if first:  # the others in a row are likely similar, and finding them takes a forward pass
             batch = self.setup.training[step - 1]
-            train_step = self.train_step
-            if train_step.shards is not None:  # ranks may have different numbers of rows to inspect
-                train_step = train_step.for_check(self.setup.complete_model(train_step))
-            rows = train_step.nonfinite_rows(batch)
+            rows = self._nonfinite_rows(batch)
             suspects = ranks.chained([self._sample(batch.sample_ids[row]) for row in rows])
         named = suspects or samples
         self.suspects.update(named)
@@ -172,6 +170,14 @@ class Recovery:
             self.screen.warn(
                 f"step {step:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)"
             )
+
+    def _nonfinite_rows(self, batch: Batch) -> list[int]:
+        train_step = self.train_step
+        if train_step.shards is None:
+            return train_step.nonfinite_rows(batch)
+        # Ranks may have different numbers of rows to inspect, which sharded weights do not allow.
+        complete = self.setup.complete_model(train_step)
+        return train_step.parts.encoder.for_check(complete).nonfinite_rows(batch)
 
     def _report_memory(self, step: int, micro_batch: int, reason: str, helps: bool) -> None:
         self.state.micro_batch, batch = micro_batch, self.setup.config.train.batch_size

@@ -80,10 +80,12 @@ def double_step(setup: Setup) -> TrainStep:
     step = setup.make_step()
     torch.set_default_dtype(torch.float32)
     model = step.model if step.shards is not None else step.model.double()
-    step.encode_image = lambda pixels, *kept: normalize(model.image_head(model.image_tower(pixels.double(), *kept)))
-    step.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
-    step.project_image = lambda features, *keys: normalize(model.image_head(features, *keys))
-    step.project_text = lambda features, *keys: normalize(model.text_head(features, *keys))
+    step.parts.encoder.encode_image = lambda pixels, *kept: normalize(
+        model.image_head(model.image_tower(pixels.double(), *kept))
+    )
+    step.parts.encoder.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
+    step.parts.encoder.project_image = lambda features, *keys: normalize(model.image_head(features, *keys))
+    step.parts.encoder.project_text = lambda features, *keys: normalize(model.text_head(features, *keys))
     muon = step.optimizer.parts.get("muon")
     if isinstance(muon, Muon):
         muon.dtype = torch.float64
@@ -97,7 +99,7 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
         patch_towers(patch)
         setup = prepared(frozen_config(folder, **changes)).divided(ranks)
         step = double_step(setup)
-    assert step.has_dropout
+    assert step.parts.encoder.has_dropout
     assert setup.training.image_features is not None
     return setup, step
 
@@ -172,7 +174,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
-    encode_image, calls = step.encode_image, [0]
+    encode_image, calls = step.parts.encoder.encode_image, [0]
 
     def fail(pixels: Tensor, *kept: Tensor) -> Tensor:
         calls[0] += 1
@@ -183,8 +185,8 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     def fail_late(gradient: Tensor) -> None:
         """When other buckets of gradients are being exchanged."""
         late.remove()
-        assert step.exchange is not None
-        found["sent"] = len(step.exchange._sent), len(step.exchange.buckets)
+        assert step.parts.world.exchange is not None
+        found["sent"] = len(step.parts.world.exchange._sent), len(step.parts.world.exchange.buckets)
         if ranks.rank == 1:
             raise MemoryError
 
@@ -193,19 +195,21 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
         step.oom = OOMHandler(0, lambda: 0)
         if kind == "late":
             late = first_weight.register_hook(fail_late)
-        step.encode_image = fail if kind == "memory" else encode_image
+        step.parts.encoder.encode_image = fail if kind == "memory" else encode_image
         loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
         gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
         found[kind] = loss, gradients, step.oom.micro_batch
         step.clear()
 
     before = {key: p.detach().clone() for key, p in step.model.named_parameters()}
-    step.encode_image = lambda pixels, *kept: encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    step.parts.encoder.encode_image = lambda pixels, *kept: (
+        encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    )
     loss, _ = step(batch, 0)
     unchanged = all(torch.equal(p, before[key]) for key, p in step.model.named_parameters())
     found["not finite"] = bool(loss.isfinite()), unchanged
 
-    step.encode_image = encode_image
+    step.parts.encoder.encode_image = encode_image
     step(batch, 0)
     groups = checkpoint_tensors(step, TrainState(step=1))
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))

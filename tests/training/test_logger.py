@@ -35,7 +35,9 @@ def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.M
     counts = []
 
     def counted(self: TrainLoop, stop: StopRequest) -> None:
-        self.train_step.skip = "device"  # as on an accelerator: the CPU reads each step, where it costs nothing
+        self.train_step.parts.update.skip = (
+            "device"  # as on an accelerator: the CPU reads each step, where it costs nothing
+        )
         with Reads() as reads:
             real(self, stop)
         counts.append(reads.count)

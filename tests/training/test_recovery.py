@@ -25,7 +25,8 @@ from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
 from m1clip.training.distributed import Ranks
 from m1clip.training.recovery import Recovery, Rollback, SpikeDetector
 from m1clip.training.run import train_config
-from m1clip.training.step import TrainStep, skip_rule
+from m1clip.training.step import TrainStep
+from m1clip.training.update import skip_rule
 
 NAN = float("nan")
 PARAMETER = "image_tower.transformer.blocks.0.attn.qkv.weight"
@@ -40,8 +41,13 @@ def everything(update: TrainStep) -> dict[str, Tensor]:
 
 
 def in_the_loss(update: TrainStep, batch: Batch) -> None:
-    real = update.objective
-    update.objective = lambda *args: real(*args) * NAN
+    real = update.parts.loss
+
+    def poisoned(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
+        loss, gradients = real(*arguments)
+        return loss * NAN, [gradient * NAN for gradient in gradients]
+
+    update.parts = replace(update.parts, loss=poisoned)  # type: ignore[arg-type]
 
 
 def in_one_gradient(update: TrainStep, batch: Batch) -> None:
@@ -63,7 +69,7 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
     setup, update = make({"optim.optimizer": optimizer, "data.color_jitter": 0.2})
-    update.skip = skip
+    update.parts.update.skip = skip
     update(setup.training[0], 0)
     before = everything(update)
     batch = setup.training[1]
@@ -124,7 +130,8 @@ def checker(state: TrainState | None = None) -> tuple[Recovery, Log]:
     setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
                             splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
                             ranks=Ranks())  # fmt: skip
-    step = SimpleNamespace(scaler=None, shards=None, skip="device", nonfinite_rows=lambda batch: [0])
+    parts = SimpleNamespace(update=SimpleNamespace(skip="device"))
+    step = SimpleNamespace(parts=parts, scaler=None, shards=None, nonfinite_rows=lambda batch: [0])
     log: Any = Log()
     return Recovery(setup, step, state or TrainState(), Path(), log, log), log  # type: ignore[arg-type]
 
@@ -276,7 +283,7 @@ def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
     setup, update = make({"optim.optimizer": "adamw"})
     groups = checkpoint_tensors(update, TrainState())
     save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
-    update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    update.parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     state, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
     Recovery(setup, update, state, tmp_path, log, screen()).roll_back()
     log.close()
