@@ -55,8 +55,8 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     onnxruntime = pytest.importorskip("onnxruntime")
     vectors = dict[str, np.ndarray]()
 
-    def compare(models: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        vectors.update({name: np.asarray(model.encode_image(NOISE)) for name, model in models.items()})
+    def compare(runtimes: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        vectors.update({name: np.asarray(each.model.encode_image(NOISE)) for name, each in runtimes.items()})
         return {"failures": []}
 
     monkeypatch.setattr(layouts, "compare", compare)
