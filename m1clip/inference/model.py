@@ -119,7 +119,7 @@ class Model:
         """What the model takes and gives: Model(64 px images, ... on cpu)."""
         return (
             f"Model({self.preprocess.image_size} px images, texts of {self.context_length} tokens -> "
-            f"{self.encoder.embed_dim} dimensions; {self.encoder.describe()})"
+            f"{self.embed_dim} dimensions; {self.encoder.describe()})"
         )
 
     @property
@@ -136,6 +136,11 @@ class Model:
     def context_length(self) -> int:
         """Maximum number of tokens of a text, including start and EOT tokens."""
         return self.encoder.context_length
+
+    @property
+    def embed_dim(self) -> int:
+        """Length of a vector."""
+        return self.encoder.embed_dim
 
     @property
     def clip(self) -> CLIP:
