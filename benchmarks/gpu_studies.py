@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from sides import machine, set_up, spread, training_step, write
 
-import m1clip.training.step as step_module
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
 from m1clip.data.images import Preprocess, map_with_timeout
 from m1clip.data.loader import Batch
@@ -36,6 +35,7 @@ from m1clip.hardware.facts import read_facts, usable_cpus
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
+from m1clip.losses import run_loss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.text.bpe import BpeTokenizer
@@ -149,8 +149,8 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     plain_limit = 1 << 62
-    for name, limit in (("blockwise", step_module.MAX_LOGITS), ("plain", plain_limit)):
-        step_module.MAX_LOGITS = limit
+    for name, limit in (("blockwise", run_loss.MAX_LOGITS), ("plain", plain_limit)):
+        run_loss.MAX_LOGITS = limit
         for what, work in (("loss", loss_alone), ("step", lambda: update(batch, 0))):
             seconds = []
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from m1clip import __version__
-from m1clip.config import Config
+from m1clip.config import Config, read_recipe
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError, first_line
@@ -49,9 +49,6 @@ PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
 SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
-DEFAULT_BATCH = 64
-HEADS_BATCH = 512  # with new heads on pretrained towers
-TOWERS_BATCH = 128  # to fine-tune pretrained towers
 SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 
 
@@ -143,7 +140,7 @@ def choose(config: Config, start: Start, facts: Facts, text_tokens: int, folder:
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
-    batch = min(ceil_div(config.train.batch_size or 0, 2) or PROBE_BATCH, PROBE_BATCH)
+    batch = min(ceil_div(config.train.batch_size_or(2 * PROBE_BATCH), 2), PROBE_BATCH)
     path = (folder or choices.folder()) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     cached = _read(path, options)
     if cached is not None:
@@ -252,7 +249,7 @@ def _model(config: Config, start: Start, device: Device) -> CLIP:
 
 
 def _step(config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int) -> TrainStep:
-    eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
+    eager = config.changed(compile=False, batch_size=config.train.batch_size_or(batch))
     step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     return step
@@ -340,10 +337,14 @@ def largest_batch(images: int) -> int:
 
 
 def default_batch(start: Start, images: int) -> int:
-    batch = HEADS_BATCH if start.new_heads else DEFAULT_BATCH
-    if not start.new_heads and start.config.image_head.kind != "projection":
-        batch = TOWERS_BATCH
-    return min(batch, largest_batch(images))
+    """The batch size of the recipe, or a smaller one for few images."""
+    if start.new_heads:
+        recipe = read_recipe("frozen")
+    elif start.weights:
+        recipe = read_recipe("finetune", clip=start.config.image_head.kind == "projection")
+    else:
+        recipe = read_recipe("scratch")
+    return min(recipe.batch_size, largest_batch(images))
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,7 @@ def fit_memory(
 ) -> tuple[Fit, float] | None:
     """Settings that fit in memory, and the limit; None if the batch size is given and there is no limit."""
     train, on_cpu = config.train, device.kind == "cpu"
-    if train.batch_size and not train.memory:
+    if train.batch_size_or(0) and not train.memory:
         return None
     used = process_bytes(facts) if on_cpu else 0
     limit = amount(train.memory, "B", "--memory") if train.memory else SAFE * device.free_bytes() + used
@@ -381,7 +382,9 @@ def fit_memory(
 
 def decide(config: Config, most: int, limit: float, estimate: MemoryEstimate) -> Fit | None:
     """What fits: the configured settings, else with gradient checkpointing, else in micro-batches, else with both."""
-    batch, micro, configured = config.train.batch_size, config.train.micro_batch, config.model.grad_checkpointing
+    batch = config.train.batch_size_or(0)
+    micro = config.train.micro_batch
+    configured = config.model.grad_checkpointing
     if not batch:
         batch = estimate.largest(limit, most, configured)
         if batch:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m1clip import __version__
-from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_toml, to_toml
+from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_recipe, read_toml, to_toml
 from m1clip.data.cache import FailureLog
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
@@ -64,7 +64,6 @@ from m1clip.training.step import TrainStep
 from m1clip.training.transfer import WISE_FT_GRID, interpolate_weights
 from m1clip.training.validation import encode
 
-DEFAULT_EPOCHS = 10.0
 WARM_STEPS, TIMED_STEPS = 2, 5
 CALIBRATION = 0.05  # of the time, at most, unless one step takes longer; --device auto may take as much again
 FEW_STEPS = 10
@@ -84,7 +83,7 @@ def run_length(setup: Setup) -> Length:
     train, plan = setup.config.train, setup.training.plan
     if train.steps is not None:
         return Length(train.steps)
-    epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
+    epochs = read_recipe("scratch").settings["train"]["epochs"] if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
         raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")
@@ -238,7 +237,7 @@ def resume(
     screen: Screen | None = None,
     on_log: Sink | None = None,
     device: str | None = None,
-    shard: str | None = None,
+    fsdp: str | None = None,
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
@@ -247,7 +246,7 @@ def resume(
     """
     began = time.perf_counter()
     screen, folder = screen or Screen(), Path(run)
-    changes = {name: value for name, value in (("device", device), ("shard", shard)) if value is not None}
+    changes = {name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None}
     checked = make_config(changes).train  # an error for a value that the command would reject
     on_device = None if device is None else checked.device
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
@@ -264,7 +263,7 @@ def resume(
             remove_leftovers(part)
         moved = on_device not in (None, config.train.device)
         chosen = config.changed(device=on_device) if moved else config
-        chosen = chosen.changed(shard=shard) if shard is not None else chosen
+        chosen = chosen.changed(fsdp=fsdp) if fsdp is not None else chosen
         setup = _prepare(chosen, folder, screen, ranks, resumed=True)
         ranks.first(lambda: _check_same_data(setup, folder))
         if moved and setup.config.data.captions_per_step != config.data.captions_per_step:
@@ -384,7 +383,7 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     """Records each unreadable image once in the run log, starting with those found before training."""
     records = read_log(folder) if setup.ranks.rank == 0 else ()
     named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
-    failures = FailureLog(setup.training.plan.images, setup.config.data.max_bad, log.write, screen.warn, named)
+    failures = FailureLog(setup.training.plan.images, setup.config.data.max_unreadable, log.write, screen.warn, named)
     for name, split in setup.splits.items():
         failures.record(name, split.failures)
     return failures
@@ -519,14 +518,14 @@ def train(
     data: str | Sequence[str] | None = None,
     minutes: float | None = None,
     *,
-    run: str | Path | None = None,
+    out: str | Path | None = None,
     config: str | Path | None = None,
     preset: str | None = None,
     screen: Screen | None = None,
     on_log: Sink | None = None,
     **options: Any,
 ) -> Run:
-    """Train in a new run folder: `run`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
+    """Train in a new run folder: `out`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
     `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is called with each
     record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
@@ -535,20 +534,18 @@ def train(
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
     settings, options["recipe"] = with_recipe(options, config, preset, screen)
-    if settings.transfer.recipe != "finetune":
-        return train_config(settings, run, screen, preset, on_log, time.perf_counter() - began)
-    if run is not None and not launched():
-        process.check_unused(Path(run))  # fail before the first stage, which takes minutes
+    if settings.transfer.recipe != "finetune" or settings.transfer.init is not None:
+        return train_config(settings, out, screen, preset, on_log, time.perf_counter() - began)
+    if out is not None and not launched():
+        process.check_unused(Path(out))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
-    if settings.transfer.init is None:
-        screen.say("stage 1    training heads on frozen towers")
-        folder = None if run is None else Path(f"{run}-frozen")
-        first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
-        screen.say(f"stage 2    training the towers too, starting from {first.path}")
-        options["init"] = str(first.path)
+    screen.say("stage 1    training heads on frozen towers")
+    folder = None if out is None else Path(f"{out}-frozen")
+    first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
+    screen.say(f"stage 2    training the towers too, starting from {first.path}")
     options = {name: value for name, value in options.items() if name not in TOWER_OPTIONS}
-    second = make_config(options | {"recipe": "scratch"})
-    return train_config(second, run, screen, preset, on_log, time.perf_counter() - began)  # of the time of both stages
+    second = make_config(options | {"init": str(first.path)})
+    return train_config(second, out, screen, preset, on_log, time.perf_counter() - began)  # of the time of both stages
 
 
 def with_recipe(

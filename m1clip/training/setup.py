@@ -28,6 +28,7 @@ from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
@@ -99,7 +100,7 @@ class Setup:
     @property
     def shards(self) -> bool:
         """Whether weights are divided among the ranks."""
-        return self.config.train.shard == "on" and self.ranks.size > 1
+        return self.config.train.fsdp == "on" and self.ranks.size > 1
 
     def build_model(self) -> CLIP:
         """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
@@ -135,17 +136,17 @@ class Setup:
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         config = self.config
         if ranks.size > 1:
-            config = config.changed(shard=ranks.first(lambda: self._sharding(ranks.size)))
+            config = config.changed(fsdp=ranks.first(lambda: self._sharding(ranks.size)))
         training = dataclasses.replace(self.training, plan=plan)
         return dataclasses.replace(self, config=config, training=training, ranks=ranks)
 
     def _sharding(self, ranks: int) -> str:
         """Whether to divide weights among the ranks: on or off; UserError if that is asked for, but not possible."""
-        config, asked = self.config, self.config.train.shard
+        config, asked = self.config, self.config.train.fsdp
         excluded = {"--compile": config.model.compile, "--precision fp16": self.precision == "fp16"}
         unsupported = next((name for name, given in excluded.items() if given), None)
         if asked == "on" and unsupported:
-            raise UserError(f"--shard on does not support {unsupported}: remove one of them")
+            raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
         if asked != "auto":
             return asked
         if self.device.kind != "cuda" or unsupported:
@@ -177,9 +178,9 @@ def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Path | None = None
 ) -> Setup:
     """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
-    if config.transfer.recipe in ("auto", "finetune"):
+    if config.transfer.recipe == "auto" or (config.transfer.recipe == "finetune" and config.transfer.init is None):
         raise UserError(f"--recipe {config.transfer.recipe} is resolved before a run: use m1clip.train")
-    facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size
+    facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size_or(0)
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
     source, start, tokenizer, preprocess = _open(config, facts, plan, saved)
@@ -224,7 +225,7 @@ def prepare(
     elif not start.weights:
         with plan.progress("fitting the stem"):
             start = dataclasses.replace(start, stem_filters=fit_stem(start.config, train, preprocess))
-    batch = config.train.batch_size or 0
+    batch = config.train.batch_size_or(0)
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
     config = config.changed(batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
@@ -278,9 +279,10 @@ def _open(
     if config.transfer.recipe == "frozen":
         return source, *_from_towers(config)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
-    kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
+    kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
-    start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
+    needs_bias = LOSSES[config.train.loss].needs_bias
+    start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
     resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
     return source, start, tokenizer, Preprocess(image_size=size, resize=resize)
@@ -299,7 +301,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
         images, names = len(source.samples("train")), ", ".join(config.data.source)
     if images < 2:
         raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
-    BatchPlan(images, config.train.batch_size or 2, config.seed)
+    BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
         plan.warn(
             f"only {images} training images: the run will show that everything works, but the model will "
@@ -309,7 +311,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
 
 
 def _with_batch(config: Config, start: Start, caption_counts: list[int], images: int) -> Config:
-    """The default captions per step and batch size, where none are given; `auto` stays 0 until memory is known."""
+    """The default captions per step and batch size, where none are given; `auto` stays until memory is known."""
     captions = config.data.captions_per_step or max(1, min(int(np.median(caption_counts)), MAX_CAPTIONS))
     config = config.changed(captions_per_step=captions)
     if config.train.batch_size is not None:
@@ -349,7 +351,7 @@ def _training_set(
     return TrainingSet(
         None if cached_features else train.images,
         train.live_captions or train.captions,
-        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed, blocks=blocks),
+        BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation,
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
@@ -369,9 +371,11 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
         )
     saved = saved.resized(config.model.image_size)
-    if config.train.loss == "sigmoid" and not saved.config.logit_bias:
+    loss = config.train.loss
+    if LOSSES[loss].needs_bias and not saved.config.logit_bias:
         raise UserError(
-            f"{transfer.init}: has no logit bias for --loss sigmoid; use --loss multi, or a model trained with sigmoid"
+            f"{transfer.init}: has no logit bias for --loss {loss}; "
+            f"use --loss {DEFAULT_LOSS}, or a model trained with {loss}"
         )
     preprocess = saved.preprocess
     if preprocess.resize != "squash":
@@ -398,7 +402,7 @@ def _from_towers(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
         image_head=head,
         text_head=head,
         embed_dim=config.model.embed_dim or TOWER_EMBED,
-        logit_bias=config.train.loss == "sigmoid",
+        logit_bias=LOSSES[config.train.loss].needs_bias,
     )
     return Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
 
@@ -440,7 +444,6 @@ def choose_recipe(config: Config, given: Collection[str]) -> tuple[str, str]:
     `given` are the flat names of the settings that the user chose.
     """
     for recipe, names, reason in (
-        ("scratch", ("init",), "starts from a trained model"),
         ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
         ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
         ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),

@@ -92,8 +92,8 @@ def unscaled(loss: Tensor) -> Tensor:
     return loss
 
 
-def skip_rule(kind: str, one_device: bool) -> Literal["host", "device"]:
+def skip_rule(kind: str, can_skip: bool) -> Literal["host", "device"]:
     """Where to decide to skip a non-finite step: on CUDA on the device, to avoid synchronization."""
     # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host decides.
-    # It also does for towers on two devices, since no flag is on both.
-    return "device" if kind == "cuda" and one_device else "host"
+    # It also does for towers on two devices, since no flag is on both, and for optimizers that read no flag.
+    return "device" if kind == "cuda" and can_skip else "host"

@@ -17,6 +17,7 @@ import torch
 from small_run import environment, small_arguments, tensors_of
 
 from m1clip.hardware.memory import NEAR, return_freed_memory
+from m1clip.losses.registry import LOSSES
 from m1clip.runlog import read_log
 from m1clip.training.oom import OOMHandler
 from m1clip.training.step import TrainStep
@@ -28,7 +29,7 @@ TOLERANCE = 1e-4  # relative, of each weight: a smaller micro-batch adds the sam
 CHANGES = {
     "model.patch_size": 4,
     "model.vision_width": 64,
-    "data.train_count": 160,
+    "data.synthetic_images": 160,
     "train.batch_size": BATCH,
     "train.steps": STEPS,
     "optim.optimizer": "adamw",
@@ -78,7 +79,7 @@ def address_space() -> int:
 def train(folder: Path, how: str, changes: dict[str, Any]) -> Path:
     """Train in a new process that runs short of memory in this way."""
     code = f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main import main; main()"
-    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--run", how]
+    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--out", how]
     # glibc then returns each freed tensor at once, so that the address space is what is in use.
     env = {**environment(), "MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -116,9 +117,7 @@ def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"train.loss": "multi"},
-        {"train.loss": "sigmoid"},
+        *({"train.loss": name} for name in LOSSES),
         {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3},
         {"data.workers": 2, "seed": 7},
     ],

@@ -10,6 +10,7 @@ import torch
 from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
+from m1clip.config import recipe_defaults
 from m1clip.errors import UserError
 from m1clip.hardware.choices import ROUNDS
 from m1clip.hardware.device import Device
@@ -192,7 +193,7 @@ class Estimate:
     ],
 )
 def test_settings_for_a_memory_limit(batch: int, micro: int, limit: float, expected: str) -> None:
-    config = small_config({"train.batch_size": batch, "train.micro_batch": micro})
+    config = small_config({"train.batch_size": batch or "auto", "train.micro_batch": micro})
     assert str(decide(config, 1024, limit, Estimate())) == expected  # type: ignore[arg-type]
 
 
@@ -200,14 +201,22 @@ def test_memory_limit_is_respected_or_refused() -> None:
     facts = read_facts()
     host = Device("cpu", facts)
     assert fit_memory(small_config(), START, host, "fp32", facts, 16, 100) is None
-    found = fit_memory(small_config({"train.batch_size": 0}), START, host, "fp32", facts, 16, 4000)
+    found = fit_memory(small_config({"train.batch_size": "auto"}), START, host, "fp32", facts, 16, 4000)
     assert found is not None
     assert found[0] == Fit(256, 0, False), "eight steps per epoch"
     with pytest.raises(UserError, match=r"--memory 1MB: .* needs at least"):
         fit_memory(small_config({"train.memory": "1MB"}), START, host, "fp32", facts, 16, 100)
 
 
-HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_heads=True)
+ADAPTERS = CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8))
+HEADS = Start(ADAPTERS, new_heads=True)
+WEIGHTS = {"logit_scale": torch.zeros(())}
+STARTS = {
+    "scratch": START,
+    "frozen": HEADS,
+    "finetune": Start(ADAPTERS, WEIGHTS),
+    "--init": Start(START.config, WEIGHTS),
+}
 
 
 @pytest.mark.parametrize(
@@ -216,3 +225,7 @@ HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_h
 )
 def test_default_batch_fits_the_images(images: int, start: Start, batch: int) -> None:
     assert default_batch(start, images) == batch
+
+
+def test_default_batch_is_that_of_the_recipe() -> None:
+    assert {recipe: default_batch(start, 10**6) for recipe, start in STARTS.items()} == recipe_defaults("batch_size")

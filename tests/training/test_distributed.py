@@ -19,6 +19,7 @@ from tower_run import frozen_config, patch_towers
 
 from m1clip.config import NAMES
 from m1clip.errors import UserError
+from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
 from m1clip.training import distributed
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
@@ -43,9 +44,9 @@ TINY = {
     "data.crop_min": 0.5,
 }
 CASES: dict[str, dict[str, Any]] = {
-    "infonce": {"train.loss": "infonce"},
-    "multi": {"optim.optimizer": "muon"},
-    "multi in micro-batches": {"train.micro_batch": 2},
+    **{name: {"train.loss": name} for name in LOSSES},
+    "multi-positive": {"optim.optimizer": "muon"},
+    "multi-positive in micro-batches": {"train.micro_batch": 2},
     "text-text": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
     "sigmoid": {"train.loss": "sigmoid", "optim.optimizer": "muon"},
     "sigmoid in micro-batches": {"train.loss": "sigmoid", "train.micro_batch": 4},
@@ -53,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
 FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at a time
-LONG = ("frozen", "multi in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
+LONG = ("frozen", "multi-positive in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
@@ -64,7 +65,7 @@ def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, Tr
     training = dataclasses.replace(setup.training, captions_per_image=config.data.captions_per_step or 1)
     start = setup.start.config
     start = dataclasses.replace(
-        setup.start, config=dataclasses.replace(start, logit_bias=config.train.loss == "sigmoid")
+        setup.start, config=dataclasses.replace(start, logit_bias=LOSSES[config.train.loss].needs_bias)
     )
     setup = dataclasses.replace(setup, config=config, training=training, start=start).divided(ranks)
     if teacher:
@@ -145,7 +146,7 @@ def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert difference < 1e-5, f"{what}: relative difference {difference:.1e}"
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi", "frozen"])])
+@pytest.mark.parametrize(("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi-positive", "frozen"])])
 def test_ranks_train_like_one_process(
     size: int, cases: list[str], one_process: dict[str, dict[str, Any]], cache: Path
 ) -> None:
@@ -171,7 +172,7 @@ def test_ranks_train_like_one_process(
 def disturbances(ranks: Ranks) -> dict[str, Any]:
     """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
     distributed.BUCKET = 1000
-    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi"])
+    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
     encode_image, calls = step.parts.encoder.encode_image, [0]
@@ -263,7 +264,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})), dict[str, Any]()
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
-        made = [make(common, ranks, {**settings, "train.shard": shard}) for shard in ("on", "off")]
+        made = [make(common, ranks, {**settings, "train.fsdp": shard}) for shard in ("on", "off")]
         setup, steps = made[0][0], [step for _, step in made]
         assert steps[0].shards is not None
         rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
@@ -301,7 +302,7 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(shard=shard))
+        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(fsdp=shard))
         setup = setup.divided(ranks)
         step = setup.make_step()
         loss = step.compute_gradients(setup.training[0], 0)
@@ -327,9 +328,9 @@ def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> Non
     for total, wanted in ((10**4, "on"), (10**12, "off")):
         device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
         assert dataclasses.replace(setup, device=device)._sharding(2) == wanted
-    config = setup.config.changed(shard="on")
+    config = setup.config.changed(fsdp="on")
     assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
-    with pytest.raises(UserError, match="--shard on does not support --compile"):
+    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
         dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)
 
 

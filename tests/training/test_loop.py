@@ -123,7 +123,7 @@ def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
 def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
-    config = small_config({"train.steps": 2, "data.train_count": 80, "train.save_every": 2})
+    config = small_config({"train.steps": 2, "data.synthetic_images": 80, "train.save_every": 2})
     (run / "config.toml").write_text(to_toml(config))
     for folder, message in ((run, "the training data has changed"), (tmp_path, "not a run folder")):
         with pytest.raises(UserError, match=message):

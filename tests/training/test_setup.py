@@ -13,7 +13,7 @@ from small_run import prepared, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_recipe, load_config
+from m1clip.config import Config, DataConfig, Recipe, TrainConfig, TransferConfig, is_clip, load_config
 from m1clip.data.augment import Augmentation, render
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -33,7 +33,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "train_config", train_config)
-    monkeypatch.setattr(m1clip.config, "init_recipe", lambda model: "unfreeze")
+    monkeypatch.setattr(m1clip.config, "is_clip", lambda model: False)
     runs.train(screen=screen(), **options)
     return made
 
@@ -41,17 +41,21 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
 def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
-    monkeypatch.setattr(m1clip.config, "read_recipe", lambda name: short)
+    monkeypatch.setattr(m1clip.config, "read_recipe", lambda name, clip=False: Recipe(short, 16))
     options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
     shown = screen()
-    assert runs.train(run=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
+    assert runs.train(out=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
-    assert (second.transfer.init, second.train.steps) == (str(first), 2)
+    assert (second.transfer.recipe, second.transfer.init, second.train.steps) == ("finetune", str(first), 2)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("stage 1") < text.index("stage 2")
-    assert (init_recipe(first), init_recipe(tmp_path)) == ("unfreeze", "finetune")
+    assert (is_clip(first), is_clip(tmp_path)) == (False, True)
+
+    # config.toml tells what was trained, and repeats it.
+    again = stages(monkeypatch, config=tmp_path / "run")
+    assert again == [second]
 
 
 def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +95,7 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
-        stages(monkeypatch, recipe="finetune", run=tmp_path)
+        stages(monkeypatch, recipe="finetune", out=tmp_path)
     for recipe in ("auto", "finetune"):
         with pytest.raises(UserError, match=f"--recipe {recipe} is resolved before a run"):
             prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
@@ -113,7 +117,7 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
             with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"):
                 stages(monkeypatch, **start, **{name: value})
     recipes = [config.transfer.recipe for config in stages(monkeypatch, **{name: value})]
-    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "scratch"]), "auto chooses a recipe that it fits"
+    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "finetune"]), "auto chooses a recipe that it fits"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_recipe_auto_choice(
 
 
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stages(monkeypatch, init="runs/x")[0].transfer.recipe == "scratch"
+    assert [config.transfer.recipe for config in stages(monkeypatch, init="runs/x")] == ["finetune"]
     assert stages(monkeypatch, init="runs/x", recipe="auto")[0].optim.layer_decay == 0.8
     assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
@@ -152,13 +156,13 @@ def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
 
 
-@pytest.mark.parametrize("batch", [None, 0])
+@pytest.mark.parametrize("batch", [None, "auto"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_batch_size_is_reduced_for_few_images(
-    tmp_path: Path, batch: int | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, batch: str | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_towers(monkeypatch)
-    changes = {"train.batch_size": batch, "data.train_count": 20, "train.micro_batch": 64}
+    changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
     shown = screen()
     found = prepared(frozen_config(tmp_path, **changes) if frozen else small_config(changes), shown)
     assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)

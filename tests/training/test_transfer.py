@@ -20,11 +20,11 @@ from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.batches import TowerRunner
 from m1clip.inference.feature_cache import FeatureCache
 from m1clip.inference.features import encode_split
-from m1clip.losses import distillation
+from m1clip.losses import run_loss
+from m1clip.losses.run_loss import distillation
 from m1clip.model import pretrained
 from m1clip.model.clip import Features
 from m1clip.runlog import read_log
-from m1clip.training import transfer
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
 from m1clip.training.transfer import interpolated
@@ -57,7 +57,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(first: Path, **changes: Any) -> Any:
     """The config of a run that starts from another one."""
     values = {"transfer.init": str(first), "train.steps": 4, "optim.optimizer": "adamw", "train.save_every": 2}
-    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.train_count": 40}
+    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.synthetic_images": 40}
     return small_config({**values, **changes})
 
 
@@ -136,11 +136,11 @@ def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> Non
         rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
     (folder / "3.png").write_bytes(b"no image")
     (folder / "captions.csv").write_text("\n".join(rows) + "\n")
-    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch_size": 4}
+    changes = {"data.source": [str(folder)], "data.max_unreadable": 0.5, "train.batch_size": 4}
     setup = prepared(frozen_config(tmp_path, **changes))
     assert [sample.id for sample in setup.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
-        prepared(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}))
+        prepared(frozen_config(tmp_path, **{**changes, "data.max_unreadable": 0.0}))
 
 
 def test_trainable_parts(scratch: Path, frozen: Path) -> None:
@@ -282,7 +282,7 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = setup.teacher.logits(batch.sample_ids, batch.caption_ids)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
 
-    monkeypatch.setattr(transfer, "TEACHER_WEIGHT", 1.0)
+    monkeypatch.setattr(run_loss, "TEACHER_WEIGHT", 1.0)
     train_config(small_config(changes), tmp_path / "run", screen())
     losses = losses_of(tmp_path / "run")
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
