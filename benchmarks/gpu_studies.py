@@ -33,7 +33,8 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import read_facts, usable_cpus
 from m1clip.hardware.timing import gemm_rate, timing
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.losses import run_loss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
@@ -177,7 +178,8 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     """Images per second of the encoder, and of what limits it."""
     tokenizer, device = BpeTokenizer(), Device(options.device, read_facts())
     config = with_fields(preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    model = Model(build_clip(config), tokenizer, Preprocess(image_size=config.image_size)).to(options.device)
+    encoder = TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))
+    model = Model(encoder).to(options.device)
     samples = open_source(options.data).samples("train")
     paths = [str(each.image) for each in samples][: options.images]
     texts = [caption for each in samples for caption in each.captions][: 5 * options.images]

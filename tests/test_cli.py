@@ -147,7 +147,7 @@ MISTAKES = [
     (("train", "--steps", "3", "photos"), "photos: no such file or folder"),
     (("train", "photos", "--data", "more"), "all paths of your images after train, or use --data for all"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
-    (("search", "dog", "--in", ".", "--count", "-1"), "--count"),
+    (("search", "dog", "--index", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),

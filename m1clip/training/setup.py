@@ -26,7 +26,8 @@ from m1clip.evaluation.analysis import even_indices
 from m1clip.hardware.device import Device, Precision, autocast, check_compile, choose_device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
@@ -170,7 +171,7 @@ class Setup:
 
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
-        return Model(model, self.tokenizer, self.preprocess, self.precision)
+        return Model(TorchEncoder(model, self.tokenizer, self.preprocess, self.precision))
 
 
 def prepare(

@@ -26,8 +26,9 @@ from m1clip.evaluation.evaluate import other_class_vectors
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.hardware.device import Device, Precision
-from m1clip.inference.encoder import encode_split, load
+from m1clip.inference import load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
+from m1clip.inference.features import encode_split
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig

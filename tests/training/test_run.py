@@ -12,7 +12,7 @@ from small_run import losses_of, run_small, tensors_of
 
 import m1clip
 from m1clip.errors import UserError
-from m1clip.inference.encoder import load
+from m1clip.inference import load
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.runlog import read_log
 
