@@ -67,9 +67,9 @@ def train(
         if resume is None:  # fail here, not in the background
             name = name or runs.run_name(runs.with_recipe(options, config_file, preset, screen)[0])
         folder, pid = start_in_background(sys.argv[1:], run, name, resume)
-        print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
-        print(f"watch      m1clip monitor {folder}")
-        print(f"stop       m1clip stop {folder}")
+        screen.say(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
+        screen.say(f"watch      m1clip monitor {folder}")
+        screen.say(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:

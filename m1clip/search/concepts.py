@@ -16,7 +16,15 @@ import numpy as np
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.search import vectors
-from m1clip.search.index import CONCEPTS, READ_SECONDS, IndexBusy, is_busy, statements, stored_statements
+from m1clip.search.index import (
+    CONCEPTS,
+    READ_SECONDS,
+    IndexBusy,
+    check_single_name,
+    is_busy,
+    statements,
+    stored_statements,
+)
 
 SCHEMA = """
 CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
@@ -55,7 +63,9 @@ class Concepts:
         self.vector_bytes = dim * vectors.BYTES
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _open(self, write: bool = False) -> Iterator[sqlite3.Connection]:
+        if write and self.path.exists():
+            check_single_name(self.path)
         try:
             with closing(sqlite3.connect(self.path, timeout=READ_SECONDS)) as db, db:
                 db.execute("PRAGMA trusted_schema = OFF")
@@ -81,12 +91,12 @@ class Concepts:
             (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(good), time.time())
             for digest, vector in examples
         ]
-        with self._open() as db:
+        with self._open(write=True) as db:
             db.executemany("INSERT OR REPLACE INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def remove(self, name: str, sha256: bytes | None = None) -> int:
         """Remove one example of a word, or all of them; returns how many."""
-        with self._open() as db:
+        with self._open(write=True) as db:
             stored = db.execute("SELECT DISTINCT name FROM examples WHERE typeof(name) = 'text'").fetchall()
             # Not COLLATE NOCASE, which knows ASCII only.
             same = [(word, sha256) for (word,) in stored if _key(word) == _key(name)]

@@ -154,8 +154,11 @@ def is_own(place: Path) -> bool:
     return all(os.lstat(path).st_uid == os.geteuid() for path in paths)
 
 
-def check_place(place: Path) -> None:
-    """Raise UserError if an index folder or something in it is a link: it could point anywhere."""
+def check_place(place: Path, write: bool = False) -> None:
+    """Raise UserError if an index folder or something in it is a link: it could point anywhere.
+
+    With `write` also if a file in it is a hard link: writing would change a file elsewhere.
+    """
     problem = "m1clip does not read or write an index through links; delete it"
     if place.is_symlink():
         raise UserError(f"{place}: is a symbolic link, and {problem}")
@@ -167,8 +170,16 @@ def check_place(place: Path) -> None:
                 raise UserError(f"{entry.path}: is a symbolic link, and {problem}")
             if not entry.is_file() and not entry.is_dir():
                 raise UserError(f"{entry.path}: is a pipe or device; delete it")
+            if write and entry.is_file():
+                check_single_name(Path(entry.path))
     for name in (DATABASE, CONCEPTS):
         _check_journal(place / f"{name}-journal")
+
+
+def check_single_name(path: Path) -> None:
+    """Raise UserError if a file has another name (a hard link), under which it would change too."""
+    if os.lstat(path).st_nlink > 1:
+        raise UserError(f"{path}: is a hard link, so that another file would change with it; replace it by a copy")
 
 
 def _check_journal(path: Path) -> None:
@@ -440,7 +451,7 @@ def update_index(
         raise UserError(f"{root}: no such folder")
     places = [place for place in (root / FOLDER, _outside(root)) if is_own(place)]
     for place in filter(os.path.lexists, places):
-        check_place(place)
+        check_place(place, write=True)
     # Chosen before anything is created: a missing model leaves no empty index.
     path = None if model is None else _resolved(model)
     if path is None and not any(map(_has_database, places)):

@@ -755,6 +755,28 @@ def test_rows_of_files_outside_the_folder_do_not_count(gift: Path) -> None:
     assert len(m1clip.Index(gift)) == 4
 
 
+def test_only_images_of_the_folder_are_opened_in_a_viewer(
+    gift: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index may name a program, which the viewer of some systems would start."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
+    words = ("search", "--like", gift / "a/0000.jpg", "-k", "1", "--in", gift, "--open")
+    assert exit_code(*words) == 0
+    assert started.pop()[1] == str(gift / "a/0000.jpg")
+    (gift / "program.command").write_text("echo started")
+    (gift / "link.jpg").symlink_to(gift.parent / "outside/secret.jpg")
+    for name in ("program.command", "link.jpg"):
+        change(
+            gift / FOLDER,
+            f"UPDATE files SET path = CAST('{name}' AS BLOB) WHERE id = 1",
+            "DELETE FROM files WHERE id != 1",
+        )
+        assert exit_code("search", "dog", "--all", "--in", gift, "--open") == 2
+        assert f"--open: {gift / name}" in capsys.readouterr().err
+    assert started == []
+
+
 FILES = (DATABASE, "lock", "thumbnails", "concepts.sqlite", "vectors-1-0.f16")
 
 
@@ -775,6 +797,26 @@ def test_links_in_an_index_are_rejected(gift: Path, name: str, capsys: pytest.Ca
         assert f"{gift / name}: is a symbolic link" in error
     assert Photos(gift).get("/api/library", {})[0] == 400  # type: ignore[index]
     assert outside_files(gift) == before
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "thumbnails"])
+def test_hard_links_in_an_index_are_not_written_to(gift: Path, name: str) -> None:
+    m1clip.Index(gift).teach("Rex", [1])
+    precious = gift.parent / "outside" / "target"
+    place = gift / FOLDER
+    shutil.copy(place / name, precious)
+    (place / name).unlink()
+    (place / name).hardlink_to(precious)
+    before = precious.read_bytes()
+    image(9).save(gift / "new.jpg")
+    with pytest.raises(UserError, match=f"{name}: is a hard link"):
+        update_index(gift)
+    index = m1clip.Index(gift)
+    assert len(index.search("Rex").nearest) == 4  # it can be read
+    if name == "concepts.sqlite":
+        with pytest.raises(UserError, match="is a hard link"):
+            index.teach("Max", [2])
+    assert precious.read_bytes() == before
 
 
 @pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite"])
