@@ -173,17 +173,20 @@ def test_files_are_read_only_while_they_are_decoded(shared: Photos, monkeypatch:
     """A file may have 256 MiB, and a page requests many at a time."""
     read_small = photos_module.read_small
     decoders = threading.Semaphore(1)
-    could_wait = []
+    found_free = []
 
     def read(*words: Any, **options: Any) -> bytes:
-        could_wait.append(decoders.acquire(blocking=False))
+        is_free = decoders.acquire(blocking=False)
+        if is_free:
+            decoders.release()
+        found_free.append(is_free)
         return read_small(*words, **options)
 
     shared.get("/api/library", {})  # opens the index
     monkeypatch.setattr(photos_module, "read_small", read)
     monkeypatch.setattr(shared, "_decoders", decoders)
     assert shared.get("/photo", {"id": "1"}) is not None
-    assert could_wait == [False]
+    assert found_free == [False]
 
 
 def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:
