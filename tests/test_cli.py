@@ -211,7 +211,8 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
 
 
 def test_index_report_counts_are_grammatical() -> None:
-    lines = _report_lines(Report(Path("photos"), hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
+    problems = [("a.jpg", "damaged")]
+    lines = _report_lines(Report(Path("index"), Path("photos"), hidden=1, links=1, other=1, problems=problems), None)
     assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
-    lines = _report_lines(Report(Path("photos"), links=2), None)
+    lines = _report_lines(Report(Path("index"), Path("photos"), links=2), None)
     assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"
