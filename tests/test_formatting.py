@@ -97,7 +97,7 @@ def test_steps_or_seconds() -> None:
     assert steps_or_seconds(100, "--save-every") == (100, 0.0)
     assert steps_or_seconds(" 10M ", "--save-every") == (0, 600.0)
     for wrong in (True, "0s", "-1", "ten", 1.5):
-        with pytest.raises(UserError, match="give an integer number of steps, or a time"):
+        with pytest.raises(UserError, match="expected an integer number of steps, or a time"):
             steps_or_seconds(wrong, "--save-every")  # type: ignore[arg-type]
 
 
