@@ -36,9 +36,10 @@ from m1clip.model.clip import empty_clip
 from m1clip.model.presets import CLIPConfig
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
 from m1clip.text.base import Tokenizer
-from m1clip.training import process
+from m1clip.training import loop, process
 from m1clip.training.autotune import drop_contradicted
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
+from m1clip.training.context import RunContext
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.duration import (
     EVALUATIONS,
@@ -52,7 +53,6 @@ from m1clip.training.duration import (
     planned_steps,
 )
 from m1clip.training.logger import check_sink, open_sink
-from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
 from m1clip.training.progress import Screen, decode_plan
@@ -338,7 +338,9 @@ def _train_and_finish(
     resumed: bool = False,
 ) -> Run:
     gc.collect()  # models that were built for measurements may be in reference cycles
-    ranks, state, train_step = setup.ranks, TrainState(), setup.make_step()
+    ranks = setup.ranks
+    state = TrainState()
+    train_step = setup.make_step()
     if resumed:
         kept = share_checkpoint(train_step, lambda device: load_latest(folder, device, screen.warn))
         if kept is not None:
@@ -363,13 +365,13 @@ def _train_and_finish(
         log.write("parity", gradient_difference=parity.difference, **skipped)
         note = f"; {parity.skipped}" if parity.skipped else ""
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
+    run = RunContext(setup, train_step, folder, log, screen, stop, state, pacer)
     try:
-        loop = TrainLoop(setup, train_step, state, folder, log, screen, pacer)
-        loop.run_until_stopped(stop)
-        evaluator, features = _best_on_test(loop)
-        return ranks.first(lambda: _finish(loop, evaluator, features))
+        loop.train(run)
+        evaluator, features = _best_on_test(run)
+        return ranks.first(lambda: _finish(run, evaluator, features))
     except (process.Interrupted, RankLost) as stopped:
-        log.write("event", step=state.step, event=str(stopped))
+        log.write("event", step=run.state.step, event=str(stopped))
         raise
     finally:
         screen.end()
@@ -388,18 +390,18 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     return failures
 
 
-def _best_on_test(loop: TrainLoop) -> tuple[Evaluator, SplitFeatures]:
+def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
-    setup, train_step, folder = loop.setup, loop.train_step, loop.run
+    setup, train_step, folder = run.setup, run.train_step, run.folder
     ranks, last, found = setup.ranks, setup.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
 
     def save_and_load() -> CLIPConfig:
-        loop.log.check_folder()
+        run.log.check_folder()
         setup.bundle(last).save(folder / "model")
         if setup.config.transfer.wise_ft != "off":
-            interpolate_weights(setup, folder, loop.screen.say, loop.log.write)
+            interpolate_weights(setup, folder, run.screen.say, run.log.write)
         found.append(load(folder, device=setup.device.torch.type, precision=setup.precision))
         return found[0].clip.config
 
@@ -410,18 +412,18 @@ def _best_on_test(loop: TrainLoop) -> tuple[Evaluator, SplitFeatures]:
     return Evaluator(best, setup.source, split, setup.splits[split]), encode(setup, best.clip, split)
 
 
-def _finish(loop: TrainLoop, evaluator: Evaluator, features: SplitFeatures) -> Run:
-    setup, state, folder = loop.setup, loop.state, loop.run
+def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> Run:
+    setup, state, folder = run.setup, run.state, run.folder
     split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
     retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
-        loop.screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
+        run.screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
-    _check_choice(loop, steps)
+    _check_choice(run, steps)
     fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
-    loop.log.write(
+    run.log.write(
         "end",
         step=state.step,
         split=split,
@@ -435,16 +437,16 @@ def _finish(loop: TrainLoop, evaluator: Evaluator, features: SplitFeatures) -> R
     return Run(folder, scores, split, grid)
 
 
-def _check_choice(loop: TrainLoop, steps: Sequence[dict[str, Any]]) -> None:
+def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:
     """Drop a kept choice of device and precision that the speed of this run contradicts."""
-    choice = loop.setup.choices.get("hardware")
+    choice = run.setup.choices.get("hardware")
     busy = [record["step_seconds"] * (1 - record["data_fraction"]) for record in steps if "data_fraction" in record]
     if choice is None or not busy:
         return
-    text = drop_contradicted(choice, timing(busy).median / loop.setup.training.plan.batch)
+    text = drop_contradicted(choice, timing(busy).median / run.setup.training.plan.batch)
     if text:
-        loop.log.write("event", step=loop.state.step, event="choice dropped", reason=text)
-        loop.screen.say(f"device     {text}")
+        run.log.write("event", step=run.state.step, event="choice dropped", reason=text)
+        run.screen.say(f"device     {text}")
 
 
 def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, float]:

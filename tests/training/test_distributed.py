@@ -207,7 +207,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
 
     step.encode_image = encode_image
     step(batch, 0)
-    groups = checkpoint_tensors(step, TrainState(step=1))
+    groups = checkpoint_tensors(step)
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
     assert shared is not None
     restore(step, shared[0], shared[1])
@@ -265,7 +265,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
         rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
         results = [torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)]) for step in steps]
         state = TrainState(step=3)
-        saved = [copy.deepcopy(checkpoint_tensors(step, state)) for step in steps]
+        saved = [copy.deepcopy(checkpoint_tensors(step)) for step in steps]
         for step, groups in zip(steps, reversed(saved), strict=True):
             kept = share_checkpoint(step, lambda device, groups=groups: (state, copy.deepcopy(groups)))  # noqa: B023
             assert kept is not None

@@ -280,3 +280,14 @@ def test_weights_do_not_depend_on_the_clock_without_minutes(tmp_path: Path, on_c
     run_small(tmp_path / "busy")
     one = torch.tensor(losses_of(tmp_path / "quiet"))
     assert torch.equal(one, torch.tensor(losses_of(tmp_path / "busy")))
+
+
+def test_purpose_of_a_step_is_known_before_it() -> None:
+    plan = StepPlan((Segment(0, 40),), eval_every=15)
+    purposes = {step: plan.purpose(step) for step in range(1, 41)}
+    assert [step for step, purpose in purposes.items() if purpose.evaluates] == [15, 30, 40]
+    assert all(purpose.logs and purpose.checks_clock for purpose in purposes.values()), "short runs log each step"
+    long = StepPlan((Segment(0, 10_000),), eval_every=0)
+    assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
+    assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]
+    assert long.purpose(10_000) == (True, True, True)

@@ -1,5 +1,7 @@
 """Ten steps give the same bits as five, a resume and five more, with any settings."""
 
+import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from m1clip.config import load_config, to_toml
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
 from m1clip.runlog import read_log
+from m1clip.training import loop
+from m1clip.training.checkpoint import TrainState
 from m1clip.training.run import train_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -150,3 +154,16 @@ def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         write_bytes(thumbs / "99.jpg", b"an image", sync=False)
     assert {path.name for path in thumbs.iterdir()} == kept, "complete or absent"
+
+
+def test_state_of_a_run_is_written_by_the_loop_only() -> None:
+    """The state is frozen, so only an assignment can change it, and only loop.py assigns it."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainState().step = 1  # type: ignore[misc]
+    folder = Path(loop.__file__).parent
+    writers = {
+        path.name
+        for path in folder.glob("*.py")
+        if re.search(r"\brun\.(state|plan) = |\brun\.update\(", path.read_text())
+    }
+    assert writers == {"loop.py"}
