@@ -60,12 +60,14 @@ def train(
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped, start_in_background
     from m1clip.training.progress import Screen
+    from m1clip.training.spec import Settings
 
     screen = Screen()
     if background:
         name = preset or ""
         if resume is None:  # fail here, not in the background
-            name = name or runs.run_name(runs.with_recipe(options, config_file, preset, screen)[0])
+            settings, _ = runs.decide_recipe(Settings(options, config_file, preset), screen)
+            name = name or runs.run_name(settings.config)
         folder, pid = start_in_background(sys.argv[1:], run, name, resume)
         print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
         print(f"watch      m1clip monitor {folder}")

@@ -12,11 +12,12 @@ from m1clip.config import Config
 from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import SaveTimer, TrainState
 from m1clip.training.distributed import Ranks
-from m1clip.training.duration import Pacer, StepPlan, step_plan
+from m1clip.training.duration import Pacer, StepPlan
 from m1clip.training.logger import StepLogger
 from m1clip.training.process import StopRequest
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import StepChecks
+from m1clip.training.spec import RunSpec
 
 if TYPE_CHECKING:
     from m1clip.training.setup import Setup
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class RunContext:
     """A run while it trains. Only the loop changes `state` and `plan`; everything else reads them."""
 
+    spec: RunSpec
     setup: Setup
     train_step: TrainStep
     folder: Path
@@ -42,16 +44,14 @@ class RunContext:
     training_began: float = field(init=False)  # on the clock of time.perf_counter, without evaluations
 
     def __post_init__(self) -> None:
-        plan = step_plan(self.config.train)
-        assert plan is not None  # resolved before
-        self.plan = plan
+        self.plan = self.spec.plan
         self.step_log = StepLogger(self.setup.device.kind)
         self.save_timer = SaveTimer(self.config.train.save_every)
         self.training_began = time.perf_counter() - self.state.seconds
 
     @property
     def config(self) -> Config:
-        return self.setup.config
+        return self.spec.config
 
     @property
     def ranks(self) -> Ranks:

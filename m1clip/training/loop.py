@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator
 
-from m1clip.config import to_toml
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
 from m1clip.io import write_text
@@ -139,7 +138,7 @@ def _keep_to_the_clock(run: RunContext) -> None:
     if run.ranks.rank == 0:  # so that a resumed or repeated run makes the same steps
         path = run.folder / "config.toml"
         with disk_errors(run.log, path, step):
-            write_text(path, to_toml(run.config.changed(**plan.as_settings())))
+            write_text(path, run.spec.with_plan(plan).to_toml())
 
 
 def _restart_clocks(run: RunContext) -> None:

@@ -21,6 +21,7 @@ from m1clip.training import checkpoint
 from m1clip.training.checkpoint import SaveTimer, TensorGroups, TrainState, checkpoint_folder, save, saved_steps, verify
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
+from m1clip.training.duration import step_plan
 from m1clip.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -188,10 +189,11 @@ def context(folder: Path, every: int | str | None, state: TrainState) -> RunCont
     """A run with a fake model, whose checkpoint has a tensor."""
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
     setup = SimpleNamespace(config=config, ranks=Ranks(), device=SimpleNamespace(kind="cpu"))
+    spec = SimpleNamespace(config=config, plan=step_plan(config.train))
     model = torch.nn.Linear(2, 2)
     optimizer = SimpleNamespace(tensors=dict)
     step = SimpleNamespace(model=model, optimizer=optimizer, shards=None)
-    return RunContext(setup, step, folder, RunLog(folder), screen(), state=state)  # type: ignore[arg-type]
+    return RunContext(spec, setup, step, folder, RunLog(folder), screen(), state=state)  # type: ignore[arg-type]
 
 
 def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,10 @@ from m1clip.training import step as update_module
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
+from m1clip.training.duration import step_plan
 from m1clip.training.recovery import Rollback, SpikeDetector, roll_back
 from m1clip.training.run import train_config
+from m1clip.training.spec import RunSpec
 from m1clip.training.step import TrainStep, skip_rule
 
 NAN = float("nan")
@@ -125,9 +127,10 @@ def checker(state: TrainState | None = None) -> tuple[RunContext, Log]:
     setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
                             splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
                             ranks=Ranks())  # fmt: skip
+    spec = SimpleNamespace(config=setup.config, plan=step_plan(setup.config.train))
     step = SimpleNamespace(scaler=None, shards=None, skip="device", nonfinite_rows=lambda batch: [0])
     log: Any = Log()
-    return RunContext(setup, step, Path(), log, log, state=state or TrainState()), log  # type: ignore[arg-type]
+    return RunContext(spec, setup, step, Path(), log, log, state=state or TrainState()), log  # type: ignore[arg-type]
 
 
 def feed(run: RunContext, losses: list[float], norm: float = 1.0, first: int = 1) -> None:
@@ -280,7 +283,7 @@ def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
     save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
     update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     failed, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
-    state = roll_back(RunContext(setup, update, tmp_path, log, screen(), state=failed))
+    state = roll_back(RunContext(RunSpec(setup.config), setup, update, tmp_path, log, screen(), state=failed))
     log.close()
     assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
     assert (state.scaler_scale, update.scaler.get_scale()) == (expected, expected)

@@ -1,6 +1,5 @@
 """Resolving a run: recipes and their stages, options that do not apply, batch sizes, augmentation."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,27 +8,25 @@ import numpy as np
 import pytest
 import torch
 from image_sets import make_set
-from small_run import prepared, screen, small_config
-from tower_run import PIECES, frozen_config, frozen_options, patch_towers
+from small_run import prepared, screen, small_config, small_options
+from tower_run import frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_recipe, load_config
-from m1clip.data.augment import Augmentation, render
-from m1clip.data.types import Source
+from m1clip.config import Config, TransferConfig, init_recipe, load_config
+from m1clip.data.augment import render
 from m1clip.errors import UserError
-from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
-from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
+from m1clip.training import resolve as resolving
 from m1clip.training import run as runs
-from m1clip.training import setup
-from m1clip.training.transfer import Start, Trainable, augmentation_for
+from m1clip.training import setup, transfer
+from m1clip.training.spec import Settings
 
 
 def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
     """The configs of the runs that `train` would start."""
     made: list[Config] = []
 
-    def train_config(config: Config, *rest: Any, on_log: Any = None) -> Any:
-        made.append(config)
+    def train_config(settings: Settings, *rest: Any, **more: Any) -> Any:
+        made.append(settings.config)
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "train_config", train_config)
@@ -73,19 +70,34 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spent, left in ((600, 20), (3600, 15)):
-        clock = iter((0.0, float(spent)))
-        monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
-        assert stages(monkeypatch, recipe="finetune", minutes=30)[1].train.minutes == left
+    used: list[float] = []
+
+    def train_config(
+        settings: Settings,
+        run: Any,
+        screen: Any,
+        name: Any = None,
+        on_log: Any = None,
+        used_seconds: float = 0.0,
+        source: Any = None,
+    ) -> Any:
+        used.append(used_seconds)
+        now[0] += 600
+        return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
+
+    now = [100.0]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(runs, "train_config", train_config)
+    runs.train(screen=screen(), recipe="finetune", minutes=30)
+    assert used == [0.0, 600.0], "the first stage has its own duration"
 
 
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
         stages(monkeypatch, recipe="finetune", run=tmp_path)
-    for recipe in ("auto", "finetune"):
-        with pytest.raises(UserError, match=f"--recipe {recipe} is resolved before a run"):
-            prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--recipe finetune has two stages"):
+        prepared(small_config({"transfer.recipe": "finetune"}))
 
 
 FINETUNE = {"wise_ft": "0.5", "unfreeze_image": 0, "unfreeze_text": 2}
@@ -104,41 +116,15 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
             with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"):
                 stages(monkeypatch, **start, **{name: value})
     recipes = [config.transfer.recipe for config in stages(monkeypatch, **{name: value})]
-    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "scratch"]), "auto chooses a recipe that it fits"
-
-
-@pytest.mark.parametrize(
-    ("images", "minutes", "installed", "recipe", "reason"),
-    [
-        (500, None, True, "frozen", "500 images are too few"),
-        (500, 60, True, "frozen", "500 images are too few"),
-        (5_000, 5, True, "frozen", "5,000 images are too few"),
-        (5_000, 30, True, "finetune", "30 minutes and 5,000 images are enough"),
-        (5_000, 30, False, "scratch", "pip install 'm1clip[towers]' would give about twice the recall"),
-        (2_000_000, 30, True, "scratch", "2,000,000 images are enough"),
-    ],
-)
-def test_recipe_auto_choice(
-    images: int, minutes: float | None, installed: bool, recipe: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Source("photos")
-    source.by_split["train"] = range(images)
-    monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
-    monkeypatch.setattr(setup, "open_data", lambda *rest: source)
-    monkeypatch.setattr(setup, "installed", lambda tower: installed)
-    found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)), {"minutes"})
-    assert found == recipe
-    assert reason in why
-    for option in ("model", "vision_width", "tokenizer"):
-        assert setup.choose_recipe(Config(), {option})[0] == "scratch"
+    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "finetune"]), "auto chooses a recipe that it fits"
 
 
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stages(monkeypatch, init="runs/x")[0].transfer.recipe == "scratch"
+    assert stages(monkeypatch, init="runs/x")[0].transfer.recipe == "finetune"
     assert stages(monkeypatch, init="runs/x", recipe="auto")[0].optim.layer_decay == 0.8
     assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
-    monkeypatch.setattr(runs, "choose_recipe", lambda config, given: ("frozen", ""))
+    monkeypatch.setattr(resolving, "choose_recipe", lambda *facts: ("frozen", ""))
     (chosen,) = stages(monkeypatch, batch_size=16)
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
 
@@ -171,47 +157,6 @@ def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) 
     assert lengths[0] == 40 > lengths[1]
 
 
-BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
-PRETRAINED = CLIPConfig(
-    image_tower=PretrainedImageConfig(),
-    text_tower=PretrainedTextConfig(),
-    image_head=HeadConfig(kind="adapter", hidden=8),
-)
-VIT = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig())
-CONV = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig(stem="conv"))
-OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
-
-
-def augmented(trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any) -> Augmentation:
-    tokenizer: Any = CharTokenizer("ab") if letters else wordpiece_tokenizer(PIECES)
-    start = Start(config, trainable=trainable, new_heads=True)
-    settings = Config(data=DataConfig(source=("photos",), **given))
-    return augmentation_for(settings, ["a dog runs", "the dog"], start, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("found", "patches", "words"),
-    [
-        (augmented(BOTH, PRETRAINED), 0.0, 0.0),
-        (augmented(BOTH, VIT), 0.5, 0.0),
-        (augmented(BOTH, CONV), 0.0, 0.0),
-        (augmented(BOTH, CONV, patch_dropout=0.4), 0.4, 0.0),
-        (augmented(BOTH, OWN_TEXT), 0.0, 0.3),
-        (augmented(BOTH, OWN_TEXT, letters=True), 0.0, 0.0),
-        (augmented(BOTH, PRETRAINED, word_dropout=0.2), 0.0, 0.2),
-        (augmented(IMAGE, OWN_TEXT), 0.0, 0.0),
-    ],
-)
-def test_augmentation_by_tower(found: Augmentation, patches: float, words: float) -> None:
-    assert (found.patch_dropout, found.word_dropout) == (patches, words)
-    assert (found.crop_min, found.flip) == (0.6, 0.5)
-
-
-def test_augmentation_with_a_frozen_image_tower() -> None:
-    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
-    assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)
-
-
 def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> None:
     found = prepared(small_config())
     filters = found.start.stem_filters
@@ -238,3 +183,33 @@ def test_cached_images_are_larger_for_crops_but_not_than_the_files(tmp_path: Pat
     found = prepared(small_config(changes))
     assert found.training[0].pixels().shape[1:] == (side, side, 3)
     assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (image_size, image_size, 3)
+
+
+def test_data_is_opened_and_the_model_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best model is loaded once more, for the test split; nothing is built to be described."""
+    data = make_set(tmp_path / "set")
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if name != "build_clip" or torch.get_default_device().type != "meta":
+                calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(setup, "open_data")
+    counted(runs, "open_data")
+    counted(transfer, "build_clip")
+    counted(runs, "load")
+    options = small_options({"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None})
+    runs.train(run=tmp_path / "run", screen=screen(), **{name: v for name, v in options.items() if name not in SHAPE})
+    assert calls == ["open_data", "build_clip", "load"]
+    calls.clear()
+    runs.resume(tmp_path / "run", screen())
+    assert calls == ["open_data", "build_clip", "load"]
+
+
+SHAPE = ("image_size", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "embed_dim")
