@@ -21,7 +21,7 @@ STOPPING = 0.005  # of the clock: stopping takes the current step and a checkpoi
 
 def command(job: dict[str, Any], run: Path, duration: tuple[str, ...]) -> list[str]:
     """`m1clip train` with its own cache, so that decoding is inside the clock."""
-    words = [sys.executable, "-m", "m1clip", "train", "--data", job["data"], "--run", str(run)]
+    words = [sys.executable, "-m", "m1clip", "train", "--data", job["data"], "--out", str(run)]
     words += ["--seed", str(job["seed"]), "--device", job["device"], "--cache-dir", f"{run}-cache"]
     return [*words, *job["options"], *duration]
 

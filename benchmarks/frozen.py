@@ -95,7 +95,7 @@ def train(name: str, seed: int, empty_cache: bool, options: argparse.Namespace, 
     words += [
         "--recipe",
         "frozen",
-        "--run",
+        "--out",
         str(run),
         "--seed",
         str(seed),

@@ -37,7 +37,7 @@ def job_config(model: str, batch: int, chunk: int) -> Config:
     """Synthetic images, a batch in chunks or (0) at once."""
     return Config(
         model=ModelConfig(name=model),
-        data=DataConfig(train_count=2 * batch, captions_per_step=1),
+        data=DataConfig(synthetic_images=2 * batch, captions_per_step=1),
         train=TrainConfig(batch_size=batch, micro_batch=chunk, steps=100, device="cpu"),
     )
 

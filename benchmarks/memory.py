@@ -23,10 +23,10 @@ ROWS = {  # name: (words, flags of m1clip train)
     "first-checkpointing": ("the same, gradient checkpointing", f"{PRIOR_ART} --grad-checkpointing"),
     "large": (
         "small, batch 1024, --micro-batch 16",
-        "--model small --batch-size 1024 --micro-batch 16 --steps 2 --train-count 1100",
+        "--model small --batch-size 1024 --micro-batch 16 --steps 2 --synthetic-images 1100",
     ),
 }
-QUICK = "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --train-count 16"
+QUICK = "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --synthetic-images 16"
 
 
 def main() -> None:

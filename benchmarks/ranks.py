@@ -49,7 +49,7 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     job = set_up(
         Config(
             model=ModelConfig(name=options.model, cuda_graph=False),
-            data=DataConfig(train_count=max(256, batch), captions_per_step=1),
+            data=DataConfig(synthetic_images=max(256, batch), captions_per_step=1),
             optim=OptimConfig(optimizer=options.optimizer),
             train=TrainConfig(
                 batch_size=batch,
@@ -57,7 +57,7 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
                 device=options.device,
                 precision="bf16",
                 threads=0 if cuda else options.cores,
-                shard=options.shard,
+                fsdp=options.fsdp,
             ),
         )
     ).divided(ranks)
@@ -126,7 +126,7 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
     """The rows for tools/results_table.py."""
     where = "on a GPU" if options.device == "cuda" else f"on {plural(options.cores, 'core')} each"
     images = f"{options.batch_size} images {'in all' if options.total else 'per rank'}"
-    work = f"`{options.model}`, {options.optimizer}{', sharded' * (options.shard == 'on')}, {images}"
+    work = f"`{options.model}`, {options.optimizer}{', sharded' * (options.fsdp == 'on')}, {images}"
     rows = []
     for size, figures in ranks.items():
         words = [f"{spread(figures['images_per_second'], ',.1f')} images/s"]
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images of each rank")
     parser.add_argument("--total", action="store_true", help="--batch-size is that of all ranks together")
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
-    parser.add_argument("--shard", choices=["on", "off"], default="off")
+    parser.add_argument("--fsdp", choices=["on", "off"], default="off")
     parser.add_argument("--overlap", action="store_true", help="every other step exchanges after the backward pass")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=10)

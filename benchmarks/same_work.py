@@ -76,7 +76,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
     if name == "76.7M":
         config = from_dict(read_preset("prior-art"), "prior-art")
     else:
-        source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
+        source = DataConfig(source=(data,), cache="ram") if data else DataConfig(synthetic_images=1024)
         # A tower that the peers can build: patches instead of our stem, six blocks and four.
         context = int(name.removeprefix("tiny-"))
         model = ModelConfig(name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch")

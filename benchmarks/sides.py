@@ -109,7 +109,7 @@ def peak_memory(flags: Sequence[str], own_cache: bool = False) -> int:
     variables = variables_for(sys.executable)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
         variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if own_cache else {}
-        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--run", f"{folder}/run"]
+        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--out", f"{folder}/run"]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -7,6 +7,7 @@ Two names are shorter outside of TOML: `model` is [model] name, `data` is [data]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -22,10 +23,22 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
-from m1clip.formatting import amount, did_you_mean, number_or_auto, steps_or_seconds, steps_or_time
+from m1clip.formatting import amount, did_you_mean, steps_or_seconds
 from m1clip.io import LIMITS, converted, read_small
 
 COMMON = Group("Common", sort_key=0)
+# Name of each optimizer -> its help text. training/optim.py builds them; options, errors and tests
+# use this table.
+OPTIMIZERS = {
+    "muon": "Muon for hidden matrices, AdamW for everything else",
+    "adamw": "AdamW for all parameters of the model",
+}
+if typing.TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+DESCRIBED = {"optimizer": OPTIMIZERS}  # settings whose choices are a table, for --help
+RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
 CHOSEN_BY = "chosen_by"  # table of a run's config.toml with who chose each value; not a setting (training/spec.py)
 
@@ -84,7 +97,7 @@ def _ranges(hint: Any) -> Iterator[Range]:
 class ModelConfig(Section):
     """A model preset and overrides of its shape."""
 
-    name: Annotated[str, Parameter(name="--model", group=COMMON)] = "tiny"
+    name: Annotated[str, Parameter(group=COMMON)] = "tiny"
     "Model preset: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
     "Image height and width in pixels, a multiple of the patch size."
@@ -104,8 +117,8 @@ class ModelConfig(Section):
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
     "First layer of the image tower: patch (CLIP's projection) or conv, better on small datasets; conv squashes images."
-    tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
-    "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
+    tokenizer: Literal["char", "bpe", "clip-bpe-pruned"] = "clip-bpe-pruned"
+    "char: characters; bpe: CLIP's BPE (49,408 tokens); clip-bpe-pruned: only those of the training captions."
     grad_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
@@ -118,21 +131,19 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Images, captions and augmentation."""
 
-    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON, show_default=" ".join)] = (
-        "synthetic",
-    )
-    "Path to images and captions, or synthetic. Repeat it to use several datasets together."
-    train_count: Count = 8000
+    source: Annotated[tuple[str, ...], Parameter(negative="", group=COMMON)] = ("synthetic",)
+    "Paths to images and captions, or synthetic; several datasets are used together."
+    synthetic_images: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
-    caption_column: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "Tables: caption columns (default: detected by name)."
     cache: Literal["auto", "ram", "disk", "off", "stream"] = "auto"
     "Decode images once and cache them in memory or on disk, or not (off); stream: read shards during training."
     cache_dir: str | None = None
     "Folder of the disk cache (default: next to the data, or the user's cache folder)."
-    max_bad: Fraction = 0.10
+    max_unreadable: Fraction = 0.10
     "Maximum fraction of unreadable images; with more, the run stops."
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
     "Number of data loader processes; 0 loads the data in the training process."
@@ -162,8 +173,8 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer and learning rate."""
 
-    optimizer: Literal["muon", "adamw"] = "muon"
-    "muon (hidden matrices with Muon, everything else with AdamW), or adamw for all."
+    optimizer: OptimizerName = "muon"
+    "How the weights are updated."
     lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = 5e-4
     "Peak learning rate of AdamW. The matrices that Muon trains use --muon-lr."
     muon_lr: Positive = 0.01
@@ -171,7 +182,7 @@ class OptimConfig(Section):
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
     "Weight decay of AdamW; not applied to norms, biases and the temperature."
     warmup: NotNegative = 0.05
-    "Warm-up: a fraction of all steps if below 1, else a number of steps."
+    "Warmup: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
     "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the block above it."
 
@@ -190,8 +201,10 @@ class TrainConfig(Section):
     "Train for this many passes over the images."
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
-    batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
-    "Images per step. Default: 64 (--recipe frozen 512, finetune 128), fewer for small datasets. auto: as many as fit."
+    batch_size: Annotated[
+        int | Literal["auto"] | None, Parameter(group=COMMON, metavar="INT|auto", show_choices=False)
+    ] = None
+    "Images per step. The default is lower for small datasets. auto: as many as fit in memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
@@ -204,7 +217,7 @@ class TrainConfig(Section):
     "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
-    shard: Literal["auto", "on", "off"] = "auto"
+    fsdp: Literal["auto", "on", "off"] = "auto"
     "Under torchrun, shard weights and optimizer state across ranks (FSDP2); auto: only if a GPU's memory requires it."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
@@ -216,7 +229,7 @@ class TrainConfig(Section):
     "Number of evaluations, evenly spread over the run, instead of --eval-every. Default: 5, fewer if time is short."
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
-    save_every: Annotated[int | str | None, Parameter(group=COMMON, converter=steps_or_time)] = None
+    save_every: Annotated[int | str | None, Parameter(group=COMMON)] = None
     "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
@@ -228,10 +241,10 @@ class TrainConfig(Section):
         rules = {
             f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given) <= 1,
             f"--batch-size must be at least 2 (a contrastive loss needs two samples) or auto, not {self.batch_size}": (
-                self.batch_size != 1
+                self.batch_size_or(2) >= 2
             ),
             f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
-                not self.batch_size or self.micro_batch <= self.batch_size
+                self.micro_batch <= self.batch_size_or(self.micro_batch)
             ),
             f"give --eval-every {self.eval_every} or --evaluations {self.evaluations}, not both": (
                 self.eval_every is None or self.evaluations is None
@@ -253,6 +266,10 @@ class TrainConfig(Section):
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:
             steps_or_seconds(self.save_every, "--save-every")
+
+    def batch_size_or(self, default: int) -> int:
+        """The batch size, or `default` while it is not decided: not given, or auto."""
+        return default if self.batch_size in (None, "auto") else int(self.batch_size)
 
 
 def is_plan(plan: tuple[tuple[int, int], ...], steps: int | None) -> bool:
@@ -292,8 +309,8 @@ class TransferConfig(Section):
                 Range(0, 1).check("--wise-ft", float(self.wise_ft))
             except (ValueError, UserError):
                 raise UserError(f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}") from None
-        if self.init is not None and self.recipe == "frozen":
-            raise UserError("--init cannot be combined with --recipe frozen: remove one of them")
+        if self.init is not None and self.recipe not in ("auto", "finetune"):
+            raise UserError(f"--init cannot be combined with --recipe {self.recipe}: remove one of them")
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -315,11 +332,11 @@ def option_of(kind: type, name: str) -> str:
 class Config:
     """All settings of a run."""
 
-    model: Annotated[ModelConfig, Parameter(name="*", group=Group("Model", sort_key=1))] = ModelConfig()
-    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = DataConfig()
-    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=3))] = OptimConfig()
-    train: Annotated[TrainConfig, Parameter(name="*", group=Group("Training", sort_key=4))] = TrainConfig()
-    transfer: Annotated[TransferConfig, Parameter(name="*", group=Group("Transfer", sort_key=5))] = TransferConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    transfer: TransferConfig = TransferConfig()
     seed: Annotated[int, Parameter(group=COMMON)] = 0
     "Random seed for initialization, data order, crops and captions."
 
@@ -342,7 +359,7 @@ NAMES = {
     for item in dataclasses.fields(kind)  # type: ignore[arg-type]
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
-PYTHON_PARAMETERS = ("run", "config", "preset", "on_log")  # of m1clip.train, beside the settings
+PYTHON_PARAMETERS = ("out", "config", "preset", "on_log")  # of m1clip.train, beside the settings
 # Options of the command that are not settings of a run: what to use in Python.
 NOT_OPTIONS = {
     "resume": "to continue a run, use m1clip.resume(run)",
@@ -353,7 +370,6 @@ NOT_OPTIONS = {
 RECIPE_OPTIONS = {
     "frozen": "--recipe frozen",
     "finetune": "--init MODEL, or --recipe finetune",
-    "unfreeze": "--recipe finetune, or --init RUN of --recipe frozen",
     "scratch": "--recipe scratch",
 }
 # How a model is computed, not what it is: these survive a change of --model.
@@ -363,7 +379,7 @@ OTHER_TOOLS = {
     **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "accelerator"), "--device gpu"),
     **{kind: f"--device {kind}" for kind in ("cpu", "mps", "mlx")},
-    **dict.fromkeys(("out", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--run"),
+    **dict.fromkeys(("run", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--out"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
     **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),
@@ -387,29 +403,37 @@ def device_name(name: str) -> str:
 
 
 def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
-    """Merge the settings of a run: the recipe's, then those of a TOML file or a preset, then flat `options`."""
+    """Merge the settings of a run: the recipe's, those of a TOML file or a preset, flat `options`.
+
+    With --recipe auto and without --init, the recipe depends on the data: training chooses it.
+    """
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
     values = read_toml(Path(file)) if file is not None else read_preset(preset) if preset is not None else {}
     from_dict(values, str(file or preset))  # so that an error names the file
-    merged = _merged(values, _nested(options))
-    transfer = from_dict(merged, "options").transfer
-    recipe = {"frozen": "frozen", "finetune": "unfreeze"}.get(transfer.recipe)
-    recipe = recipe if transfer.init is None else init_recipe(Path(transfer.init))
-    return from_dict(_merged(read_recipe(recipe), merged) if recipe else merged, "options")
+    given = _merged(values, _nested(options))
+    transfer = from_dict(given, "options").transfer
+    if transfer.init is not None:
+        recipe = read_recipe("finetune", clip=is_clip(Path(transfer.init)))
+        given = _merged(given, {"transfer": {"recipe": "finetune"}})
+    elif transfer.recipe != "auto":
+        recipe = read_recipe(transfer.recipe)
+    else:
+        return from_dict(given, "options")
+    return from_dict(_merged(recipe.settings, given), "options")
 
 
-def init_recipe(model: Path) -> str:
-    """The part of a recipe for training from a model; one with pretrained towers and new heads has its own."""
+def is_clip(model: Path) -> bool:
+    """Whether a model has the projections of CLIP; False for the adapter heads of --recipe frozen."""
     for folder in (model, model / "best", model / "model"):
         try:
             kind = json.loads(read_small(folder / "config.json"))["model"]["image_head"]["kind"]
         except (OSError, ValueError, RecursionError):
             continue
         except (KeyError, TypeError, IndexError):
-            return "finetune"
-        return "finetune" if kind == "projection" else "unfreeze"
-    return "finetune"
+            return True
+        return bool(kind == "projection")
+    return True
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,9 +508,41 @@ def read_preset(name: str) -> dict[str, Any]:
     return _read_packaged("presets", name)
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """The settings that a recipe adds below those of the user; not a complete run, so not a preset."""
-    return _read_packaged("recipes", name)
+class Recipe(NamedTuple):
+    """What a recipe sets where the user does not; not a complete run, so not a preset."""
+
+    settings: dict[str, Any]  # by section, as in a TOML file
+    batch_size: int  # lower for small datasets, so not among the settings
+
+
+def read_recipe(name: str, clip: bool = False) -> Recipe:
+    """Read one of RECIPES. `clip` is for fine-tuning a CLIP model, not towers with adapter heads."""
+    settings = _read_packaged("recipes", name)
+    batch_size = settings.pop("batch_size")
+    clip_settings = settings.pop("clip", {})
+    if clip:
+        batch_size = clip_settings.pop("batch_size", batch_size)
+        settings = _merged(settings, clip_settings)
+    return Recipe(settings, batch_size)
+
+
+def recipe_defaults(name: str) -> dict[str, Any]:
+    """The default of a setting in each recipe, and of `--init` with a CLIP model."""
+    section, key = NAMES[name]
+    default = getattr(SECTIONS.get(section, Config), key)
+    values = {}
+    for label, recipe in _all_recipes().items():
+        values[label] = recipe.settings.get(section, {}).get(key, default)
+        if name == "batch_size":
+            values[label] = recipe.batch_size
+    return values
+
+
+@functools.cache
+def _all_recipes() -> dict[str, Recipe]:
+    recipes = {name: read_recipe(name) for name in RECIPES}
+    recipes["--init"] = read_recipe("finetune", clip=True)
+    return recipes
 
 
 def _read_packaged(folder: str, name: str) -> dict[str, Any]:
@@ -545,8 +601,6 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
             raise UserError(f"{where}: unknown key '{prefix}{key}'{hint}")
         if dataclasses.is_dataclass(hints[key]):
             built[key] = _build(typing.cast("type", hints[key]), value, where, f"{prefix}{key}.")
-        elif key == "batch_size" and value == "auto":
-            built[key] = 0
         elif key == "device" and value == "gpu":
             built[key] = device_name(value)
         else:

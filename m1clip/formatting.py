@@ -7,7 +7,6 @@ import math
 import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from m1clip.errors import UserError
 
@@ -151,17 +150,6 @@ def amount(text: str, unit: str, option: str) -> float:
     return float(found.group(1)) * scale
 
 
-def number_or_auto(hint: Any, tokens: Sequence[Any]) -> int:
-    """Converter for cyclopts: an integer, or auto, which becomes 0."""
-    value = str(tokens[0].value)
-    if value == "auto":
-        return 0
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(f"{tokens[0].keyword or '--batch-size'} {value}: give an integer, or auto") from None
-
-
 def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
     """(steps, 0.0) for an integer, (0, seconds) for a time such as 30s, 10m or 1h."""
     text = str(value).strip().lower()
@@ -170,11 +158,4 @@ def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
         return 0, float(found.group(1)) * SECONDS[found.group(2)]
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return int(text), 0.0
-    raise UserError(f"{option} {value}: give an integer number of steps, or a time such as 30s, 10m or 1h")
-
-
-def steps_or_time(hint: Any, tokens: Sequence[Any]) -> int | str:
-    """Converter for cyclopts: steps become an int, a time stays text."""
-    value = str(tokens[0].value)
-    steps_or_seconds(value, str(tokens[0].keyword or "--save-every"))
-    return int(value) if value.strip().isdecimal() else value.strip()
+    raise UserError(f"{option} {value}: expected an integer number of steps, or a time such as 30s, 10m or 1h")

@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -351,15 +351,23 @@ def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
 KINDS = {str: "text in quotes", bool: "true or false", int: "an integer", float: "a finite number", dict: "a table"}
 
 
-def converted(hint: Any, value: Any, where: str) -> Any:
-    """The value as its type annotation says, or UserError; lists become tuples, integers floats and paths text."""
+def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
+    """The value as its type annotation says, or UserError; `words`, such as `auto`, are accepted too.
+
+    Lists become tuples, integers floats and paths text.
+    """
+    if type(value) is str and value in words:
+        return value
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return converted(parts[0], value, where)
     if origin in (Union, UnionType):
+        if value is None and NoneType in parts:
+            return None
         kinds = [part for part in parts if part is not NoneType]
         chosen = next((kind for kind in kinds if type(value) is kind), kinds[0])
-        return None if value is None and NoneType in parts else converted(chosen, value, where)
+        others = [word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)]
+        return converted(chosen, value, where, others)
     expected, kind = KINDS.get(hint, ""), type(value)
     if origin is tuple:
         items = (value,) if kind is str else value
@@ -380,6 +388,7 @@ def converted(hint: Any, value: Any, where: str) -> Any:
     elif not expected or (kind is hint and hint is not float):
         return value
     text = ascii(value)
+    expected = " or ".join((expected, *words))
     raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
 
 

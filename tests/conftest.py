@@ -53,10 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
-    if config.getoption("cov_source", None):  # tracing would make hundreds of examples slow, for few lines more
-        for item in items:
-            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-                item.add_marker(pytest.mark.no_cover)
+    if config.getoption("cov_source", None):
+        _measure_once(items)
+
+
+def _measure_once(items: list[pytest.Item]) -> None:
+    """Measure the coverage of one case per test: tracing is slow, and the other cases execute few lines more."""
+    seen: set[Any] = set()
+    for item in items:
+        function = getattr(item, "obj", None)
+        if function in seen or getattr(function, "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.no_cover)
+        seen.add(function)
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ from m1clip.search.vectors import file_name
 
 def save_model(folder: Path, embed_dim: int = 16) -> Path:
     """A model folder; another `embed_dim` is another model."""
-    tiny_model("bpe-cut", ["a red dog on a beach at night"], embed_dim=embed_dim).save(folder)
+    tiny_model("clip-bpe-pruned", ["a red dog on a beach at night"], embed_dim=embed_dim).save(folder)
     return folder
 
 

@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
     "model.text_width": 32,
     "model.text_layers": 2,
     "model.embed_dim": 32,
-    "data.train_count": 72,  # four batches of 16, and 8 left over; 8 each for validation and test
+    "data.synthetic_images": 72,  # four batches of 16, and 8 left over; 8 each for validation and test
     "data.captions_per_step": 2,
     "train.batch_size": 16,
     "train.steps": 10,
@@ -61,7 +61,7 @@ SMALL: dict[str, Any] = {
 def small_config(changes: dict[str, Any] | None = None) -> Config:
     """The small run with changes by dotted name; None removes a setting."""
     nested: dict[str, Any] = {}
-    for name, value in {**SMALL, **(changes or {})}.items():
+    for name, value in _small(changes).items():
         section, _, key = name.rpartition(".")
         if value is not None:
             (nested.setdefault(section, {}) if section else nested)[key] = value
@@ -79,8 +79,12 @@ def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
 def small_options(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """`small_config` as flat options of `m1clip.train`."""
     flat = {".".join(place): name for name, place in NAMES.items() if place[0]}
-    given = {**SMALL, **(changes or {})}
-    return {flat.get(name, name): value for name, value in given.items() if value is not None}
+    return {flat.get(name, name): value for name, value in _small(changes).items() if value is not None}
+
+
+def _small(changes: dict[str, Any] | None) -> dict[str, Any]:
+    recipe = {"transfer.recipe": "finetune"} if changes and "transfer.init" in changes else {}
+    return {**SMALL, **recipe, **(changes or {})}
 
 
 def screen() -> Screen:

@@ -1,6 +1,7 @@
 """The command line: options, overrides, help, and one-line errors."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import typing
@@ -63,13 +64,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_defaults(parse: typing.Callable[..., Caught]) -> None:
-    assert parse().config == dataclasses.replace(Config(), transfer=TransferConfig(recipe="scratch")), "synthetic"
+    assert parse().config == Config().changed(recipe="scratch", epochs=10.0), "synthetic"
 
 
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     caught = parse(
         "--model", "small", "--data", "photos", "--minutes", "2.5", "--batch-size", "48", "--device", "cpu",
-        "--run", "runs/x", "--seed", "9",
+        "--out", "runs/x", "--seed", "9",
     )  # fmt: skip
     config = caught.config
     assert (config.model.name, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
@@ -86,7 +87,8 @@ def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch:
     assert parse("photos", "more:0.3", "--batch-size", "8", *frozen).config.data.source == ("photos", "more:0.3")
     assert parse("--batch-size", "8").config == parse("--batch_size=8").config
     assert parse("--weight-decay", "0.2", "--learning_rate=1e-3").config == parse("--wd", "0.2", "--lr", "1e-3").config
-    assert parse("--batch-size", "auto").config.train.batch_size == 0
+    assert parse("--batch-size", "auto").config.train.batch_size == "auto"
+    assert parse("--steps", "3", "photos", "more", *frozen).config.data.source == ("photos", "more")
     for system, device in (("Linux", "cuda"), ("Darwin", "mps")):
         monkeypatch.setattr("platform.system", lambda system=system: system)
         assert parse("--device", "gpu").config.train.device == device
@@ -122,7 +124,7 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
         if number % 10 == 2:  # parsing takes a while
             assert f"Did you mean {meant}?" in refused(capsys, "train", option, "8")
         name, *value = meant.split()[:2] if meant.count(" ") == 1 else meant.split()[:1]
-        assert name == "--run" or name.removeprefix("--").replace("-", "_") in NAMES
+        assert name == "--out" or name.removeprefix("--").replace("-", "_") in NAMES
         with pytest.raises(UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"):
             make_config({typed: 8})
         if name == "--precision":
@@ -132,6 +134,7 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
 MISTAKES = [
     (("train", "--bacth-size", "3"), "--batch-size"),
     (("train", "--vision-widht", "3"), "--vision-width"),
+    (("train", "--run", "runs/x"), "Did you mean --out?"),
     (("train", "--batch-size", "many"), "--batch-size"),
     (("train", "--device", "tpu"), "cpu"),
     (("train", "--data", ""), "--data: the value is empty"),
@@ -139,10 +142,11 @@ MISTAKES = [
     (("eval", "runs/x", "--data", ""), "--data: the value is empty"),
     (("train", "--steps", "2.5"), "must be an integer"),
     (("train", "--batch-size=12.7"), "integer"),
-    (("train", "--train-count", "1.0"), "must be an integer"),
+    (("train", "--synthetic-images", "1.0"), "must be an integer"),
     (("train", "--resume", "runs/x", "--steps", "9"), "remove --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
-    (("train", "--steps", "3", "photos"), "right after train, or use --data"),
+    (("train", "--steps", "3", "photos"), "photos: no such file or folder"),
+    (("train", "photos", "--data", "more"), "all paths of your images after train, or use --data for all"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
     (("search", "dog", "--in", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),
@@ -173,6 +177,35 @@ def test_user_errors_are_one_line_with_exit_code_2(
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("batch_size", "many", "many"),
+        ("steps", "2.5", 2.5),
+        ("lr", "fast", "fast"),
+        ("seed", "-1", -1),
+        ("device", "tpu", "tpu"),
+        ("optimizer", "sgd", "sgd"),
+        ("save_every", "2 weeks", "2 weeks"),
+        ("memory", "8", "8"),
+    ],
+)
+def test_command_python_and_toml_report_a_mistake_in_the_same_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, value: Any
+) -> None:
+    printed = refused(capsys, "train", f"--{name.replace('_', '-')}={text}")
+    with pytest.raises(UserError) as from_python:
+        make_config({name: value})
+    assert printed == f"m1clip: {from_python.value}\n"
+    section, key = NAMES[name]
+    path = tmp_path / "x.toml"
+    path.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n" if section else f"{key} = {value}\n")
+    with pytest.raises(UserError) as from_toml:
+        make_config({}, path)
+    assert str(from_toml.value).startswith(f"{path}: ")
+    assert str(from_toml.value).endswith(str(from_python.value).partition(" ")[2])
+
+
 def test_debug_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", "--seed", "-1", "--debug"])
@@ -199,7 +232,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out
-    for name in (*(set(NAMES) - {"plan"}), "run", "resume", "config", "preset", "background"):
+    for name in (*(set(NAMES) - {"plan"}), "out", "resume", "config", "preset", "background"):
         assert f"--{name.replace('_', '-')} " in shown
 
 
@@ -214,7 +247,8 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
 
 
 def test_index_report_counts_are_grammatical() -> None:
-    lines = _report_lines(Report(Path("photos"), hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
+    places = (Path("photos/.m1clip-index"), Path("photos"))
+    lines = _report_lines(Report(*places, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
     assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
-    lines = _report_lines(Report(Path("photos"), links=2), None)
+    lines = _report_lines(Report(*places, links=2), None)
     assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import itertools
+import json
 import re
 import types
 import typing
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 import m1clip.config
 from m1clip.config import (
     NAMES,
+    RECIPES,
     SECTIONS,
     Config,
+    TransferConfig,
     from_dict,
     load_config,
     make_config,
@@ -39,7 +42,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(args)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return st.none() | values_of(next(arg for arg in args if arg is not type(None)))
+        literals = [values_of(arg) for arg in args[1:] if typing.get_origin(arg) is Literal]
+        return st.one_of(st.none(), values_of(args[0]), *literals)
     if typing.get_origin(hint) is tuple:
         return st.lists(TEXT, min_size=1, max_size=3).map(tuple) if args[0] is str else st.just(())
     numbers = st.floats(1e-9, 0.999)
@@ -56,7 +60,8 @@ def configs(draw: st.DrawFn) -> Config:
         if section == "train":
             for name in draw(st.permutations(["minutes", "epochs", "steps"]))[1:]:
                 values[name] = None
-            values["micro_batch"] = min(values["micro_batch"], values["batch_size"] or values["micro_batch"])
+            if isinstance(values["batch_size"], int):
+                values["micro_batch"] = min(values["micro_batch"], values["batch_size"])
             values["save_every"] = draw(st.none() | st.integers(1, 99) | st.sampled_from(["30s", "1.5h"]))
             values[draw(st.sampled_from(["eval_every", "evaluations"]))] = None
             steps = values["steps"]
@@ -64,7 +69,7 @@ def configs(draw: st.DrawFn) -> Config:
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
         if section == "transfer":
-            values |= {"wise_ft": "0.5", "recipe": "scratch"}
+            values |= {"wise_ft": "0.5", "recipe": "scratch" if values["init"] is None else "finetune"}
         built[section] = kind(**values)
     return Config(seed=draw(st.integers(0, 2**31 - 1)), **built)
 
@@ -128,6 +133,10 @@ MISTAKES = [
     ({"model": {"image_size": 10**6}}, ["--image-size", "at most 4,096"]),
     ({"transfer": {"wise_ft": "2"}}, ["--wise-ft is off, search, or a number from 0 to 1"]),
     ({"transfer": {"init": "x", "recipe": "frozen"}}, ["--init cannot be combined with --recipe frozen"]),
+    ({"transfer": {"init": "x", "recipe": "scratch"}}, ["--init cannot be combined with --recipe scratch"]),
+    ({"optim": {"optimizer": "sgd"}}, ["optim.optimizer", "one of muon, adamw"]),
+    ({"train": {"batch_size": 0}}, ["--batch-size must be at least 2"]),
+    ({"train": {"batch_size": "all"}}, ["train.batch_size must be an integer or auto, not 'all'"]),
     ({"seed": -1}, ["--seed must be"]),
 ]
 
@@ -172,7 +181,7 @@ def test_options_override_the_file_and_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("[train]\nepochs = 4\nbatch_size = 32\n[model]\nname = 'tiny'\nvision_width = 64\ncompile = true\n")
     config = make_config({"minutes": 2, "batch_size": "auto", "data": "photos"}, file)
-    assert (config.train.minutes, config.train.epochs, config.train.batch_size) == (2.0, None, 0)
+    assert (config.train.minutes, config.train.epochs, config.train.batch_size) == (2.0, None, "auto")
     assert (config.data.source, config.model.vision_width) == (("photos",), 64)
     other = make_config({"model": "small"}, file)
     assert (other.model.vision_width, other.model.compile, other.train.epochs) == (None, True, 4.0)
@@ -223,16 +232,36 @@ def test_shipped_presets_load() -> None:
         assert from_dict(m1clip.config.to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
     assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
-    assert prior_art.data.train_count == 216
+    assert prior_art.data.synthetic_images == 216
     with pytest.raises(UserError, match="did you mean 'prior-art'"):
         read_preset("priorart")
 
 
-@pytest.mark.parametrize("name", ["frozen", "finetune", "unfreeze"])
-def test_parts_of_recipes_are_no_presets(name: str) -> None:
-    assert read_recipe(name)["optim"]["optimizer"] == "adamw"
-    with pytest.raises(UserError, match=r"--recipe f.*demo, prior-art"):
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_files_of_that_name_but_no_presets(name: str) -> None:
+    assert from_dict(read_recipe(name).settings, name).train.epochs
+    assert make_config({"recipe": name}).transfer.recipe == name
+    with pytest.raises(UserError, match=rf"--recipe {name}.*demo, prior-art"):
         make_config({}, preset=name)
+
+
+def test_recipes_are_the_choices_of_the_option() -> None:
+    files = {item.stem for item in (Path(m1clip.config.__file__).parent / "recipes").glob("*.toml")}
+    hint = typing.get_type_hints(TransferConfig)["recipe"]
+    assert files == set(RECIPES) == set(typing.get_args(hint)) - {"auto"}
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_finetuning_by_kind_of_model(clip: bool, tmp_path: Path) -> None:
+    kind = "projection" if clip else "adapter"
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"image_head": {"kind": kind}}}))
+    config = make_config({"init": str(tmp_path)})
+    assert config.transfer.recipe == "finetune", "config.toml tells how the run was trained"
+    found = (config.optim.lr, config.train.epochs, config.transfer.unfreeze_image)
+    assert found == ((2e-5, 10, -1) if clip else (1e-4, 5, 3))
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert make_config({}, path) == config, "repeated by its own config.toml"
 
 
 def test_suggestions_are_similar_names_or_none() -> None:
@@ -240,7 +269,8 @@ def test_suggestions_are_similar_names_or_none() -> None:
         "background": "only the command m1clip train",
         "resume": "use m1clip.resume(run)",
         "bacth_sze": "did you mean 'batch_size'?",
-        "ru": "did you mean 'run'?",
+        "ou": "did you mean 'out'?",
+        "run": "did you mean 'out'?",
         "zebra": "m1clip train --help lists all options",
     }
     for name, words in cases.items():

@@ -41,7 +41,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     train = m1clip.train
 
     def short_train(data: str, **options: Any) -> Any:
-        small = small_options({"data.train_count": None, "train.steps": 3, "train.eval_every": 2})
+        small = small_options({"data.synthetic_images": None, "train.steps": 3, "train.eval_every": 2})
         return train(data, screen=screen(), **{**small, **options})
 
     monkeypatch.setattr(m1clip, "train", short_train)

@@ -31,7 +31,7 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """Changes to the small run for the frozen recipe; features are cached in `tmp_path`."""
-    sizes = {"data.train_count": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
+    sizes = {"data.synthetic_images": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
     frozen = {
         "transfer.recipe": "frozen",
         "transfer.image_tower": "efficientnet-lite0",

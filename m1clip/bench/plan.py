@@ -75,7 +75,7 @@ def make_plan(
             **{"count": count, "batch_size": own, "compute_seconds": own_seconds, "exchange_seconds": sent / speed},
             **{"sent_bytes": sent, "bandwidth": speed, "measured_ranks": 0 if bandwidth else connected.size},
             "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
-            "shard": "on" if device.kind == "cuda" and peak > MAX_UNSHARDED * limit else "off",
+            "fsdp": "on" if device.kind == "cuda" and peak > MAX_UNSHARDED * limit else "off",
         }
         step_seconds = own_seconds + sent / speed
     return {
@@ -138,13 +138,13 @@ def plan_text(plan: dict[str, Any]) -> str:
     by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
     if by_ranks:
         n, source = by_ranks["count"], "as given"
-        unsharded = " (all figures are without it)" if by_ranks["shard"] == "on" else ""
+        unsharded = " (all figures are without it)" if by_ranks["fsdp"] == "on" else ""
         batch, most = f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,", "largest batch of a rank"
         if by_ranks["measured_ranks"]:
             source = f"measured between {by_ranks['measured_ranks']} ranks"
         lines = (
             f"\nranks      {n}, PREDICTED: {plan['batch_size'] / plan['step_seconds']:,.0f} images/s, "
-            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --shard auto: {by_ranks['shard']}{unsharded}\n"
+            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --fsdp auto: {by_ranks['fsdp']}{unsharded}\n"
             f"           {duration(by_ranks['compute_seconds'])} to compute, then "
             f"{duration(by_ranks['exchange_seconds'])} to send {size(by_ranks['sent_bytes'])} at "
             f"{size(by_ranks['bandwidth'])}/s ({source})"

@@ -98,7 +98,7 @@ class Result:
 @functools.cache
 def model_shape(model: str) -> tuple[CLIPConfig, int]:
     """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
-    kind = "bpe-cut" if model == "tiny" else "bpe"
+    kind = "clip-bpe-pruned" if model == "tiny" else "bpe"
     if preset(model).vocab_size == len(LETTERS) + 4:
         kind = "char"
     samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")

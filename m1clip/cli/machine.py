@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from m1clip.cli.app import Flag, app
+from m1clip.config import OptimizerName
 
 Several = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)) or "all")
 
@@ -18,7 +19,7 @@ def compare(
     batch_size: Annotated[tuple[int, ...], Several] = (64,),
     device: Annotated[tuple[str, ...], Several] = (),
     precision: Annotated[tuple[str, ...], Several] = (),
-    optimizer: Literal["muon", "adamw"] = "muon",
+    optimizer: OptimizerName = "muon",
     minutes: float = 4.7,
     out: Path = Path("comparison"),
     share: Path | None = None,
@@ -115,7 +116,7 @@ def plan(
     epochs: float = 10.0,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-    optimizer: Literal["muon", "adamw"] = "muon",
+    optimizer: OptimizerName = "muon",
     memory: str | None = None,
     ranks: int | None = None,
     bandwidth: str | None = None,

@@ -5,7 +5,6 @@ import gc
 import io
 import os
 import platform
-import re
 import signal
 import sys
 import threading
@@ -15,33 +14,11 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
-from m1clip.cli import app as commands
 from m1clip.cli import data, machine, models, runs, search, train
 from m1clip.cli.app import app
-from m1clip.config import OTHER_TOOLS, device_name
+from m1clip.config import OTHER_TOOLS
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-
-
-def normalized(words: list[str]) -> list[str]:
-    """Rewrite the command line for cyclopts: `train photos` becomes `train --data photos`."""
-    for option, word in zip(["", *words], words, strict=False):
-        if word == "" or (word.startswith("--") and word.endswith("=")):
-            name = word.rstrip("=") or option
-            raise UserError(f"{name}: the value is empty (an unset shell variable?); use '.' for the current folder")
-    words = [
-        word.removesuffix("gpu") + device_name("gpu")
-        if word == "--device=gpu" or (word == "gpu" and option == "--device")
-        else word
-        for option, word in zip(["", *words], words, strict=False)
-    ]
-    words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
-    if words[:1] != ["train"]:
-        return words
-    first_option = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    sources = [word for source in words[1:first_option] for word in ("--data", source)]
-    return ["train", *sources, *words[first_option:]]
-
 
 FAMILIES = (train, runs, data, models, search, machine)  # importing a module registers its commands
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
@@ -60,15 +37,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an ASCII locale prints "?" for other characters
     try:
-        words = normalized([word for word in words if word != "--debug"])
+        words = [word for word in words if word != "--debug"]
         if not {"--help", "-h", "--version"} & set(words):
             _set_environment()
-        commands.words = words
         app(words, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
-        print(f"m1clip: {_message(error, words)}", file=sys.stderr)
+        print(f"m1clip: {_message(error)}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the pipe, such as head, has exited
@@ -113,11 +89,13 @@ def _set_environment() -> None:
     os.environ.update(environment(platform.system(), os.environ))
 
 
-def _message(error: Exception, words: list[str]) -> str:
+def _message(error: Exception) -> str:
     """The error on one line; for train, with the option that users of other tools look for."""
-    if isinstance(error, UnusedCliTokensError) and words[0] == "train":
-        return f"{_one_line(error)} Put the path of your images right after train, or use --data."
-    if isinstance(error, UnknownOptionError) and words[0] == "train":
+    in_train = isinstance(error, CycloptsError) and list(error.command_chain or ()) == ["train"]
+    if isinstance(error, UnusedCliTokensError) and in_train:
+        hint = "Put all paths of your images after train, or use --data for all."
+        return f"{_one_line(error)} {hint}"
+    if isinstance(error, UnknownOptionError) and in_train:
         typed = (error.token.keyword or error.token.value).partition("=")[0]
         if known := OTHER_TOOLS.get(typed.lstrip("-").replace("-", "_")):
             return f"Unknown option: {one_line(typed)}. Did you mean {known}?"

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from m1clip.cli import app as commands
 from m1clip.cli.app import app
-from m1clip.config import ALIASES, COMMON, NAMES, Config
+from m1clip.cli.options import command_words, with_settings
+from m1clip.config import COMMON
 from m1clip.errors import UserError
 
 SPLITS = {
@@ -16,23 +16,31 @@ SPLITS = {
     "val": "validation split, not trained on, but used to choose the model (the data has no test split)",
     "train": "training split: how well the model fits its own training data (the data has no other split)",
 }
+# Settings that may differ from those of a run that is resumed.
+RESUME_OPTIONS = ("device", "fsdp")
 
 
 @app.command
+@with_settings
 def train(
+    data: list[str] | None = None,
     *,
-    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  frozen
     preset: Annotated[str | None, Parameter(group=COMMON)] = None,
-    config_file: Annotated[Path | None, Parameter(name="--config", group=COMMON)] = None,
-    run: Annotated[Path | None, Parameter(name=["--run", "--out"], group=COMMON)] = None,
+    config: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    out: Annotated[Path | None, Parameter(group=COMMON)] = None,
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
     background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
+    **settings: Any,
 ) -> None:
     """Train CLIP on your images, or on synthetic ones.
 
     m1clip train photos trains on a folder of images and captions: on pretrained towers where they are installed (pip
     install 'm1clip[towers]'), else from random weights. m1clip train photos --minutes 10 takes about ten minutes.
     m1clip train --resume runs/frozen continues a run that was stopped or killed.
+
+    Some defaults depend on the recipe: "default: 10; frozen: 8; finetune: 5; --init: 10" is 10 from
+    random weights, 8 for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model.
+    A recipe that is not listed has the first value, and --init that of finetune.
 
     Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
     129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
@@ -41,22 +49,25 @@ def train(
     ----------
     preset
         Built-in settings for a complete run: demo, prior-art.
-    config_file
+    config
         Settings from a TOML file; the config.toml of a run reproduces that run.
-    run
-        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ... Under torchrun,
-        write --out: torchrun takes --run for its own --run-path.
+    out
+        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
     resume
-        Continue the run in this folder from its newest checkpoint, with its settings; --device and --shard may differ.
+        Continue the run in this folder from its newest checkpoint, with its settings; --device and --fsdp may differ.
     background
         Train in a background process that survives closing this terminal.
     """
+    if data is not None:
+        settings["data"] = data
     if resume is not None:
-        given = [word.partition("=")[0] for word in commands.words if word.startswith("--")]
-        others = [name for name in given if name not in ("--resume", "--device", "--shard", "--background")]
+        command_options = {"preset": preset, "config": config, "out": out}
+        given = [name for name, value in command_options.items() if value is not None]
+        others = [name for name in (*given, *settings) if name not in RESUME_OPTIONS]
         if others:
-            raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
-    options = given_options(config, commands.words)
+            option = f"--{others[0].replace('_', '-')}"
+            hint = f"remove {option}, or start a new run"
+            raise UserError(f"--resume uses the settings of the run; {hint}")
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped, start_in_background
     from m1clip.training.progress import Screen
@@ -66,18 +77,19 @@ def train(
     if background:
         name = preset or ""
         if resume is None:  # fail here, not in the background
-            settings, _ = runs.decide_recipe(Settings(options, config_file, preset), screen)
-            name = name or runs.run_name(settings.config)
-        folder, pid = start_in_background(sys.argv[1:], run, name, resume)
+            decided, _ = runs.decide_recipe(Settings(settings, config, preset), screen)
+            name = name or runs.run_name(decided.config)
+        words = command_words({"preset": preset, "config": config, "resume": resume, **settings})
+        folder, pid = start_in_background(["train", *words], out, name, resume)
         print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
         print(f"watch      m1clip monitor {folder}")
         print(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, device=options.get("device"), shard=options.get("shard"))
+            result = runs.resume(resume, screen, **settings)
         else:
-            result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
+            result = runs.train(out=out, config=config, preset=preset, screen=screen, **settings)
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
@@ -87,23 +99,3 @@ def train(
     screen.say(f"\n{SPLITS[result.split]}\n\n{result.scores}\n")
     screen.say(f"model      {result.path}")
     screen.say(f"image      {result.grid}")
-
-
-def given_options(config: Config, words: list[str]) -> dict[str, Any]:
-    """Settings given on the command line: flat name -> value parsed by cyclopts."""
-    options: dict[str, Any] = {}
-    for option, word in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = option.partition("=")
-        flat = name.removeprefix("--").replace("-", "_")
-        flat = ALIASES.get(flat, flat)
-        if flat not in NAMES:
-            flat = flat.removeprefix("no_")
-        if not name.startswith("--") or flat not in NAMES:
-            continue
-        section, key = NAMES[flat]
-        kind: Any = getattr(config, section) if section else config
-        options[flat] = getattr(kind, key)
-        typed = value if equals else word
-        if type(options[flat]) is int and not typed.lstrip("-").isdecimal() and typed != "auto":
-            raise UserError(f"{name} must be an integer, not {typed}")  # cyclopts turns 2.5 into 2
-    return options

@@ -415,7 +415,7 @@ def _too_many_failures(found: Sequence[Failure], of: str, tried: int, limit: flo
     examples = "; ".join(f"{failure.where}: {failure.reason}" for failure in found[:EXAMPLES])
     return UserError(
         f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}), such as {examples}. "
-        f"m1clip data lint lists all of them; repair them, or raise --max-bad"
+        f"m1clip data lint lists all of them; repair them, or raise --max-unreadable"
     )
 
 
@@ -493,7 +493,7 @@ def stream_images(
     """Training images that are read for each batch, and those of a sample that cannot be read."""
     tried = sorted({index * len(refs) // CHECKED for index in range(CHECKED)})
     bad = _unreadable(refs, tried, threads or plan.threads)
-    failures = check_failures(bad, refs, "train", len(tried), config.max_bad, plan.warn)
+    failures = check_failures(bad, refs, "train", len(tried), config.max_unreadable, plan.warn)
     return LiveImages(refs, side, resize, threads=threads), failures
 
 
@@ -541,7 +541,7 @@ def cache_split(
         bad = _unreadable(refs, tried, threads)
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         images = LiveImages(keep, side, resize)
-    failures = check_failures(bad, refs, split, len(tried), config.max_bad, plan.warn)
+    failures = check_failures(bad, refs, split, len(tried), config.max_unreadable, plan.warn)
     if len(images) < len(samples):
         samples = [sample for index, sample in enumerate(samples) if index not in bad]
     return images, samples, failures, kind

@@ -27,7 +27,7 @@ QUICK = 64  # images checked before each run
 STREAMED = 2_000  # images checked of streamed shards
 MAX_EXAMPLES = 100  # of each finding in the JSON
 EXAMPLES_SHOWN = 3  # of each finding in the text
-MAX_BAD_FRACTION = 0.10  # a run stops above it
+MAX_UNREADABLE_FRACTION = 0.10  # a run stops above it
 _VERDICT: dict[Severity, str] = {"problem": "problems", "warning": "warnings", "info": "ok"}  # worst first
 
 FAULTS = {  # kinds of BadImage
@@ -246,8 +246,8 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
     """Broken images, extreme sizes and blank images."""
     found: list[Finding] = []
     bad = sum(fact.fault is not None for fact in facts)
-    if bad > MAX_BAD_FRACTION * len(facts):
-        message = f"unusable images among {len(facts):,} (training stops above {MAX_BAD_FRACTION:.0%})"
+    if bad > MAX_UNREADABLE_FRACTION * len(facts):
+        message = f"unusable images among {len(facts):,} (training stops above {MAX_UNREADABLE_FRACTION:.0%})"
         found.append(Finding("too-many-bad", "problem", bad, message))
     both = list(zip(entries, facts, strict=True))
     for fault, (message, remedy) in FAULTS.items():

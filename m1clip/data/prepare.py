@@ -71,9 +71,9 @@ def often_mention_sides(captions: Iterable[str]) -> bool:
 def open_data(config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None) -> Source:
     """Open the configured source; `progress` of indexing shards."""
     if is_synthetic(config):
-        held_out = max(2, min(config.train_count // 9, 1000))
+        held_out = max(2, min(config.synthetic_images // 9, 1000))
         size = min(image_size, LARGEST)  # scaled up for a larger model
-        return SyntheticSource(size, config.train_count, held_out, held_out, seed=seed)
+        return SyntheticSource(size, config.synthetic_images, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
     return open_sources(config.source, options=Options(*columns, stream, config.cache_dir, progress))

@@ -79,7 +79,7 @@ def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Cal
     real = bool(data) or run.is_file()
     sources = replace(config.data, source=data) if data else config.data
     if not real:
-        sources = DataConfig(source=("synthetic",), train_count=SYNTHETIC_TRAIN_IMAGES)
+        sources = DataConfig(source=("synthetic",), synthetic_images=SYNTHETIC_TRAIN_IMAGES)
     source = open_data(sources, model.preprocess.image_size, config.seed)
     if "val" not in source.splits():
         raise UserError(f"{', '.join(sources.source)}: has no val split to compare the exported model on")

@@ -234,9 +234,10 @@ def _mlx() -> Any:
         raise UserError(f"--device mlx: mlx cannot be loaded ({error}); run pip install 'm1clip[mlx]'") from None
 
 
-def autocast(
-    device: Device, precision: Precision, enabled: bool = True
-) -> Callable[[], AbstractContextManager[object]]:
+Autocast = Callable[[], AbstractContextManager[object]]  # makes the context of one forward pass
+
+
+def autocast(device: Device, precision: Precision, enabled: bool = True) -> Autocast:
     """Factory of the autocast context for forward passes; fp32 needs none.
 
     With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast weights.

@@ -60,7 +60,7 @@ class FeatureCache:
         return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.precision)
 
     def images(
-        self, samples: Sequence[Sample], split: str, max_bad: float
+        self, samples: Sequence[Sample], split: str, max_unreadable: float
     ) -> tuple[LiveImages, RowTable, list[Sample], tuple[Failure, ...]]:
         """(images, their features, the samples that can be read, the failures)."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
@@ -73,7 +73,7 @@ class FeatureCache:
                     yield items, vectors.numpy()
 
         rows, bad = cache.fill(image_names(samples, self.roots), compute, self.plan.warn)
-        failures = check_failures(bad, refs, split, len(samples), max_bad, self.plan.warn)
+        failures = check_failures(bad, refs, split, len(samples), max_unreadable, self.plan.warn)
         good = np.flatnonzero(rows >= 0).tolist()
         if not good:
             raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")

@@ -233,7 +233,7 @@ def _settings(history: History) -> str:
     except OSError as error:
         config = f"no config.toml: {error.strerror}"
     environment = json.dumps(history.environment, indent=2, ensure_ascii=False)
-    again = f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --run runs/again"
+    again = f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --out runs/again"
     words = history.environment.get("command")
     command = shlex.join(["m1clip", *map(str, words[1:])]) if isinstance(words, list) and words else "unknown"
     return (

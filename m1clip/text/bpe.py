@@ -137,7 +137,7 @@ class BpeTokenizer(Tokenizer):
 
     def record(self) -> dict[str, Any]:
         """A cut vocabulary lists its merged tokens."""
-        return {"kind": "bpe"} if self.kept is None else {"kind": "bpe-cut", "kept": self.kept}
+        return {"kind": "bpe"} if self.kept is None else {"kind": "clip-bpe-pruned", "kept": self.kept}
 
     def _full_id(self, token: int) -> int:
         """The token's id in the full vocabulary."""

@@ -132,7 +132,7 @@ def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
         try:
             return CharTokenizer.from_captions(captions)
         except ValueError as error:  # lower-casing can give a character that is not lower case, such as "İ"
-            raise UserError(f"no character tokenizer: {error}; use --tokenizer bpe-cut") from error
+            raise UserError(f"no character tokenizer: {error}; use --tokenizer clip-bpe-pruned") from error
     return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
 
 
@@ -169,7 +169,7 @@ def from_record(record: dict[str, Any]) -> Tokenizer:
             return FastTokenizer(json.dumps(tokenizer), pad)
         case {"kind": "bpe"}:
             return BpeTokenizer()
-        case {"kind": "bpe-cut", "kept": list(kept)} if all(type(token) is int for token in kept):
+        case {"kind": "clip-bpe-pruned", "kept": list(kept)} if all(type(token) is int for token in kept):
             # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
             if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
                 raise ValueError("'kept' is not an increasing list of merged tokens")

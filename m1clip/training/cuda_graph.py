@@ -21,12 +21,11 @@ from m1clip.text.base import BUCKET, rounded
 from m1clip.training.oom import MemoryPressure
 
 if TYPE_CHECKING:
-    from m1clip.training.step import TrainStep
+    from m1clip.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3  # before the capture: they create the optimizer state and trigger compilation
 MAX_CAPTURES = 8  # after that, assume that shapes keep changing: images have different numbers of captions
 MAX_MEMORY = 0.25  # fraction of device memory for activations: the graph holds a second set of them
-StepResult = tuple[Tensor, Tensor]  # loss and gradient norm
 
 
 class CapturedStep:
@@ -45,7 +44,7 @@ class CapturedStep:
         self._steps = 0  # with these shapes
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
-        self._result: StepResult | None = None
+        self._result: tuple[Tensor, Tensor] | None = None  # loss and gradient norm
 
     @property
     def settled(self) -> bool:
@@ -58,6 +57,8 @@ class CapturedStep:
 
     def replay(self, batch: Batch, step: int) -> StepResult | None:
         """Loss and gradient norm of a padded batch, on the device; None if it must run without a graph."""
+        from m1clip.training.step import StepResult
+
         train_step = self.train_step
         key = (*((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()), batch.lengths)
         if key != self._shapes:
@@ -78,7 +79,7 @@ class CapturedStep:
         self._graph.replay()
         loss, grad_norm = (value.clone() for value in self._result)  # the next replay overwrites them
         train_step.phases.stop()
-        return loss, grad_norm
+        return StepResult(loss, grad_norm)
 
     def pad(self, batch: Batch) -> Batch:
         """The batch with each group of texts padded to its longest length so far; padding does not affect features."""
@@ -121,7 +122,7 @@ class CapturedStep:
             # This thread only: another thread may be pinning the memory of the next batch.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = train_step.compute_gradients(batch, step)
-                result = loss, train_step.update_weights(loss)
+                grad_norm = train_step.update_weights(loss)
         except (RuntimeError, MemoryPressure) as error:
             # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
             self.disabled = first_line(error)
@@ -129,5 +130,7 @@ class CapturedStep:
             return False
         finally:
             train_step.phases.silent = False
-        self._graph, self._inputs, self._result = graph, list(batch.tensors().values()), result
+        self._graph = graph
+        self._inputs = list(batch.tensors().values())
+        self._result = (loss, grad_norm)
         return True

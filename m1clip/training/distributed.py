@@ -327,10 +327,13 @@ class GradientExchange:
         with self.ranks._watched():
             self._sent.append(dist.all_reduce(flat, async_op=True))
 
+    def before_pass(self, is_last: bool) -> None:
+        """Send the gradients of the next backward pass as soon as they are complete, if it is the last one."""
+        self.final = is_last
+
     @contextlib.contextmanager
-    def during(self, final: bool) -> Iterator[None]:
-        """The backward passes of a step; `final` if there is only one."""
-        self.final = final
+    def during(self) -> Iterator[None]:
+        """Exchange what the backward passes of a step complete."""
         try:
             yield
             while len(self._sent) < len(self.buckets):  # some parameters had no gradient

@@ -57,7 +57,7 @@ def _train_steps(run: RunContext) -> None:
             if run.pacer is not None and purpose.checks_clock:
                 run.setup.device.synchronize()  # the clock of the host runs ahead of the device
                 run.pacer.record(step + 1)
-            if purpose.logs or purpose.evaluates or train_step.skip == "host":
+            if purpose.logs or purpose.evaluates or train_step.parts.update.skip == "host":
                 run.update(skipped=run.checks.read(run))
             if purpose.logs:
                 run.step_log.write(run)

@@ -148,7 +148,7 @@ def choose(config: Config, start: Start, facts: Facts, text_tokens: int, folder:
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
-    batch = min(ceil_div(config.train.batch_size or 0, 2) or PROBE_BATCH, PROBE_BATCH)
+    batch = min(ceil_div(config.train.batch_size_or(2 * PROBE_BATCH), 2), PROBE_BATCH)
     path = (folder or choices.folder()) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     cached = _read(path, options)
     if cached is not None:
@@ -257,7 +257,7 @@ def _model(config: Config, start: Start, device: Device) -> CLIP:
 
 
 def _step(config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int) -> TrainStep:
-    eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
+    eager = config.changed(compile=False, batch_size=config.train.batch_size_or(batch))
     step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     return step

@@ -1,5 +1,6 @@
 """Predict the memory of a training step by running it on fake tensors, which allocate and compute nothing."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
@@ -18,9 +19,10 @@ from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import Facts
+from m1clip.hardware.memory import map_large_blocks
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, preset, with_fields
-from m1clip.training.step import TrainStep
+from m1clip.training.step import make_parts, train_step
 from m1clip.training.transfer import Start
 
 # RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace (docs/compare.md).
@@ -127,16 +129,17 @@ class MemoryEstimate:
             model.set_attention("auto" if self.device.kind == "cpu" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
-            step = TrainStep(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
-            step.skip = "never"  # fake tensors have no values to check
-            step.blockwise_loss = self.device.kind == "cpu"
+            parts = make_parts(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
+            parts.update.skip = "never"  # fake tensors have no values to check
+            loss = dataclasses.replace(parts.loss, blockwise_text=self.device.kind == "cpu")
+            parts = dataclasses.replace(parts, loss=loss)
             widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
             image, text = (0 if trained else width for width, trained in widths)
             samples = random_batch(self.start.config, batch, self.text_tokens, captions, (image, text))
-            step(samples, 1)  # creates the optimizer state
-            known = [*model.parameters(), *model.buffers(), *step.optimizer.tensors().values()]
+            train_step(parts, samples, 1)  # creates the optimizer state
+            known = [*model.parameters(), *model.buffers(), *parts.update.optimizer.tensors().values()]
             with PeakMemory([*known, *samples.tensors().values()]) as memory:
-                step(samples, 1)
+                train_step(parts, samples, 1)
         if self.device.kind == "cpu" or checkpointing:
             return memory.peak
         return memory.peak + self._mlp_bytes(batch, captions * self.text_tokens)
@@ -169,8 +172,9 @@ def process_bytes(facts: Facts) -> int:
     toy = with_fields(preset("tiny"), image_size=32, vision_layers=1, text_layers=1, vocab_size=64)
     kinds: tuple[Precision, ...] = ("fp32", "bf16")
     for kind in kinds:
-        step = TrainStep(build_clip(toy), Config(), host, kind, Preprocess(image_size=32))
-        step(random_batch(toy, 4, 16), 1)
+        map_large_blocks()
+        parts = make_parts(build_clip(toy), Config(), host, kind, Preprocess(image_size=32))
+        train_step(parts, random_batch(toy, 4, 16), 1)
     torch.set_rng_state(state)
     return int(psutil.Process().memory_info().rss)
 

@@ -23,11 +23,13 @@ from m1clip.losses import positives
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.model.mlx import Array, Arrays, encoder
+from m1clip.training.encode import normalized_pixels, split
 from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS
-from m1clip.training.optim import BETAS, EPS, Optimizer
-from m1clip.training.step import GRAD_CLIP_NORM, TrainStep, normalized_pixels, split
+from m1clip.training.optim import BETAS, EPS, OPTIMIZER_PARTS, Optimizer
+from m1clip.training.step import Probe, StepResult, TrainStep
 from m1clip.training.transfer import Start
+from m1clip.training.update import GRAD_CLIP_NORM
 
 Side = Literal["image", "text"]
 SIDES: tuple[Side, Side] = ("image", "text")
@@ -41,7 +43,9 @@ def check_supported(config: Config, start: Start) -> None:
     transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
     trained = list(zip(SIDES, start.trainable, strict=True))
     foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
+    optimizer = config.optim.optimizer
     unsupported = {
+        f"--optimizer {optimizer}": not set(OPTIMIZER_PARTS[optimizer]) <= MOMENTS.keys(),
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,
@@ -154,6 +158,7 @@ class MLXStep(TrainStep):
         self._dtype = dtype = mx.bfloat16 if precision == "bf16" else mx.float32
         self._updates = 0  # of AdamW, which every parameter counts
         super().__init__(model, config, device, precision, *others)
+        self._take_weights()
         encode = {side: encoder(model.config, side, dtype, config.model.grad_checkpointing) for side in SIDES}
         train = config.train
 
@@ -183,28 +188,23 @@ class MLXStep(TrainStep):
     def model(self) -> CLIP:
         """The torch model, with the current weights."""
         self._read("weights")
-        return self._model
-
-    @model.setter
-    def model(self, value: CLIP) -> None:
-        self._model = value
-        named = dict(value.named_parameters())
-        self._trained = {name: p for name, p in named.items() if p.requires_grad}
-        fixed = [*named.items(), *value.named_buffers()]
-        # Frozen towers are not part of the step: their features are its inputs.
-        unused = [f"{side}_tower." for side in SIDES if not any(n.startswith(f"{side}_tower.") for n in self._trained)]
-        self._fixed = {n: to_mlx(t) for n, t in fixed if n not in self._trained and not n.startswith(tuple(unused))}
-        self._arrays = None
+        return self.parts.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizers, with the current state."""
         self._read("moments")
-        return self._optimizer
+        return self.parts.update.optimizer
 
-    @optimizer.setter
-    def optimizer(self, value: Optimizer) -> None:
-        self._optimizer = value
+    def _take_weights(self) -> None:
+        """Find out which weights are trained, and copy those that are not."""
+        model = self.parts.model
+        named = dict(model.named_parameters())
+        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        fixed = [*named.items(), *model.named_buffers()]
+        # Frozen towers are not part of the step: their features are its inputs.
+        unused = [f"{side}_tower." for side in SIDES if not any(n.startswith(f"{side}_tower.") for n in self._trained)]
+        self._fixed = {n: to_mlx(t) for n, t in fixed if n not in self._trained and not n.startswith(tuple(unused))}
 
     def _read(self, group: str) -> None:
         """Copy a group of arrays to torch, if newer."""
@@ -214,7 +214,9 @@ class MLXStep(TrainStep):
         values = {name: to_torch(array) for name, array in self._arrays[group].items()}
         if group == "moments":
             keys = [key.removesuffix("exp_avg") for key in values if key.endswith("/exp_avg")]
-            self._optimizer.load_tensors(values | {f"{key}step": torch.tensor(float(self._updates)) for key in keys})
+            self.parts.update.optimizer.load_tensors(
+                values | {f"{key}step": torch.tensor(float(self._updates)) for key in keys}
+            )
             return
         with torch.no_grad():
             for name, value in values.items():
@@ -224,7 +226,7 @@ class MLXStep(TrainStep):
         """The arrays; read from torch at the start and after anything there was replaced."""
         if self._arrays is None:
             weights = {name: to_mlx(p) for name, p in self._trained.items()}
-            known = self._optimizer.tensors()
+            known = self.parts.update.optimizer.tensors()
             self._updates = max((int(value) for key, value in known.items() if key.endswith("/step")), default=0)
             moments = {}
             for part, _, group in self._groups():
@@ -243,14 +245,16 @@ class MLXStep(TrainStep):
     def _groups(self) -> list[tuple[str, str, dict[str, Any]]]:
         return [
             (name, f"{name}/{number}", group)
-            for name, part in self._optimizer.parts.items()
+            for name, part in self.parts.update.optimizer.parts.items()
             for number, group in enumerate(part.param_groups)
         ]
 
-    def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        self._optimizer.set_lr(self.schedule(step) * self.lr_factor)
+    def __call__(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
+        self.parts.update.optimizer.set_lr(self.schedule(step) * self.lr_factor)
         loss = self._gradients_that_fit(batch, step)
-        return loss, self.update_weights(loss)
+        if probe is not None:
+            probe({name: to_torch(grad) for name, grad in self._grads.items()})
+        return StepResult(loss, self.update_weights(loss))
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """Forward and backward of a batch; returns the loss."""
@@ -277,12 +281,12 @@ class MLXStep(TrainStep):
         if features is not None:
             inputs = {"features": features[rows]}
         elif side == "image":
-            inputs = {"pixels": normalized_pixels(batch, self.preprocess, rows).permute(0, 2, 3, 1)}
+            inputs = {"pixels": normalized_pixels(batch, self.parts.encoder.preprocess, rows).permute(0, 2, 3, 1)}
             inputs |= {} if batch.kept_patches is None else {"kept": batch.kept_patches[rows]}
         else:
             inputs = {"tokens": batch.texts(rows)}
-        head = getattr(self._model, f"{side}_head")
-        keys = self.dropout_keys(batch, step)[side == "text"]
+        head = getattr(self.parts.model, f"{side}_head")
+        keys = self.parts.encoder.dropout_keys(batch, step)[side == "text"]
         if keys is not None and head.dropout:
             widths = head.up.in_features, head.down.in_features
             inputs["feature_mask"] = dropout_mask(keys[rows], widths[0], FEATURE_DROPOUT * head.dropout)
@@ -290,7 +294,7 @@ class MLXStep(TrainStep):
         return {name: to_mlx(tensor) for name, tensor in inputs.items()}
 
     def _micro_batched(self, weights: Arrays, batch: Batch, labels: Arrays, step: int) -> tuple[Array, Arrays]:
-        """Loss and gradients with the activations of one micro-batch at a time, as in step.Tower."""
+        """Loss and gradients with the activations of one micro-batch at a time, as in encode.EncodedInChunks."""
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         counts: dict[Side, tuple[int, int]] = {
             "image": (images, size),
@@ -349,12 +353,17 @@ class MLXStep(TrainStep):
     def orthogonalize(self, x: Tensor) -> Tensor:
         return to_torch(orthogonalize(to_mlx(x.float()).astype(self._dtype)).astype(mx.float32))
 
-    def for_check(self, model: CLIP) -> MLXStep:
+    def for_check(self, model: CLIP) -> MLXStep:  # type: ignore[override]  # it has what a check needs
         """This step for a copy of the model, without dropout; gradients are also stored in torch's parameters."""
-        step = MLXStep(model, self.config, self.device, self._precision, self.preprocess)
-        step.has_dropout, step._fills_gradients = False, True
+        step = MLXStep(model, self.config, self.device, self._precision, self.parts.encoder.preprocess)
+        step.parts.encoder.has_dropout = False
+        step._fills_gradients = True
         model.eval()
         return step
+
+    def without_teacher(self) -> MLXStep:
+        """This step: it supports no distillation."""
+        return self
 
     def nonfinite_rows(self, batch: Batch) -> list[int]:
         self._read("weights")

@@ -1,6 +1,6 @@
 """Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
 
-The batch and its gradient stay the same (step.Tower) but need less memory.
+The batch and its gradient stay the same (training/encode.py) but need less memory.
 """
 
 from __future__ import annotations

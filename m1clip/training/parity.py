@@ -24,12 +24,13 @@ from m1clip.model.clip import CLIP
 from m1clip.model.towers import TextTower
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
-from m1clip.training.step import TrainStep
+from m1clip.training.step import GradientCheck, TrainStep
 
 if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 Module = TypeVar("Module", bound=nn.Module)
+Check = GradientCheck | TrainStep  # MLX's step computes gradients for comparison itself
 PAIRS = 8
 SLICE = 32  # images
 MAX_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
@@ -58,7 +59,7 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
     check = train_step.for_check(fill_zeros(copy.deepcopy(model)))
     at_size = size_difference(check, batch)
     products, few = optimizer_difference(train_step), first_samples(batch)
-    check.teacher = None
+    check = check.without_teacher()
     on_device, reference = gradient(check, few), gradient(on_cpu(check, setup.facts), few)
     found = {
         "computes gradients that differ from the CPU's": max(map(relative_difference, on_device, reference)),
@@ -102,7 +103,7 @@ def check_causality(model: CLIP, kind: str, context: Callable[[], AbstractContex
         )
 
 
-def size_difference(check: TrainStep, batch: Batch) -> Parity:
+def size_difference(check: Check, batch: Batch) -> Parity:
     """Difference of loss and gradients between a batch as the run computes it and the same in small slices.
 
     0 for a batch that is one slice; not compared if a step takes too long to be repeated.
@@ -158,15 +159,15 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def on_cpu(check: TrainStep, facts: Facts, precision: Precision = "fp32") -> TrainStep:
+def on_cpu(check: Check, facts: Facts, precision: Precision = "fp32") -> GradientCheck:
     """The same step on the CPU, with the model moved there."""
     eager = check.config.changed(compile=False)
     check.model.zero_grad(set_to_none=True)
     model = check.model.to("cpu")
-    return TrainStep(model, eager, Device("cpu", facts), precision, check.preprocess).for_check(model)
+    return TrainStep(model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess).for_check(model)
 
 
-def gradient(check: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
+def gradient(check: Check, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss of a step, and its gradient as one vector, in float32 on the CPU; subsampled for a large model."""
     check.model.zero_grad(set_to_none=True)
     loss = check.compute_gradients(batch.to(check.device.torch), 0)

@@ -38,9 +38,9 @@ def create_run_folder(path: Path | None, name: str) -> Path:
 
 def check_unused(path: Path) -> None:
     if (path / "config.toml").exists():
-        raise UserError(f"{path}: already contains a run; continue it with --resume {path}, or choose another --run")
+        raise UserError(f"{path}: already contains a run; continue it with --resume {path}, or choose another --out")
     if path.exists() and (not path.is_dir() or _contents(path)):
-        raise UserError(f"{path}: exists and is not a run; choose another --run")
+        raise UserError(f"{path}: exists and is not a run; choose another --out")
 
 
 def remove_unused_folder(folder: Path) -> None:
@@ -158,8 +158,8 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run folder (no config.toml)")
-    command = [sys.executable, "-m", "m1clip", *without_options(arguments, "--background", "--run", "--out")]
-    command += [] if resume is not None else ["--run", str(folder)]
+    command = [sys.executable, "-m", "m1clip", *arguments]
+    command += [] if resume is not None else ["--out", str(folder)]
     output, before = folder / OUTPUT, _log_bytes(folder)
     with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         # A new session has no terminal, so closing the window sends no signal.
@@ -186,16 +186,3 @@ def _log_bytes(folder: Path) -> int:
     """Size of the run log; grows once the run has started."""
     log = folder / NAME
     return log.stat().st_size if log.is_file() else 0
-
-
-def without_options(arguments: list[str], *options: str) -> list[str]:
-    """A command line without some options and their values; --background has no value."""
-    kept: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name not in options:
-            kept.append(word)
-        elif not equals and name != "--background":
-            next(words, None)
-    return kept

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.training.checkpoint import TensorGroups, TrainState, load_latest, restore, share_checkpoint, trained_tensors
 from m1clip.training.oom import make_oom_handler
@@ -109,15 +110,11 @@ class StepChecks:
     def _report_skipped(
         self, run: RunContext, step: int, sample_ids: Tensor, loss: float, norm: float, is_first: bool
     ) -> None:
-        setup = run.setup
         samples = run.ranks.chained([_sample_id(run, number) for number in sample_ids.tolist()])
         suspects: list[str] = []
         if is_first:  # the others in a row are likely similar, and finding them takes a forward pass
-            batch = setup.training[step - 1]
-            train_step = run.train_step
-            if train_step.shards is not None:  # ranks may have different numbers of rows to inspect
-                train_step = train_step.for_check(setup.complete_model(train_step))
-            rows = train_step.nonfinite_rows(batch)
+            batch = run.setup.training[step - 1]
+            rows = _nonfinite_rows(run, batch)
             suspects = run.ranks.chained([_sample_id(run, batch.sample_ids[row]) for row in rows])
         named = suspects or samples
         self.suspects.update(named)
@@ -204,6 +201,15 @@ def _diagnosis(run: RunContext) -> UserError:
         f"most often involved: {names} (run.jsonl lists all). Check these samples, or try a lower --lr and "
         f"--muon-lr, a longer --warmup{fp32}"
     )
+
+
+def _nonfinite_rows(run: RunContext, batch: Batch) -> list[int]:
+    train_step = run.train_step
+    if train_step.shards is None:
+        return train_step.nonfinite_rows(batch)
+    # Ranks may have different numbers of rows to inspect, which sharded weights do not allow.
+    complete = run.setup.complete_model(train_step)
+    return train_step.parts.encoder.for_check(complete).nonfinite_rows(batch)
 
 
 def _sample_id(run: RunContext, number: int | Tensor) -> str:

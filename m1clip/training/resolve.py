@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from m1clip.config import Config, TransferConfig
+from m1clip.config import Config, TransferConfig, read_recipe
 from m1clip.data.augment import Augmentation
 from m1clip.data.loader import BatchPlan
 from m1clip.data.prepare import choose_augmentation, is_synthetic
@@ -28,14 +28,10 @@ from m1clip.training.schedule import warmup_steps
 from m1clip.training.spec import Origin, RunSpec, Settings, setting
 from m1clip.training.transfer import BOTH, Trainable
 
-DEFAULT_EPOCHS = 10.0
 TEXT_CONTRAST = 0.5  # docs/recipe.md
 MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
-DEFAULT_BATCH = 64
-HEADS_BATCH = 512  # with new heads on pretrained towers
-TOWERS_BATCH = 128  # to fine-tune pretrained towers
 SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 # These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
@@ -161,7 +157,8 @@ def with_recipe(
     settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool], tell: Tell
 ) -> Settings:
     """The settings with a recipe in place of `auto`; its values are below those of the user."""
-    if settings.config.transfer.recipe != "auto":
+    transfer = settings.config.transfer
+    if transfer.recipe != "auto" or transfer.init is not None:  # a trained model is fine-tuned
         return settings
     recipe, reason = choose_recipe(settings, dataset, is_installed)
     others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
@@ -177,7 +174,6 @@ def choose_recipe(
     """(recipe, reason): by the options that the user gave, else by the data, the installed towers and the time."""
     config = settings.config
     for recipe, names, reason in (
-        ("finetune", ("init",), "starts from a trained model"),
         ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
         ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
         ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),
@@ -235,7 +231,7 @@ def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
 
 
 def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
-    """Captions per step, and the default batch size; `auto` stays 0 until memory is known."""
+    """Captions per step, and the default batch size; `auto` stays until memory is known."""
     captions = draft.config.data.captions_per_step or max(1, min(dataset.median_captions, MAX_CAPTIONS))
     draft.decide("rule", captions_per_step=captions)
     if draft.config.train.batch_size is None:
@@ -250,10 +246,14 @@ def largest_batch(images: int) -> int:
 
 
 def default_batch(model: InitialModel, images: int) -> int:
-    batch = HEADS_BATCH if model.new_heads else DEFAULT_BATCH
-    if not model.new_heads and model.shape.image_head.kind != "projection":
-        batch = TOWERS_BATCH
-    return min(batch, largest_batch(images))
+    """The batch size of the recipe, or a smaller one for few images."""
+    if model.new_heads:
+        recipe = read_recipe("frozen")
+    elif model.is_pretrained:
+        recipe = read_recipe("finetune", clip=model.shape.image_head.kind == "projection")
+    else:
+        recipe = read_recipe("scratch")
+    return min(recipe.batch_size, largest_batch(images))
 
 
 def _decide_device(draft: Draft, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
@@ -297,7 +297,7 @@ class Fit:
 def _decide_memory(draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
     """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be chosen."""
     train = draft.config.train
-    if train.batch_size and not train.memory:
+    if train.batch_size_or(0) and not train.memory:
         return
     limit, steps = machine.measure.memory(draft.config)
     images = 0 if dataset.streamed else dataset.images
@@ -315,7 +315,7 @@ def _decide_memory(draft: Draft, dataset: Dataset, machine: Machine, measured: d
 
 def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> Fit | None:
     """What fits: the configured settings, else with gradient checkpointing, else in micro-batches, else with both."""
-    batch = config.train.batch_size
+    batch = config.train.batch_size_or(0)
     micro_batch = config.train.micro_batch
     configured = config.model.grad_checkpointing
     if not batch:
@@ -375,8 +375,8 @@ def _limit_batch(draft: Draft, settings: Config, images: int) -> None:
             f"only {plural(images, 'training image')} can be read, and contrastive training needs at least 2; "
             f"m1clip data lint shows why"
         )
-    batch = draft.config.train.batch_size or 0
-    if not settings.train.batch_size:
+    batch = draft.config.train.batch_size_or(0)
+    if not settings.train.batch_size_or(0):
         batch = min(batch, largest_batch(images))
     draft.decide("rule", batch_size=batch, micro_batch=min(draft.config.train.micro_batch, batch))
     BatchPlan(images, batch, draft.config.seed)  # raises if the images do not fill a batch
@@ -385,21 +385,21 @@ def _limit_batch(draft: Draft, settings: Config, images: int) -> None:
 def _decide_fsdp(draft: Draft, machine: Machine) -> None:
     """Whether to shard weights among the ranks: on or off; UserError if that is requested, but not possible."""
     config = draft.config
-    batch = config.train.batch_size or 0
+    batch = config.train.batch_size_or(0)
     if machine.ranks > batch:
         raise UserError(f"--batch-size {batch} is less than one image for each of {machine.ranks} ranks")
-    requested = config.train.shard
+    requested = config.train.fsdp
     excluded = {"--compile": config.model.compile, "--precision fp16": config.train.precision == "fp16"}
     unsupported = next((name for name, given in excluded.items() if given), None)
     if machine.ranks > 1 and requested == "on" and unsupported:
-        raise UserError(f"--shard on does not support {unsupported}: remove one of them")
+        raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
     if requested != "auto":
         return
     shard = False
     if machine.ranks > 1 and config.train.device == "cuda" and not unsupported:
         rows = config.train.micro_batch or -(-batch // machine.ranks)
         shard = not machine.measure.fits_one_gpu(config, rows)
-    draft.decide("measurement" if shard else "rule", shard="on" if shard else "off")
+    draft.decide("measurement" if shard else "rule", fsdp="on" if shard else "off")
 
 
 def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
@@ -412,7 +412,7 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
         origin = "measurement"
         length = machine.measure.steps_in_time(draft.config)
     else:
-        length = _steps_of_epochs(train.epochs, images // (train.batch_size or 1))
+        length = _steps_of_epochs(train.epochs, images // train.batch_size_or(1))
     warmup_steps(draft.config.optim.warmup, length.steps)  # raises if the run would never leave warmup
     if train.eval_every is None and train.evaluations is None:
         draft.decide(origin, evaluations=length.evaluations)
@@ -422,7 +422,8 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
 
 
 def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:
-    epochs = DEFAULT_EPOCHS if epochs is None else epochs
+    if epochs is None:  # of settings made in Python, to which no recipe adds its own
+        epochs = read_recipe("scratch").settings["train"]["epochs"]
     steps = round(epochs * steps_per_epoch)
     if steps < 1:
         raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")

@@ -137,7 +137,7 @@ def resume(
     screen: Screen | None = None,
     on_log: Sink | None = None,
     device: str | None = None,
-    shard: str | None = None,
+    fsdp: str | None = None,
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
@@ -147,7 +147,7 @@ def resume(
     began = time.perf_counter()
     screen = screen or Screen()
     folder = Path(run)
-    changes = {name: value for name, value in (("device", device), ("shard", shard)) if value is not None}
+    changes = {name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None}
     checked = make_config(changes)  # an error for a value that the command would reject
     changes = {name: setting(checked, name) for name in changes}
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
@@ -269,7 +269,7 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     """Records each unreadable image once in the run log, starting with those found before training."""
     records = read_log(folder) if setup.ranks.rank == 0 else ()
     named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
-    failures = FailureLog(setup.training.plan.images, setup.config.data.max_bad, log.write, screen.warn, named)
+    failures = FailureLog(setup.training.plan.images, setup.config.data.max_unreadable, log.write, screen.warn, named)
     for name, split in setup.splits.items():
         failures.record(name, split.failures)
     return failures
@@ -392,14 +392,14 @@ def train(
     data: str | Sequence[str] | None = None,
     minutes: float | None = None,
     *,
-    run: str | Path | None = None,
+    out: str | Path | None = None,
     config: str | Path | None = None,
     preset: str | None = None,
     screen: Screen | None = None,
     on_log: Sink | None = None,
     **options: Any,
 ) -> Run:
-    """Train in a new run folder: `run`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
+    """Train in a new run folder: `out`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
     `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is called with each
     record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
@@ -408,19 +408,17 @@ def train(
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
     settings, source = decide_recipe(Settings(options, config, preset), screen)
-    if settings.config.transfer.recipe != "finetune":
-        used_seconds = time.perf_counter() - began
-        return train_config(settings, run, screen, preset, on_log, used_seconds, source)
-    if run is not None and not launched():
-        process.check_unused(Path(run))  # fail before the first stage, which takes minutes
-    if settings.config.transfer.init is None:
+    transfer = settings.config.transfer
+    if transfer.recipe == "finetune" and transfer.init is None:
+        if out is not None and not launched():
+            process.check_unused(Path(out))  # fail before the first stage, which takes minutes
         screen.say("stage 1    training heads on frozen towers")
-        folder = None if run is None else Path(f"{run}-frozen")
+        folder = None if out is None else Path(f"{out}-frozen")
         first = train_config(first_stage(settings), folder, screen, on_log=on_log, source=source)
         screen.say(f"stage 2    training the towers too, starting from {first.path}")
         settings = second_stage(settings, first.path)
     used_seconds = time.perf_counter() - began  # of the time of both stages
-    return train_config(settings, run, screen, preset, on_log, used_seconds, source)
+    return train_config(settings, out, screen, preset, on_log, used_seconds, source)
 
 
 def decide_recipe(settings: Settings, screen: Screen) -> tuple[Settings, Source | None]:

@@ -107,7 +107,7 @@ class Setup:
     @property
     def shards(self) -> bool:
         """Whether weights are divided among the ranks."""
-        return self.config.train.shard == "on" and self.ranks.size > 1
+        return self.config.train.fsdp == "on" and self.ranks.size > 1
 
     def build_model(self) -> CLIP:
         """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
@@ -500,7 +500,7 @@ def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokeni
     if saved is not None:
         return load_tokenizer(saved)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
-    kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
+    kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
     return make_tokenizer(kind, captions)
 
 
@@ -530,7 +530,7 @@ def check_training_data(source: Source, config: Config, warn: Callable[[str], No
     if images < 2:
         names = ", ".join(config.data.source)
         raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
-    BatchPlan(images, config.train.batch_size or 2, config.seed)
+    BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
         warn(
             f"only {images} training images: the run will show that everything works, but the model will "
@@ -545,7 +545,7 @@ def _training_set(config: Config, train: Split, device: Device, patches: int) ->
     return TrainingSet(
         None if cached_features else train.images,
         train.live_captions or train.captions,
-        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed, blocks=blocks),
+        BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation_of(config),
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,

@@ -111,7 +111,7 @@ class Shards:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise UserError(
-                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --shard a step cannot be "
+                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --fsdp a step cannot be "
                     f"repeated: use --micro-batch, --grad-checkpointing or more ranks"
                 ) from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -48,7 +48,7 @@ class Settings:
         found: dict[str, Origin] = {}
         for name in NAMES:
             if setting(self.config, name) != setting(Config(), name):
-                found[name] = "recipe"  # unless one of those below gave it
+                found[name] = "rule" if name == "recipe" else "recipe"  # unless one of those below gave it
         if self.preset is not None:
             found |= dict.fromkeys(flat_values(read_preset(self.preset)), "preset")
         if self.file is not None:
@@ -158,7 +158,7 @@ def undecided(config: Config) -> list[str]:
     """The settings of a config that a run needs and that have no final value."""
     missing = [name for name in DECIDED if setting(config, name) is None]
     missing += [name for name in ("device", "precision", "recipe") if setting(config, name) == "auto"]
-    missing += ["batch_size"] if config.train.batch_size == 0 else []
+    missing += ["batch_size"] if config.train.batch_size == "auto" else []
     return missing + [name for name in ("minutes", "epochs") if setting(config, name) is not None]
 
 

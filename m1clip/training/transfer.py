@@ -18,7 +18,6 @@ from m1clip.data.augment import render
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import Batch
 from m1clip.data.prepare import Split, load_split, other_classes, stream_split, with_classes
 from m1clip.data.sources.stream import StreamedSource
 from m1clip.data.types import Sample, Source
@@ -172,7 +171,7 @@ def load_features(
         if start.trainable.text:
             return found
         return dataclasses.replace(found, captions=_captions(cache, source, found.samples, split, start))
-    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_bad)
+    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_unreadable)
     captions = _captions(cache, source, kept, split, start)
     return Split(images, captions, kept, failures, "features", features)
 
@@ -203,8 +202,9 @@ class Teacher:
         device = sample_ids.device
         return self.scale * torch.from_numpy(image).to(device) @ torch.from_numpy(text).to(device).T
 
-    def add_distillation(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
-        second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
+    def add_distillation(self, loss: Tensor, features: Features, sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
+        """The loss with its part of distillation."""
+        second = distillation(features, self.logits(sample_ids, caption_ids))
         return (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * second
 
 

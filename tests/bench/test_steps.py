@@ -98,7 +98,7 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(MemoryEstimate, name, lambda *given: 10**9)
     more = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=4, bandwidth="1MB")
     found, sent = more["ranks"], 0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim)
-    assert (found["batch_size"], found["sent_bytes"], found["shard"]) == (4, sent, "off")
+    assert (found["batch_size"], found["sent_bytes"], found["fsdp"]) == (4, sent, "off")
     assert more["step_seconds"] == pytest.approx(plan["step_seconds"] / 4 + sent / 1e6)
     assert found["efficiency"] == pytest.approx(plan["step_seconds"] / (4 * more["step_seconds"]))
     assert "ranks      4, PREDICTED: " in plan_text(more)

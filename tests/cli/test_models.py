@@ -130,7 +130,7 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
         (("classify", "empty", "--labels", "a,b", "--model", "MODEL"), "empty: no images in this folder"),
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
-        (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: give an integer"),
+        (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: expected an integer"),
         (("eval", "MODEL"), "specify data with --data"),
         (("train", "--init", "nothing", "--recipe", "frozen"), "--init cannot be combined with --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),

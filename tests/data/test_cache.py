@@ -369,5 +369,5 @@ def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     assert len(warnings) == 2
     many = [cache.Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]
     log(many[:98])
-    with pytest.raises(UserError, match=r"101 of 1,000 train images .*such as a.jpg: gone.*--max-bad"):
+    with pytest.raises(UserError, match=r"101 of 1,000 train images .*such as a.jpg: gone.*--max-unreadable"):
         log(many)

@@ -37,7 +37,7 @@ def loaded(folder: Path | None, split: str, **more: object) -> Split:
 def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [1], split="val")
-    split = loaded(folder, "val", cache=cache, max_bad=0.2)
+    split = loaded(folder, "val", cache=cache, max_unreadable=0.2)
     assert isinstance(split.images, kind)
     assert split.cache == cache
     assert [failure.index for failure in split.failures] == [1]
@@ -58,14 +58,14 @@ def test_uncached_training_split_keeps_bad_images_and_names_them(tmp_path: Path)
 def test_synthetic_and_few_images_write_nothing_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
-    assert loaded(None, "val", train_count=9).cache == "ram"
+    assert loaded(None, "val", synthetic_images=9).cache == "ram"
     assert loaded(make_set(tmp_path / "set"), "train").cache == "ram"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
     assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
 
 
 def test_synthetic_images_are_scaled_up_for_a_model_with_larger_ones() -> None:
-    config = DataConfig(train_count=4)
+    config = DataConfig(synthetic_images=4)
     split = load_split(
         open_data(config, 260, 0), "val", config, BpeTokenizer(), 32, Preprocess(image_size=260), 1.0, plan()
     )
@@ -76,7 +76,7 @@ def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> N
     folder = make_set(tmp_path / "set")
     break_files(folder, range(8), split="val")
     with pytest.raises(UserError, match="none of the 8 val images can be read"):
-        loaded(folder, "val", max_bad=1.0)
+        loaded(folder, "val", max_unreadable=1.0)
 
 
 @pytest.mark.parametrize(("image_size", "margin"), [(24, 1.15), (36, 40 / 36), (40, 1.0), (80, 1.0)])
@@ -126,7 +126,7 @@ def test_commands_lint_and_pack(tmp_path: Path) -> None:
     assert "Traceback" not in wrong.stderr
 
 
-@pytest.mark.parametrize(("tokenizer", "fraction"), [("char", 0.0), ("bpe-cut", 0.3)])
+@pytest.mark.parametrize(("tokenizer", "fraction"), [("char", 0.0), ("clip-bpe-pruned", 0.3)])
 def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, fraction: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})

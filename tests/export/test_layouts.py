@@ -28,7 +28,7 @@ FILES = {
 }
 
 
-def save(folder: Path, kind: str = "bpe-cut") -> Path:
+def save(folder: Path, kind: str = "clip-bpe-pruned") -> Path:
     tiny_model(kind, TEXTS[:2]).save(folder)
     return folder
 

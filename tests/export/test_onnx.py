@@ -35,7 +35,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "model"
-    tiny_model("bpe-cut", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(folder)
+    tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(folder)
     return folder
 
 
@@ -109,7 +109,7 @@ def test_eval_of_onnx_folder_matches_model(exported: Path, trained: Path, tmp_pa
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b", "é", "dog", "!"]
 
 
-@pytest.mark.parametrize("kind", ["char", "bpe", "bpe-cut", "wordpiece"])
+@pytest.mark.parametrize("kind", ["char", "bpe", "clip-bpe-pruned", "wordpiece"])
 def test_exported_tokenizer_matches_m1clip(kind: str) -> None:
     ours = wordpiece_tokenizer(PIECES) if kind == "wordpiece" else make_tokenizer(kind, CAPTIONS)
     library, parts = ours.library(), getattr(ours, "parts", None)
@@ -163,7 +163,7 @@ def change_settings(folder: Path, **changes: Any) -> None:
         (lambda folder: change_settings(folder, embed_dim=17), "for another preprocess"),
         (lambda folder: change_settings(folder, logit_scale=float("nan")), "wrong type"),
         (lambda folder: change_settings(folder, image={"image_size": 10**9}), "preprocessing"),
-        (lambda folder: change_settings(folder, tokenizer={"kind": "bpe-cut", "kept": [3]}), "increasing"),
+        (lambda folder: change_settings(folder, tokenizer={"kind": "clip-bpe-pruned", "kept": [3]}), "increasing"),
         (break_tokenizer, "not a tokenizer"),
         (lambda folder: change_settings(folder, image_graph="../image.onnx"), "outside the folder"),
         (lambda folder: change_settings(folder, text_graph=None), "wrong type"),

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if os.environ.get("MODEL"):
         return Path(os.environ["MODEL"])
     folder = tmp_path_factory.mktemp("model") / "model"
-    tiny_model("bpe-cut", TEXTS, text_pooling="eot+mean").save(folder)
+    tiny_model("clip-bpe-pruned", TEXTS, text_pooling="eot+mean").save(folder)
     return folder
 
 

@@ -48,7 +48,7 @@ TOKENS = "text_tower.tokens.weight"
 @pytest.fixture(scope="module")
 def model() -> Model:
     """A small model with random weights."""
-    tokenizer = make_tokenizer("bpe-cut", [caption for group in CAPTIONS for caption in group])
+    tokenizer = make_tokenizer("clip-bpe-pruned", [caption for group in CAPTIONS for caption in group])
     clip = tiny_clip(context_length=24, vocab_size=tokenizer.vocab_size, positions="sincos")
     return Model(clip, tokenizer, Preprocess(image_size=32))
 

@@ -21,7 +21,7 @@ from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
-NO_COUNTS = {"data.train_count": None, "data.captions_per_step": None}
+NO_COUNTS = {"data.synthetic_images": None, "data.captions_per_step": None}
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200), "gray": (110, 110, 110)}
 
 

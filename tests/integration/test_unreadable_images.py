@@ -122,5 +122,5 @@ def test_twenty_percent_bad_files_are_refused_with_a_list(tmp_path: Path, cache:
     message = str(caught.value)
     assert "40 of 200 train images cannot be read (20%, allowed 10%)" in message
     assert message.count(".jpg: not an image") == 3
-    assert "--max-bad" in message
+    assert "--max-unreadable" in message
     assert not (tmp_path / "run").exists()

@@ -96,7 +96,7 @@ def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
     assert Path(where.strip()).is_relative_to(site)
 
-    printed = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--run", "my run", cwd=home)
+    printed = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--out", "my run", cwd=home)
     assert "test split, not seen in training" in printed
     assert (home / "my run" / "model" / "model.safetensors").is_file()
     assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)

@@ -138,7 +138,7 @@ def test_export_with_another_image_size(trained: Model, tmp_path: Path) -> None:
 
 
 def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer("bpe-cut", TEXTS)
+    tokenizer = make_tokenizer("clip-bpe-pruned", TEXTS)
     torch.manual_seed(0)
     model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
     small = Model(model.eval(), tokenizer, Preprocess(image_size=32))

@@ -58,7 +58,8 @@ def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
     image, text = map(str, towers)
     return small_config({
         "transfer.recipe": "frozen", "transfer.image_tower": image, "transfer.text_tower": text,
-        "data.train_count": 24, "train.steps": 2, "optim.optimizer": "adamw", "data.cache_dir": str(tmp_path / "cache"),
+        "data.synthetic_images": 24, "train.steps": 2, "optim.optimizer": "adamw",
+        "data.cache_dir": str(tmp_path / "cache"),
     })  # fmt: skip
 
 

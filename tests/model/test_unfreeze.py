@@ -4,10 +4,10 @@ import torch
 from tiny_model import tiny_clip
 from torch import nn
 
-from m1clip.config import OptimConfig
+from m1clip.config import OPTIMIZERS, OptimConfig
 from m1clip.model.pretrained import LITE0, LITE2, BertSize, BertTower, EfficientNetLite, SideBySide
 from m1clip.model.unfreeze import find_blocks, layer_groups, layer_lr_factors
-from m1clip.training.optim import Optimizer
+from m1clip.training.optim import PARTS, Optimizer
 
 
 def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
@@ -49,10 +49,11 @@ def test_layer_decay_lowers_learning_rates_of_early_layers() -> None:
     assert factors["image_tower.transformer.blocks.0.attn.qkv.weight"] == 0.125
     assert factors["image_tower.patch.weight"] == 0.0625
     assert factors["text_tower.transformer.blocks.1.mlp.up.weight"] == 0.5
-    for kind in ("adamw", "muon"):
-        optimizer = Optimizer(model, OptimConfig(optimizer=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False)  # type: ignore[arg-type]
+    for kind in OPTIMIZERS:
+        config = OptimConfig(optimizer=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5)
+        optimizer = Optimizer(model, config, fused=False)
         optimizer.set_lr(0.5)
-        peak = {"adamw": 1e-3, "muon": 0.02}
+        peak = {name: part.peak_lr(config) for name, part in PARTS.items()}
         seen = {}
         for part, inner in optimizer.parts.items():
             for group in inner.param_groups:

@@ -11,14 +11,8 @@ from small_run import PATIENCE, command, small_arguments
 
 from m1clip.io import read_owner
 from m1clip.runlog import read_log
-from m1clip.training.process import without_options
 
 LONG: dict[str, Any] = {"train.steps": 1_000_000, "train.eval_every": 0, "train.save_every": 1_000_000}
-
-
-def test_options_are_removed_from_a_command_line() -> None:
-    words = ["train", "--run", "x", "--background", "--out", "z", "--steps", "5", "--run=y", "--compile"]
-    assert without_options(words, "--background", "--run", "--out") == ["train", "--steps", "5", "--compile"]
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -37,7 +31,7 @@ def wait_until(true: Any, seconds: float = PATIENCE) -> None:
 
 @pytest.mark.slow
 def test_background_start_list_stop_resume(tmp_path: Path) -> None:
-    started = command("train", *small_arguments(LONG), "--run", "run", "--background", cwd=tmp_path)
+    started = command("train", *small_arguments(LONG), "--out", "run", "--background", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     assert started.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
     run = tmp_path / "run"
@@ -72,7 +66,7 @@ def test_background_start_list_stop_resume(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_background_error_is_reported_and_leaves_no_folder(tmp_path: Path) -> None:
     words = small_arguments({"data.source": "nowhere"})
-    refused = command("train", *words, "--run", "run", "--background", cwd=tmp_path)
+    refused = command("train", *words, "--out", "run", "--background", cwd=tmp_path)
     if refused.returncode:
         assert "nowhere" in refused.stderr
         assert refused.stderr.count("\n") == 1

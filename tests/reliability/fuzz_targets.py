@@ -131,7 +131,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "manifest": Target("checkpoints/step-000007/manifest.json", (manifest,), lambda f: verify(checkpoint), 1.5),
         "state": Target("checkpoints/step-000007/state.json", (state,), _resumed, 0.2),
         "tokenizers": Target("tokenizer.json", tokenizers, load_tokenizer, 1.5),
-        "bpe-cut": Target("tokenizer.json", (cut,), load_tokenizer, 0.02),
+        "clip-bpe-pruned": Target("tokenizer.json", (cut,), load_tokenizer, 0.02),
         "model config": Target("config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")),
         "weights": Target("w.safetensors", (weights,), lambda f: read_tensors(f / "w.safetensors"), 0.5),
         "lock": Target("run.lock", (b"77\nhost\n1700000000.5\n",), _owner, 0.3),

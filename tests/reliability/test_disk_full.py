@@ -135,7 +135,7 @@ def test_log_on_a_full_disk_has_no_incomplete_line(small_disk: Path) -> None:
 def test_training_stops_with_one_line_and_can_be_resumed(small_disk: Path) -> None:
     run = small_disk / "run"
     words = small_arguments({"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100})
-    ended = command("train", *words, "--run", str(run), cwd=small_disk.parent)
+    ended = command("train", *words, "--out", str(run), cwd=small_disk.parent)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) <= 2

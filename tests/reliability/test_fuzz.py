@@ -20,8 +20,8 @@ TEXT = r"""{ } [ ] " ' , : = \ \u0000 \ud800 null true false NaN -Infinity 1e999
 BINARY = (b"\n", b"\r\n", b"\t", b"\0", b" ", b"\xef\xbb\xbf", b"\xff\xfe", b"\xc3", b"\x80", b"\xe2\x80\xa8")
 REPEATED = (b"9" * 25, b"9" * 5000, b"[" * 2000, b'{"a":' * 500, b'"' * 9, b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff")
 TOKENS = (*(token.encode() for token in TEXT.split()), *BINARY, *REPEATED)
-NAMES = """config, run log, manifest, state, tokenizers, bpe-cut, model config, weights, lock, csv, tsv, jsonl, json,
-tar, images, parquet""".replace("\n", " ").split(", ")
+NAMES = """config, run log, manifest, state, tokenizers, clip-bpe-pruned, model config, weights, lock, csv, tsv, jsonl,
+json, tar, images, parquet""".replace("\n", " ").split(", ")
 
 
 def mutate(valid: Sequence[bytes], draw: random.Random) -> bytes:

@@ -61,7 +61,7 @@ SIZES = ("image-size", "patch-size", "vision-width", "vision-layers", "text-widt
         "--workers 100000",
         "--workers 200",
         "--threads 100000",
-        "--train-count 100000000000",
+        "--synthetic-images 100000000000",
         "--recipe frozen --embed-dim 1000000000",
     ],
 )
@@ -73,7 +73,7 @@ def test_absurd_sizes_are_a_one_line_error_before_the_model_is_created(
 
     def refused() -> None:
         with pytest.raises(SystemExit) as end:
-            main(["train", "--run", "run", "--steps", "1", "--device", "cpu", *words.split()])
+            main(["train", "--out", "run", "--steps", "1", "--device", "cpu", *words.split()])
         assert end.value.code == 2
 
     assert bounded(refused) == "ok"

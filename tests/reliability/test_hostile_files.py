@@ -24,7 +24,7 @@ from small_run import prepared, run_small, small_config
 from tiny_model import tiny_clip
 
 from m1clip.cli.main import main
-from m1clip.config import init_recipe, load_config
+from m1clip.config import is_clip, load_config
 from m1clip.data.images import Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -171,7 +171,7 @@ def test_endless_files_are_refused(model: Path, tmp_path: Path, proof: Path, kin
         honest = (model / name).read_bytes()
         replace(model / name)
         assert_refused(bounded(lambda: load(model)), proof)
-        assert bounded(lambda: init_recipe(model)) == "ok"
+        assert bounded(lambda: is_clip(model)) == "ok"
         (model / name).unlink()
         (model / name).write_bytes(honest)
 

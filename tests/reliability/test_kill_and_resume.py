@@ -69,10 +69,10 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
     def start(*words: str, log: Path = samples, limit: float = math.inf) -> Command:
         return Command("train", *words, cwd=folder, prepare=partial(log_samples, log, limit))
 
-    assert start(*words, "--run", "reference", log=folder / "reference.txt").wait() == 0
+    assert start(*words, "--out", "reference", log=folder / "reference.txt").wait() == 0
     for number in range(kills):
         goal = len(lines(samples)) + draw.randrange(8, apart)  # a few steps more than a save
-        first = [*words, "--run", "killed"]
+        first = [*words, "--out", "killed"]
         resumed = ["--resume", "killed"]
         process = start(*(resumed if (run / "config.toml").exists() else first), limit=goal + 8)
         process.wait_until(lambda goal=goal: len(lines(samples)) >= goal)

@@ -30,7 +30,7 @@ ENDLESS = {"train.steps": 100_000, "train.save_every": 7, "data.workers": 2}
 def start(folder: Path, prepare: Any = None, **changes: Any) -> Command:
     """Train until the first checkpoint is saved."""
     words = small_arguments({**ENDLESS, **{f"train.{name}": value for name, value in changes.items()}})
-    process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
+    process = Command("train", *words, "--out", "run", cwd=folder, prepare=prepare)
     process.wait_until(lambda: (folder / "run" / "run.jsonl").exists() and "checkpoint" in kinds(folder / "run"))
     return process
 
@@ -44,7 +44,7 @@ def steps(run: Path) -> list[int]:
 
 
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
-    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 60}), "--run", "reference", cwd=tmp_path)
+    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 60}), "--out", "reference", cwd=tmp_path)
     assert reference.returncode == 0, reference.stderr
     process = start(tmp_path, partial(hold_at, 8, tmp_path / "go"), steps=60)
     psutil.Process(process.pid).children()[0].kill()
@@ -126,7 +126,7 @@ def test_nohup_run_ignores_the_closed_terminal(tmp_path: Path) -> None:
 def test_training_continues_without_standard_output(tmp_path: Path, output: str) -> None:
     words = " ".join(small_arguments({"train.eval_every": 2, "data.workers": 2}))
     ended = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --run run {output}"],
+        ["bash", "-c", f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --out run {output}"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "model.text_layers": 1,
     "train.steps": 12,
     "train.save_every": 2,
-    "data.train_count": 64,
+    "data.synthetic_images": 64,
 }
 STEPS, EPOCH = 12, 4
 
@@ -87,7 +87,7 @@ def undisturbed() -> Path:
 def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off") -> None:
     """Kill a random rank again and again, each time with another number of ranks; then finish."""
     run = tmp_path / "run"
-    words = ["train", *small_arguments({**TINY, "train.shard": shard}), "--run", str(run)]
+    words = ["train", *small_arguments({**TINY, "train.fsdp": shard}), "--out", str(run)]
     for number in range(kills):
         # Ranks wait before a step until the victim is killed: the test does not depend on how fast they are.
         step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
@@ -106,7 +106,7 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, 
     seen = samples_seen(tmp_path, kills + 1)
     for first in range(0, STEPS, EPOCH):
         epoch = sorted(sample for step in range(first, first + EPOCH) for sample in seen[step])
-        assert epoch == list(range(TINY["data.train_count"])), "every sample once"
+        assert epoch == list(range(TINY["data.synthetic_images"])), "every sample once"
 
 
 def samples_seen(folder: Path, sessions: int) -> dict[int, list[int]]:
@@ -136,7 +136,7 @@ def test_many_kills(tmp_path: Path, undisturbed: Path, counts: dict[str, float])
 
 def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undisturbed: Path) -> None:
     run, gate = tmp_path / "run", tmp_path / "gate"
-    words = ["train", *small_arguments({**TINY, "train.shard": "on"}), "--run", str(run)]
+    words = ["train", *small_arguments({**TINY, "train.fsdp": "on"}), "--out", str(run)]
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
     ranks[0].wait_until(partial(reached, run, 3))
     ranks[1].send_signal(signal.SIGKILL, group=True)
@@ -159,7 +159,7 @@ def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(t
     }
     run_small(tmp_path / "one", {**changes, "data.workers": 0})
     run, gate = tmp_path / "run", tmp_path / "gate"
-    words = ["train", *small_arguments(changes), "--run", str(run)]
+    words = ["train", *small_arguments(changes), "--out", str(run)]
     ranks = start_ranks([words] * 2, tmp_path, gate=(5, gate))
     ranks[0].wait_until(partial(reached, run, 5))
     ranks[1].send_signal(signal.SIGKILL, group=True)
@@ -171,7 +171,7 @@ def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(t
 
 def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "run"
-    words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--run", str(run)]
+    words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--out", str(run)]
     gate = tmp_path / "gate"
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
     ranks[1].wait_until(lambda: reached(run, 3))
@@ -190,7 +190,7 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undist
 def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
-    ranks = start_ranks([["train", *small_arguments(changes), "--run", str(run)]] * 2, tmp_path, timeout=10)
+    ranks = start_ranks([["train", *small_arguments(changes), "--out", str(run)]] * 2, tmp_path, timeout=10)
     ranks[1].wait_until(lambda: reached(run, 10))
     ranks[1].send_signal(signal.SIGSTOP)
     assert ranks[0].wait() == 2
@@ -218,7 +218,7 @@ def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
             Image.new("RGB", (32, 32), (number * 12, 0, 0)).save(photos / f"{number}.png")
         rows = [f"{number}.png,shade {number} of {color}" for number in range(20)]
         (photos / "captions.csv").write_text("\n".join(["image,caption", *rows]))
-    words = ["train", "photos", *small_arguments({"data.train_count": None, "train.batch_size": 4})]
+    words = ["train", "photos", *small_arguments({"data.synthetic_images": None, "train.batch_size": 4})]
     ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
     assert wait_all(ranks) == [2, 2]
     error = ranks[0].read()[1].splitlines()[-1]
@@ -231,7 +231,7 @@ def test_missing_shard_on_one_rank_is_refused(tmp_path: Path) -> None:
     pack(open_source(str(make_set(tmp_path / "set", train=24))), tmp_path / "a" / "shards", shard_size=12)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "shards" / "train-000001.tar").unlink()
-    changes = {"data.train_count": None, "data.cache": "stream", "train.batch_size": 4, "model.tokenizer": "char"}
+    changes = {"data.synthetic_images": None, "data.cache": "stream", "train.batch_size": 4, "model.tokenizer": "char"}
     words = ["train", "shards/train-{000000..000001}.tar", *small_arguments(changes)]
     ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
     assert wait_all(ranks) == [2, 2]
@@ -310,7 +310,7 @@ def test_two_nodes_train_like_one_process(tmp_path: Path, undisturbed: Path) -> 
 def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
     run = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--"]
-    words = [f"{ROOT}/tests/ranks.py", "train", *small_arguments(TINY), "--run", str(run)]
+    words = [f"{ROOT}/tests/ranks.py", "train", *small_arguments(TINY), "--out", str(run)]
     gate = {"GATE_STEP": "4", "GATE_FILE": str(tmp_path / "gate")}
     with subprocess.Popen([sys.executable, *torchrun, *words], cwd=tmp_path, env=environment() | gate) as process:
         while process.poll() is None and not reached(run, 4):

@@ -69,7 +69,7 @@ def start(
     """Train with a phase that is slow or held, and wait until it is in it."""
     words = small_arguments({**CHANGES, **changes})
     prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds, after)
-    process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
+    process = Command("train", *words, "--out", "run", cwd=folder, prepare=prepare)
     process.wait_until((folder / "mark").exists)
     return process
 

@@ -35,9 +35,9 @@ Samples = dict[tuple[str, str], list[tuple[float, float]]]  # by process and fig
 def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
     """Train for some time with a monitor in a terminal and a web page that is visited; returns run and samples."""
     run, samples, ended = folder / "run", defaultdict[Any, Any](list), threading.Event()
-    changes = {"train.steps": 10_000_000, "data.workers": 1, "data.train_count": 512, "optim.warmup": 100}
+    changes = {"train.steps": 10_000_000, "data.workers": 1, "data.synthetic_images": 512, "optim.warmup": 100}
     changes |= {"train.eval_every": EVERY["eval"], "train.save_every": EVERY["checkpoint"]}
-    trainer = Command("train", *small_arguments(changes), "--run", "run", cwd=folder)
+    trainer = Command("train", *small_arguments(changes), "--out", "run", cwd=folder)
     trainer.wait_until(lambda: (run / "run.jsonl").is_file() and (run / "run.jsonl").stat().st_size > 2000)
     page = Command("monitor", "run", "--web", "--port", "0", "--no-browser", cwd=folder)
     page.wait_until(lambda: re.search(r"http://\S+/", page.read()[0]))

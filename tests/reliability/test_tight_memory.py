@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # relative, of each weight: a smaller micro-batch adds the sam
 CHANGES = {
     "model.patch_size": 4,
     "model.vision_width": 64,
-    "data.train_count": 160,
+    "data.synthetic_images": 160,
     "train.batch_size": BATCH,
     "train.steps": STEPS,
     "optim.optimizer": "adamw",
@@ -78,7 +78,7 @@ def address_space() -> int:
 def train(folder: Path, how: str, changes: dict[str, Any]) -> Path:
     """Train in a new process that runs short of memory in this way."""
     code = f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main import main; main()"
-    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--run", how]
+    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--out", how]
     # glibc then returns each freed tensor at once, so that the address space is what is in use.
     env = {**environment(), "MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)

@@ -66,7 +66,7 @@ def test_invalid_arguments_are_rejected(tokenizer: Tokenizer) -> None:
 def test_make_tokenizer_by_kind() -> None:
     assert make_tokenizer("char", CAPTIONS) == TOKENIZERS[1]
     assert make_tokenizer("bpe", CAPTIONS) == TOKENIZERS[2]
-    assert make_tokenizer("bpe-cut", iter(CAPTIONS)) == TOKENIZERS[3]
+    assert make_tokenizer("clip-bpe-pruned", iter(CAPTIONS)) == TOKENIZERS[3]
 
 
 BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
@@ -87,12 +87,12 @@ BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
     ({"kind": "char", "format": 1, "alphabet": "aB"}, "not lower case"),
     ({"kind": "fast", "format": 1, "tokenizer": {}, "pad_id": 0}, "not a tokenizer.json"),
     ({"kind": "fast", "format": 1, "tokenizer": {}, "pad_id": -1}, "wrong type"),
-    ({"kind": "bpe-cut", "format": 1}, "values are missing"),
-    ({"kind": "bpe-cut", "format": 1, "kept": [600.0]}, "wrong type"),
-    ({"kind": "bpe-cut", "format": 1, "kept": [600, 600]}, "increasing"),
-    ({"kind": "bpe-cut", "format": 1, "kept": [601, 600]}, "increasing"),
-    ({"kind": "bpe-cut", "format": 1, "kept": [511]}, "increasing"),
-    ({"kind": "bpe-cut", "format": 1, "kept": [49_406]}, "increasing"),
+    ({"kind": "clip-bpe-pruned", "format": 1}, "values are missing"),
+    ({"kind": "clip-bpe-pruned", "format": 1, "kept": [600.0]}, "wrong type"),
+    ({"kind": "clip-bpe-pruned", "format": 1, "kept": [600, 600]}, "increasing"),
+    ({"kind": "clip-bpe-pruned", "format": 1, "kept": [601, 600]}, "increasing"),
+    ({"kind": "clip-bpe-pruned", "format": 1, "kept": [511]}, "increasing"),
+    ({"kind": "clip-bpe-pruned", "format": 1, "kept": [49_406]}, "increasing"),
 ]
 
 

@@ -21,7 +21,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA grap
 VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3, "data.captions_per_step": 2}
 ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40}
 # AdamW keeps rounding errors small over forty steps.
-ON_CUDA |= {"optim.optimizer": "adamw", "data.train_count": 136, "train.batch_size": 64}
+ON_CUDA |= {"optim.optimizer": "adamw", "data.synthetic_images": 136, "train.batch_size": 64}
 
 
 def groups(batch: Batch) -> list[Tensor]:
@@ -35,7 +35,7 @@ def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
 
 
 def test_graph_padding_does_not_change_loss() -> None:
-    setup, update = made({"data.train_count": 136, "train.batch_size": 64})
+    setup, update = made({"data.synthetic_images": 136, "train.batch_size": 64})
     captured = CapturedStep(update)
     shapes = []
     for step in range(6):

@@ -80,10 +80,12 @@ def double_step(setup: Setup) -> TrainStep:
     step = setup.make_step()
     torch.set_default_dtype(torch.float32)
     model = step.model if step.shards is not None else step.model.double()
-    step.encode_image = lambda pixels, *kept: normalize(model.image_head(model.image_tower(pixels.double(), *kept)))
-    step.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
-    step.project_image = lambda features, *keys: normalize(model.image_head(features, *keys))
-    step.project_text = lambda features, *keys: normalize(model.text_head(features, *keys))
+    step.parts.encoder.encode_image = lambda pixels, *kept: normalize(
+        model.image_head(model.image_tower(pixels.double(), *kept))
+    )
+    step.parts.encoder.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
+    step.parts.encoder.project_image = lambda features, *keys: normalize(model.image_head(features, *keys))
+    step.parts.encoder.project_text = lambda features, *keys: normalize(model.text_head(features, *keys))
     muon = step.optimizer.parts.get("muon")
     if isinstance(muon, Muon):
         muon.dtype = torch.float64
@@ -97,7 +99,7 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
         patch_towers(patch)
         setup = prepared(frozen_config(folder, **changes)).divided(ranks)
         step = double_step(setup)
-    assert step.has_dropout
+    assert step.parts.encoder.has_dropout
     assert setup.training.image_features is not None
     return setup, step
 
@@ -172,7 +174,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
-    encode_image, calls = step.encode_image, [0]
+    encode_image, calls = step.parts.encoder.encode_image, [0]
 
     def fail(pixels: Tensor, *kept: Tensor) -> Tensor:
         calls[0] += 1
@@ -183,8 +185,8 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     def fail_late(gradient: Tensor) -> None:
         """When other buckets of gradients are being exchanged."""
         late.remove()
-        assert step.exchange is not None
-        found["sent"] = len(step.exchange._sent), len(step.exchange.buckets)
+        assert step.parts.world.exchange is not None
+        found["sent"] = len(step.parts.world.exchange._sent), len(step.parts.world.exchange.buckets)
         if ranks.rank == 1:
             raise MemoryError
 
@@ -193,19 +195,21 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
         step.oom = OOMHandler(0, lambda: 0)
         if kind == "late":
             late = first_weight.register_hook(fail_late)
-        step.encode_image = fail if kind == "memory" else encode_image
+        step.parts.encoder.encode_image = fail if kind == "memory" else encode_image
         loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
         gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
         found[kind] = loss, gradients, step.oom.micro_batch
         step.clear()
 
     before = {key: p.detach().clone() for key, p in step.model.named_parameters()}
-    step.encode_image = lambda pixels, *kept: encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    step.parts.encoder.encode_image = lambda pixels, *kept: (
+        encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    )
     loss, _ = step(batch, 0)
     unchanged = all(torch.equal(p, before[key]) for key, p in step.model.named_parameters())
     found["not finite"] = bool(loss.isfinite()), unchanged
 
-    step.encode_image = encode_image
+    step.parts.encoder.encode_image = encode_image
     step(batch, 0)
     groups = checkpoint_tensors(step)
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
@@ -259,7 +263,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})), dict[str, Any]()
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
-        made = [make(common, ranks, {**settings, "train.shard": shard}) for shard in ("on", "off")]
+        made = [make(common, ranks, {**settings, "train.fsdp": shard}) for shard in ("on", "off")]
         setup, steps = made[0][0], [step for _, step in made]
         assert steps[0].shards is not None
         rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
@@ -297,7 +301,7 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(shard=shard))
+        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(fsdp=shard))
         setup = setup.divided(ranks)
         step = setup.make_step()
         loss = step.compute_gradients(setup.training[0], 0)
@@ -323,9 +327,9 @@ def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> Non
     for total, wanted in ((10**4, "on"), (10**12, "off")):
         device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
         assert dataclasses.replace(setup, device=device)._sharding(2) == wanted
-    config = setup.config.changed(shard="on")
+    config = setup.config.changed(fsdp="on")
     assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
-    with pytest.raises(UserError, match="--shard on does not support --compile"):
+    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
         dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)
 
 

@@ -129,7 +129,7 @@ def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
     text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace("train_count = 72", "train_count = 80"))
+    (run / "config.toml").write_text(text.replace("synthetic_images = 72", "synthetic_images = 80"))
     for folder, message in ((run, "the training data has changed"), (tmp_path, "not a run folder")):
         with pytest.raises(UserError, match=message):
             resume_quietly(folder)

@@ -15,6 +15,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.training import parity
 from m1clip.training.checkpoint import checkpoint_tensors
+from m1clip.training.optim import OPTIMIZER_PARTS
 from m1clip.training.process import Stopped
 from m1clip.training.run import resume
 from m1clip.training.setup import Setup
@@ -156,6 +157,12 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], what: str, tm
         run_small(tmp_path / "run", {"train.device": "mlx", **changes})
     with pytest.raises(UserError, match="fp16: not supported on mlx"):
         run_small(tmp_path / "run", {"train.device": "mlx", "train.precision": "fp16"})
+
+
+def test_optimizer_without_a_form_in_mlx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZER_PARTS, "muon", ("muon", "sign"))
+    with pytest.raises(UserError, match="--device mlx does not support --optimizer muon"):
+        run_small(tmp_path / "run", {"train.device": "mlx"})
 
 
 def test_wrong_gradients_of_mlx_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
     loss, wanted = gradients_of(plain, lambda: plain.compute_gradients(batch, 0))
     _, update = make()
     little_memory(monkeypatch, most=5)
-    update.encode_image = update.model.encode_image
+    update.parts.encoder.encode_image = update.model.encode_image
     changes = Changes()
     update.oom = OOMHandler(0, lambda: 0, report=changes.report)
     again, found = gradients_of(
@@ -69,7 +69,7 @@ def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) 
     """compare needs the error to find the largest batch."""
     setup, update = make()
     little_memory(monkeypatch, most=5)
-    update.encode_image = update.model.encode_image
+    update.parts.encoder.encode_image = update.model.encode_image
     with pytest.raises(torch.OutOfMemoryError):
         update(setup.training[0], 0)
 

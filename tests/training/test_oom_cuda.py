@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the
 BATCH, STEPS = 512, 6
 ON_CUDA: dict[str, Any] = {"train.device": "cuda", "optim.optimizer": "adamw"}
 # The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
-LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100,
+LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.synthetic_images": 1100,
          "train.batch_size": BATCH, "train.steps": STEPS,
          "optim.lr": 1e-4}  # fmt: skip
 TOLERANCE = 1e-3  # relative, after six steps: micro-batches sum in another order, and some CUDA kernels in any order
@@ -109,7 +109,7 @@ def waits_are_errors() -> Iterator[None]:
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "replayed"])
 def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision,
-               "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
+               "data.captions_per_step": 2, "data.synthetic_images": 136, "train.batch_size": 64}  # fmt: skip
     setup, update = make(changes)
     update.oom = make_oom_handler(setup, 0, lambda *change: None)
     rules = setup.device.rules

@@ -1,13 +1,15 @@
 """Optimizer groups, learning rates, and state round trip."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from m1clip.config import OptimConfig
+from m1clip.config import OPTIMIZERS, OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.training.optim import EPS, MUON_WEIGHT_DECAY, Optimizer
+from m1clip.training.optim import EPS, MUON_WEIGHT_DECAY, OPTIMIZER_PARTS, PARTS, Optimizer, skips_on_device
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -73,9 +75,9 @@ def test_first_adamw_step_matches_formula() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_round_trip(name: str) -> None:
-    config = OptimConfig(optimizer=name)  # type: ignore[arg-type]
+    config = OptimConfig(optimizer=name)
     model, twin = clip(), clip()
     optimizer = Optimizer(model, config, fused=True)
     for seed in range(3):
@@ -115,3 +117,43 @@ def test_device_learning_rate_is_updated_in_place() -> None:
     assert all(group["lr"] is old for group, old in zip(groups, before, strict=True))
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
+
+
+def test_every_optimizer_of_the_settings_is_built_from_parts() -> None:
+    assert OPTIMIZER_PARTS.keys() == OPTIMIZERS.keys()
+    assert {part for parts in OPTIMIZER_PARTS.values() for part in parts} == PARTS.keys()
+    model = clip()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in OPTIMIZERS:
+        assert groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True)).keys() == trained
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer of a stranger: it knows nothing of `found_inf`."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
+def test_another_optimizer_is_an_entry_in_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    sign = PARTS["adamw"]._replace(build=lambda groups, options: SignSGD(groups), skips_on_device=False)
+    monkeypatch.setitem(PARTS, "sign", sign)
+    monkeypatch.setitem(OPTIMIZER_PARTS, "sign", ("muon", "sign"))
+    model = clip()
+    config = OptimConfig()
+    object.__setattr__(config, "optimizer", "sign")  # the choices of the setting are fixed at import
+    optimizer = Optimizer(model, config, fused=True)
+    assert list(optimizer.parts) == ["muon", "sign"]
+    assert not skips_on_device("sign"), "the host decides whether its steps are skipped"
+    assert all(skips_on_device(name) for name in OPTIMIZERS)
+    before = model.logit_scale.detach().clone()
+    give_gradients(model, 1)
+    optimizer.step()
+    torch.testing.assert_close(model.logit_scale.detach(), before - config.lr * model.logit_scale.grad.sign())

@@ -24,7 +24,7 @@ from m1clip.training.muon import orthogonalize
 from m1clip.training.parity import TOLERANCE, check_parity, fill_zeros, first_samples, gradient, relative_difference
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
+from m1clip.training.step import GradientCheck, TrainStep
 
 
 def test_relative_difference() -> None:
@@ -153,15 +153,15 @@ def test_skipped_comparison_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
     setup, step = on_mps()
-    original, sizes = TrainStep.compute_gradients, []
+    original, sizes = GradientCheck.compute_gradients, []
 
-    def short(self: TrainStep, batch: Batch, number: int) -> torch.Tensor:
+    def short(self: GradientCheck, batch: Batch, number: int) -> torch.Tensor:
         sizes.append(self.micro_batch)
         if self.device.kind == "mps" and self.micro_batch not in range(1, 9):
             raise torch.OutOfMemoryError("out of memory")
         return original(self, batch, number)
 
-    monkeypatch.setattr(TrainStep, "compute_gradients", short)
+    monkeypatch.setattr(GradientCheck, "compute_gradients", short)
     assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
     assert sizes == [0, 8, 4, 4, 0], "the batch, half, slices; a few samples here and on the CPU"
 

@@ -31,19 +31,19 @@ from m1clip.training.process import Interrupted, Stopped, create_run_folder, loc
 
 @pytest.mark.slow
 def test_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
-    first = command("train", *small_arguments(), "--run", "first", cwd=tmp_path)
+    first = command("train", *small_arguments(), "--out", "first", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    again = command("train", "--config", "first/config.toml", "--run", "again", cwd=tmp_path)
+    again = command("train", "--config", "first/config.toml", "--out", "again", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert weights_sha256(tmp_path / "first") == weights_sha256(tmp_path / "again")
     assert "\x1b[" not in first.stdout  # clean where there is no terminal
     assert "first/retrieval.png" in first.stdout
 
-    refused = command("train", *small_arguments(), "--run", "first", cwd=tmp_path)
+    refused = command("train", *small_arguments(), "--out", "first", cwd=tmp_path)
     assert refused.returncode == 2
     assert (
         refused.stderr
-        == "m1clip: first: already contains a run; continue it with --resume first, or choose another --run\n"
+        == "m1clip: first: already contains a run; continue it with --resume first, or choose another --out\n"
     )
 
     scored = command("eval", "first", "--split", "val", "--device", "cpu", cwd=tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
-from m1clip.config import NAMES, Config, DataConfig, from_dict
+from m1clip.config import NAMES, Config, DataConfig, from_dict, recipe_defaults
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
@@ -59,7 +59,6 @@ def test_recipe_auto_choice(images: int, minutes: float | None, installed: bool,
         ({"model": "small"}, "scratch"),
         ({"vision_width": 64}, "scratch"),
         ({"tokenizer": "char"}, "scratch"),
-        ({"init": "runs/x"}, "finetune"),
         ({"unfreeze_text": 2}, "finetune"),
         ({"text_tower": "x"}, "frozen"),
         ({}, "scratch"),  # synthetic images
@@ -134,12 +133,19 @@ class Estimate:
     ],
 )
 def test_settings_for_a_memory_limit(batch: int, micro: int, limit: float, expected: str) -> None:
-    config = small_config({"train.batch_size": batch, "train.micro_batch": micro})
+    config = small_config({"train.batch_size": batch or "auto", "train.micro_batch": micro})
     assert str(fit_memory(config, 1024, limit, Estimate())) == expected
 
 
 OWN = InitialModel(CLIPConfig())
-HEADS = InitialModel(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_heads=True)
+ADAPTERS = CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8))
+HEADS = InitialModel(ADAPTERS, new_heads=True)
+MODELS = {
+    "scratch": OWN,
+    "frozen": HEADS,
+    "finetune": InitialModel(ADAPTERS, is_pretrained=True),
+    "--init": InitialModel(CLIPConfig(), is_pretrained=True),
+}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,10 @@ HEADS = InitialModel(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8))
 )
 def test_default_batch_fits_the_images(images: int, model: InitialModel, batch: int) -> None:
     assert default_batch(model, images) == batch
+
+
+def test_default_batch_is_that_of_the_recipe() -> None:
+    assert {recipe: default_batch(model, 10**6) for recipe, model in MODELS.items()} == recipe_defaults("batch_size")
 
 
 def machine(
@@ -186,14 +196,14 @@ OPTIONS = st.fixed_dictionaries(
         "recipe": st.sampled_from(["auto", "scratch", "frozen", "finetune"]),
         "init": st.sampled_from([None, "runs/x"]),
         "unfreeze_image": st.sampled_from([-1, 0, 1]),
-        "batch_size": st.sampled_from([None, 0, 2, 7, 64, 4096]),
+        "batch_size": st.sampled_from([None, "auto", 2, 7, 64, 4096]),
         "micro_batch": st.sampled_from([0, 2, 16]),
         "memory": st.sampled_from([None, "1MB", "2GB", "64GB"]),
         "captions_per_step": st.sampled_from([None, 1, 3]),
         "text_contrast": st.sampled_from([None, 0.0, 0.3]),
         "device": st.sampled_from(["auto", "cpu", "mps", "cuda"]),
         "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
-        "shard": st.sampled_from(["auto", "on", "off"]),
+        "fsdp": st.sampled_from(["auto", "on", "off"]),
         "loss": st.sampled_from(["infonce", "sigmoid", "multi"]),
         "duration": st.sampled_from([("minutes", 0.01), ("minutes", 30.0), ("epochs", 0.001), ("steps", 500)]),
         "often": st.sampled_from([("eval_every", 0), ("eval_every", 10), ("evaluations", 2)]),
@@ -236,9 +246,9 @@ def test_any_settings_give_a_final_spec_or_one_line(
         return
     assert undecided(spec.config) == []
     train = spec.config.train
-    assert 2 <= (train.batch_size or 0) <= dataset.images
-    assert train.micro_batch <= (train.batch_size or 0)
-    assert train.shard in ("on", "off")
+    assert 2 <= train.batch_size_or(0) <= dataset.images
+    assert train.micro_batch <= train.batch_size_or(0)
+    assert train.fsdp in ("on", "off")
     assert spec.config.transfer.recipe != "auto"
     for name, value in options.items():
         if value is not None and spec.chosen_by.get(name) == "user":
@@ -293,7 +303,11 @@ def test_origin_of_values(tmp_path: Path) -> None:
 def test_trained_model_is_finetuned_and_config_tells_it() -> None:
     spec = resolve(Settings({"init": "runs/x", "steps": 5}), Dataset(1000), machine())
     assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
-    explicit = resolve(DecidedSettings(complete=small_config({"transfer.init": "runs/x"})), Dataset(1000), machine())
+    explicit = resolve(
+        DecidedSettings(complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})),
+        Dataset(1000),
+        machine(),
+    )
     assert explicit.config.transfer.recipe == "finetune"
 
 
@@ -309,16 +323,16 @@ def test_weights_are_sharded_if_a_step_does_not_fit_one_gpu() -> None:
     data = Dataset(10_000)
     for batch, ranks, expected in ((512, 8, "off"), (512, 4, "on"), (512, 1, "off")):
         spec = resolve(Settings({"batch_size": batch}), data, machine(H200, ranks, images=10_000))
-        assert spec.config.train.shard == expected
+        assert spec.config.train.fsdp == expected
     with pytest.raises(UserError, match="--batch-size 4 is less than one image for each of 8 ranks"):
         resolve(Settings({"batch_size": 4}), data, machine(H200, 8, images=10_000))
-    with pytest.raises(UserError, match="--shard on does not support --precision fp16"):
-        resolve(Settings({"shard": "on", "precision": "fp16", "device": "cuda"}), data, machine(H200, 2, images=10_000))
+    with pytest.raises(UserError, match="--fsdp on does not support --precision fp16"):
+        resolve(Settings({"fsdp": "on", "precision": "fp16", "device": "cuda"}), data, machine(H200, 2, images=10_000))
 
 
 def test_reasons_are_told_in_the_order_of_the_decisions() -> None:
     lines: list[str] = []
-    photos = Settings({"data": ("photos",), "batch_size": 0})
+    photos = Settings({"data": ("photos",), "batch_size": "auto"})
     resolve(photos, Dataset(1000), machine(limit=2.3e9), lines.append)
     assert [line.split()[0] for line in lines] == ["recipe", "device", "memory"]
     assert "1,000 images are too few" in lines[0]

@@ -105,7 +105,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"data.source": ["/nowhere/at/all"]}, "/nowhere/at/all"),
     ({"model.image_size": 33}, "image_size 33 is not a multiple of patch_size 8: try 32"),
     ({"model.name": "tinny"}, "unknown model preset 'tinny': did you mean 'tiny'"),
-    ({"data.train_count": 1}, "1 training images found; contrastive training"),
+    ({"data.synthetic_images": 1}, "1 training images found; contrastive training"),
 ]
 
 
@@ -142,7 +142,7 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     """Held-out combinations, 100 images: far above chance after some seconds."""
     changes = {
         "model.vision_width": 64, "model.text_width": 64, "model.embed_dim": 64, "model.patch_size": 4,
-        "data.train_count": 1000,
+        "data.synthetic_images": 1000,
         "train.batch_size": 64, "train.steps": 75,
     }  # fmt: skip
     result = run_small(tmp_path / "run", changes)

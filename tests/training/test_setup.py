@@ -12,7 +12,7 @@ from small_run import prepared, screen, small_config, small_options
 from tower_run import frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, TransferConfig, init_recipe, load_config
+from m1clip.config import Config, Recipe, TransferConfig, is_clip, load_config
 from m1clip.data.augment import render
 from m1clip.errors import UserError
 from m1clip.training import resolve as resolving
@@ -30,7 +30,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "train_config", train_config)
-    monkeypatch.setattr(m1clip.config, "init_recipe", lambda model: "unfreeze")
+    monkeypatch.setattr(m1clip.config, "is_clip", lambda model: False)
     runs.train(screen=screen(), **options)
     return made
 
@@ -38,17 +38,21 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
 def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
-    monkeypatch.setattr(m1clip.config, "read_recipe", lambda name: short)
+    monkeypatch.setattr(m1clip.config, "read_recipe", lambda name, clip=False: Recipe(short, 16))
     options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
     shown = screen()
-    assert runs.train(run=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
+    assert runs.train(out=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
-    assert (second.transfer.init, second.train.steps) == (str(first), 2)
+    assert (second.transfer.recipe, second.transfer.init, second.train.steps) == ("finetune", str(first), 2)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("stage 1") < text.index("stage 2")
-    assert (init_recipe(first), init_recipe(tmp_path)) == ("unfreeze", "finetune")
+    assert (is_clip(first), is_clip(tmp_path)) == (False, True)
+
+    # config.toml tells what was trained, and repeats it.
+    again = stages(monkeypatch, config=tmp_path / "run")
+    assert again == [second]
 
 
 def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +99,7 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
-        stages(monkeypatch, recipe="finetune", run=tmp_path)
+        stages(monkeypatch, recipe="finetune", out=tmp_path)
     with pytest.raises(UserError, match="--recipe finetune has two stages"):
         prepared(small_config({"transfer.recipe": "finetune"}))
 
@@ -120,7 +124,7 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
 
 
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stages(monkeypatch, init="runs/x")[0].transfer.recipe == "finetune"
+    assert [config.transfer.recipe for config in stages(monkeypatch, init="runs/x")] == ["finetune"]
     assert stages(monkeypatch, init="runs/x", recipe="auto")[0].optim.layer_decay == 0.8
     assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
@@ -129,13 +133,13 @@ def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
 
 
-@pytest.mark.parametrize("batch", [None, 0])
+@pytest.mark.parametrize("batch", [None, "auto"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_batch_size_is_reduced_for_few_images(
-    tmp_path: Path, batch: int | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, batch: str | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_towers(monkeypatch)
-    changes = {"train.batch_size": batch, "data.train_count": 20, "train.micro_batch": 64}
+    changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
     shown = screen()
     found = prepared(frozen_config(tmp_path, **changes) if frozen else small_config(changes), shown)
     assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
@@ -205,7 +209,7 @@ def test_data_is_opened_and_the_model_built_once(tmp_path: Path, monkeypatch: py
     counted(transfer, "build_clip")
     counted(runs, "load")
     options = small_options({"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None})
-    runs.train(run=tmp_path / "run", screen=screen(), **{name: v for name, v in options.items() if name not in SHAPE})
+    runs.train(out=tmp_path / "run", screen=screen(), **{name: v for name, v in options.items() if name not in SHAPE})
     assert calls == ["open_data", "build_clip", "load"]
     calls.clear()
     runs.resume(tmp_path / "run", screen())

@@ -56,7 +56,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(first: Path, **changes: Any) -> Any:
     """The config of a run that starts from another one."""
     values = {"transfer.init": str(first), "train.steps": 4, "optim.optimizer": "adamw", "train.save_every": 2}
-    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.train_count": 40}
+    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.synthetic_images": 40}
     return small_config({**values, **changes})
 
 
@@ -135,11 +135,11 @@ def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> Non
         rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
     (folder / "3.png").write_bytes(b"no image")
     (folder / "captions.csv").write_text("\n".join(rows) + "\n")
-    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch_size": 4}
+    changes = {"data.source": [str(folder)], "data.max_unreadable": 0.5, "train.batch_size": 4}
     setup = prepared(frozen_config(tmp_path, **changes))
     assert [sample.id for sample in setup.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
-        prepared(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}))
+        prepared(frozen_config(tmp_path, **{**changes, "data.max_unreadable": 0.0}))
 
 
 def test_trainable_parts(scratch: Path, frozen: Path) -> None:

@@ -204,7 +204,7 @@ def test_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     page.wait_for_selector("#empty:not([hidden])")
     words = small_arguments({"train.steps": 60, "train.eval_every": 20})
     training = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words, "--run", "runs/real"],
+        [sys.executable, "-m", "m1clip", "train", *words, "--out", "runs/real"],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,141 @@
+"""The settings of a run as options of a command.
+
+Names, types, help texts and defaults come from m1clip.config.
+"""
+
+import ast
+import contextlib
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Group, Parameter, Token
+
+import m1clip.config
+from m1clip.config import COMMON, DESCRIBED, NAMES, SECTIONS, Config, recipe_defaults
+from m1clip.formatting import number
+
+Command = TypeVar("Command", bound=Callable[..., None])
+# The part of --help for each section of the settings.
+GROUPS = {
+    "": COMMON,
+    "model": Group("Model", sort_key=1),
+    "data": Group("Data", sort_key=2),
+    "optim": Group("Optimizer", sort_key=3),
+    "train": Group("Training", sort_key=4),
+    "transfer": Group("Transfer", sort_key=5),
+}
+POSITIONAL = "data"  # m1clip train photos
+
+
+def with_settings(command: Command) -> Command:
+    """Give a command that takes `**settings` one option per setting.
+
+    Cyclopts reads the options from the signature, and calls the command with those that the user
+    typed.
+    """
+    own = inspect.signature(command).parameters.values()
+    own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+    parameters = sorted([*setting_parameters(), *own_options], key=lambda parameter: parameter.kind)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def setting_parameters() -> Iterator[inspect.Parameter]:
+    """One parameter per setting; the settings check the values, as they do for Python and TOML."""
+    texts = help_texts()
+    kinds = (Config, *SECTIONS.values())
+    hints = {kind: typing.get_type_hints(kind, include_extras=True) for kind in kinds}
+    for name, (section, key) in NAMES.items():
+        kind = SECTIONS.get(section, Config)
+        hint = hints[kind][key]
+        base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        metadata = getattr(hint, "__metadata__", ())
+        option = Parameter(
+            help=texts[kind.__name__, key],
+            show_default=functools.partial(default_text, name),  # called for --help only
+            converter=None if base is bool else plain_value,
+        )
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        yield inspect.Parameter(
+            name,
+            positional if name == POSITIONAL else inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(kind, key),
+            annotation=Annotated[base, Parameter(group=GROUPS[section]), *metadata, option],
+        )
+
+
+def plain_value(hint: Any, tokens: Sequence[Token]) -> Any:
+    """What a TOML file would contain instead of this text: a list, a number, or the text."""
+    if typing.get_origin(hint) is tuple:
+        return [token.value for token in tokens]
+    text = tokens[0].value
+    kinds = (hint, *typing.get_args(hint))
+    if int not in kinds and float not in kinds:
+        return text
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def help_texts() -> dict[tuple[str, str], str]:
+    """(class, field) -> the text under the field in config.py, and the choices of a table."""
+    tree = ast.parse(inspect.getsource(m1clip.config))
+    texts = {}
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, text in zip(section.body, section.body[1:], strict=False):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    texts[section.name, name] = " ".join([words, *_choices_text(name)])
+    return texts
+
+
+def _choices_text(name: str) -> list[str]:
+    """What the choices of a setting mean, if they are a table."""
+    if name not in DESCRIBED:
+        return []
+    choices = [f"{choice}: {meaning}" for choice, meaning in DESCRIBED[name].items()]
+    return ["; ".join(choices) + "."]
+
+
+def default_text(name: str, default: Any = None) -> str | None:
+    """The default of a setting, followed by those of recipes with another value.
+
+    --init is listed if it differs from finetune. Cyclopts gives the `default` of the signature, which
+    is not needed here.
+    """
+    values = recipe_defaults(name)
+    if all(value in (None, ()) for value in values.values()):
+        return None  # not shown
+    usual, finetune, init = values["scratch"], values["finetune"], values["--init"]
+    shown = [_as_text(usual)]
+    for recipe in ("frozen", "finetune"):
+        if values[recipe] != usual:
+            shown.append(f"{recipe}: {_as_text(values[recipe])}")
+    if init != finetune:
+        shown.append(f"--init: {_as_text(init)}")
+    return "; ".join(shown)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def command_words(options: Mapping[str, Any]) -> list[str]:
+    """The words that give a command these options, by name; None is not given."""
+    words: list[str] = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}={item}" for item in value]
+        elif value is not None:
+            words.append(f"--{option}={value}")
+    return words
