@@ -37,7 +37,7 @@ from m1clip.model.pretrained import installed, load_image_tower, load_text_tower
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
-from m1clip.training.distributed import Ranks
+from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
 from m1clip.training.measure import Choice, calibrate, candidates, choose, memory_limit
 from m1clip.training.memory import MemoryEstimate
@@ -208,9 +208,11 @@ class Workbench:
             self.ranks.everywhere(lambda: self._check_before_data(settings.config))
             dataset = self._dataset(settings.config)
             return resolve(settings, dataset, self.machine(), self.say)
+        except RankLost:
+            raise
         except UserError as error:
             if self.ranks.size > 1:
-                self.ranks.refuse(str(error))  # all ranks decide the same
+                self.ranks.refuse(str(error))  # all ranks decide the same, and rank 0 reports it
             raise
 
     def reopen(self, spec: RunSpec) -> Setup:

@@ -17,7 +17,7 @@ from small_run import losses_of, resume_quietly, run_small, screen, small_config
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration, logger, loop, validation
+from m1clip.training import duration, logger, loop, setup, validation
 from m1clip.training import run as runs
 from m1clip.training.duration import Costs, Pacer, Segment, StepPlan, TimeBudget, log_interval, planned_steps
 from m1clip.training.schedule import lr_schedule
@@ -242,13 +242,13 @@ def test_resumed_run_keeps_the_rest_of_its_time(
 def test_preparing_that_takes_all_the_time_still_trains(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = runs._prepare
+    plain = setup.open_data
 
-    def slow_prepare(*args: Any, **options: Any) -> Any:
+    def slow_open(*args: Any, **options: Any) -> Any:
         on_clock.work(90.0)
         return plain(*args, **options)
 
-    monkeypatch.setattr(runs, "_prepare", slow_prepare)
+    monkeypatch.setattr(setup, "open_data", slow_open)
     shown = screen()
     runs.train_config(small_config(ONE_MINUTE), tmp_path / "run", shown)
     output = shown.console.file.getvalue()  # type: ignore[attr-defined]

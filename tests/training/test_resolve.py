@@ -326,6 +326,8 @@ def test_weights_are_sharded_if_a_step_does_not_fit_one_gpu() -> None:
         assert spec.config.train.fsdp == expected
     with pytest.raises(UserError, match="--batch-size 4 is less than one image for each of 8 ranks"):
         resolve(Settings({"batch_size": 4}), data, machine(H200, 8, images=10_000))
+    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
+        resolve(Settings({"fsdp": "on", "compile": True}), data, machine(H200, 2, images=10_000))
     with pytest.raises(UserError, match="--fsdp on does not support --precision fp16"):
         resolve(Settings({"fsdp": "on", "precision": "fp16", "device": "cuda"}), data, machine(H200, 2, images=10_000))
 
