@@ -36,7 +36,8 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.io import write_json
-from m1clip.losses import OBJECTIVES
+from m1clip.losses.registry import LOSSES, Ids
+from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
 from m1clip.training.optim import Optimizer
@@ -92,12 +93,14 @@ def our_step(job: Job, words: list[str]) -> Step:
     optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph)
     forward = job.compile(model) if "compiled" in words else model
     parameters = list(model.parameters())
-    positive = torch.eye(job.batch_size, dtype=torch.bool, device=device.torch)
+    objective = RunLoss(LOSSES["infonce"])
+    order = torch.arange(job.batch_size, device=device.torch)
+    ids = Ids(order, order, order)
 
     def step(pixels: Tensor, tokens: Tensor) -> Tensor:
         with torch.autocast(device.kind, torch.bfloat16):
             features = forward(pixels, tokens)
-        loss = OBJECTIVES["infonce"](features, positive)
+        loss = objective.value(features, ids)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)

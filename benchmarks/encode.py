@@ -98,14 +98,15 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
 def tiny_folder(folder: Path) -> str:
     """A `tiny` model with random weights."""
     from m1clip.data.images import Preprocess
-    from m1clip.inference.encoder import Model
+    from m1clip.inference.model import Model
+    from m1clip.inference.torch_encoder import TorchEncoder
     from m1clip.model.clip import build_clip
     from m1clip.model.presets import preset, with_fields
     from m1clip.text.bpe import BpeTokenizer
 
     tokenizer = BpeTokenizer()
     config = with_fields(preset("tiny"), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    Model(build_clip(config), tokenizer, Preprocess(image_size=config.image_size)).save(folder / "tiny")
+    Model(TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))).save(folder / "tiny")
     return str(folder / "tiny")
 
 
@@ -113,12 +114,12 @@ def recall_change(model: str, data: str) -> dict[str, Any]:
     """Recall on the test split in bf16 against fp32: for each k, both values and the change with its interval."""
     from m1clip.evaluation.evaluate import open_split
     from m1clip.export.parity import recall_changes
-    from m1clip.inference.encoder import load
+    from m1clip.inference import load
 
     loaded = load(model, precision="fp32")
     split = open_split(loaded, (data,), "test", "cpu")
     exact = split.encode()
-    loaded.precision = "bf16"
+    loaded.encoder.precision = "bf16"
     return {"images": len(exact.image), "captions": len(exact.text), **recall_changes(exact, split.encode())}
 
 

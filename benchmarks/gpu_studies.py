@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from sides import machine, set_up, spread, training_step, write
 
-import m1clip.training.step as step_module
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
 from m1clip.data.images import Preprocess, map_with_timeout
 from m1clip.data.loader import Batch
@@ -34,7 +33,9 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import read_facts, usable_cpus
 from m1clip.hardware.timing import gemm_rate, timing
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
+from m1clip.losses import run_loss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.text.bpe import BpeTokenizer
@@ -148,8 +149,8 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     plain_limit = 1 << 62
-    for name, limit in (("blockwise", step_module.MAX_LOGITS), ("plain", plain_limit)):
-        step_module.MAX_LOGITS = limit
+    for name, limit in (("blockwise", run_loss.MAX_LOGITS), ("plain", plain_limit)):
+        run_loss.MAX_LOGITS = limit
         for what, work in (("loss", loss_alone), ("step", lambda: update(batch, 0))):
             seconds = []
             torch.cuda.empty_cache()
@@ -177,7 +178,8 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     """Images per second of the encoder, and of what limits it."""
     tokenizer, device = BpeTokenizer(), Device(options.device, read_facts())
     config = with_fields(preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    model = Model(build_clip(config), tokenizer, Preprocess(image_size=config.image_size)).to(options.device)
+    encoder = TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))
+    model = Model(encoder).to(options.device)
     samples = open_source(options.data).samples("train")
     paths = [str(each.image) for each in samples][: options.images]
     texts = [caption for each in samples for caption in each.captions][: 5 * options.images]

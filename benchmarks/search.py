@@ -1,4 +1,4 @@
-"""How long does an exact search take? m1clip on float16, with the library that runs the model.
+"""How long does an exact search take? m1clip on float16, in torch if it is loaded, else in numpy.
 
     python benchmarks/search.py --json docs/results/search.json
 
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 
 from m1clip.formatting import duration, table
@@ -73,7 +72,7 @@ def measure(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
     vectors = ours.astype(np.float32)
     sides: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "m1clip, torch": lambda query: nearest(ours, query, K)[0],
-        "m1clip, onnxruntime": lambda query: without_torch(ours, query),
+        "m1clip, numpy": lambda query: without_torch(ours, query),
         "numpy float32": lambda query: numpy_search(vectors, query),
     }
     with contextlib.suppress(ImportError):
@@ -117,7 +116,7 @@ def main() -> None:
     if options.json:
         record = {"results": results, "cpus": os.cpu_count(), "machine": platform.processor(), "load": load}
         options.json.write_text(
-            json.dumps({**record, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__}, indent=2) + "\n"
+            json.dumps({**record, "torch": torch.__version__, "numpy": np.__version__}, indent=2) + "\n"
         )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import number, percent, table
-from m1clip.search.query import CUTOFF, UNSURE, WEIGHTS, height, probabilities
+from m1clip.search.query import CUTOFF, UNSURE, WEIGHTS, probabilities, zscore
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
@@ -58,17 +58,17 @@ class Queries:
         for text, matching, present in zip(texts, match, self.present, strict=True):
             keep = np.ones(len(images), bool) if present else ~matching
             library = images[keep]
-            moments, scores = (library.mean(axis=0), np.diag(library.var(axis=0))), library @ text
+            library_stats, scores = (library.mean(axis=0), np.diag(library.var(axis=0))), library @ text
             best = np.argsort(-scores)[:LISTED]
             standard = (scores[best] - scores.mean()) / scores.std()
-            found.append((scores[best], standard, height(scores[best], text, moments), matching[keep][best]))
-        self.cosine, self.standard, self.height, right = map(np.stack, zip(*found, strict=True))
+            found.append((scores[best], standard, zscore(scores[best], text, library_stats), matching[keep][best]))
+        self.cosine, self.standard, self.zscore, right = map(np.stack, zip(*found, strict=True))
         self.right = right.astype(bool)
         self.wanted = np.where(self.present, np.minimum(match.sum(axis=1), LISTED), 0)
 
     def scores(self, weights: tuple[float, ...]) -> dict[str, np.ndarray]:
         """(queries, LISTED) score of each result by each rule."""
-        chance = probabilities(self.height, weights)
+        chance = probabilities(self.zscore, weights)
         return {"cosine": self.cosine, "standard score": self.standard, "probability": chance}
 
     def rates(self, score: np.ndarray, cut: float, queries: Any = slice(None)) -> dict[str, float]:
@@ -122,11 +122,11 @@ class Queries:
         }
 
 
-def fit_weights(heights: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
+def fit_weights(zscores: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
     """(constant, slope) of the most likely logistic regression, by Newton's method."""
-    inputs, weights = np.stack([np.ones(heights.size), heights.ravel()], axis=1), np.zeros(2)
+    inputs, weights = np.stack([np.ones(zscores.size), zscores.ravel()], axis=1), np.zeros(2)
     for _ in range(25):
-        p = probabilities(heights.ravel(), tuple(weights))
+        p = probabilities(zscores.ravel(), tuple(weights))
         hessian = (inputs * (p * (1 - p))[:, None]).T @ inputs
         weights -= np.linalg.solve(hessian, inputs.T @ (p - match.ravel()))
     return tuple(weights.tolist())
@@ -171,7 +171,7 @@ def main() -> None:
         captions = np.asarray(model.encode_text([text for sample in samples for text in sample.captions]))
         own = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
         tasks["captions"].append(Queries(images, captions, own[:, None] == np.arange(len(samples)), own))
-    weights = fit_weights(tasks["words"][0].height, tasks["words"][0].right)
+    weights = fit_weights(tasks["words"][0].zscore, tasks["words"][0].right)
     record: dict[str, Any] = {"weights": weights}
     for name, (val, test) in tasks.items():
         fitted, tested = val.scores(weights), test.scores(weights)
@@ -191,7 +191,7 @@ def main() -> None:
         columns = (f"{len(test.right):,} {name}", "cut-off", *next(iter(found.values())))
         print(table(columns, cells), "\n")
         if name == "words":
-            record["answers"] = test.answers(probabilities(test.height))
+            record["answers"] = test.answers(probabilities(test.zscore))
             bins = record["reliability"] = reliability(tested["probability"].ravel(), test.right.ravel())
     shown = [(name, *map(percent, each)) for name, each in record["answers"].items()]
     print(table(("words: answer", "with matches", "removed", "first is right, with matches"), shown), "\n")

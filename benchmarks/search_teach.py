@@ -77,7 +77,7 @@ def main() -> None:
     images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
     captions = [[set(re.findall("[a-z]+", text.lower())) for text in sample.captions] for sample in samples]
     mean = images.mean(axis=0)
-    moments = mean, (images - mean).T @ (images - mean) / len(images)
+    library_stats = mean, (images - mean).T @ (images - mean) / len(images)
     rng, shape = np.random.default_rng(0), (len(WORDS), DRAWS, len(COUNTS))
     found = {name: np.zeros(shape) for name in ("the word as text", "prototype", "linear probe", "m1clip teach")}
     sizes = []
@@ -91,7 +91,7 @@ def main() -> None:
             ranked = np.setdiff1d(np.arange(len(images)), chosen)
             for column, count in enumerate(COUNTS):
                 good = images[chosen[:count]]
-                taught = fit_concept(good, good[:0], moments, text, images)[0]
+                taught = fit_concept(good, good[:0], library_stats, text, images)[0]
                 directions = (text, good.mean(axis=0), linear_probe(good, others), taught)
                 for values, direction in zip(found.values(), directions, strict=True):
                     values[place, draw, column] = average_precision(images[ranked] @ direction, right[ranked])

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from sides import RESULTS, machine, variables_for, write
 
 from m1clip.data.captions import caption_ids_of
@@ -207,11 +205,15 @@ def limit_cores(count: int) -> int:
 def score(rows: Path, out: Path) -> dict[str, float]:
     """The six recalls of the embeddings in OUT."""
     captions = [json.loads(line)["captions"] for line in rows.read_text(encoding="utf-8").splitlines()]
-    image, text = (F.normalize(torch.from_numpy(np.load(out / f"{side}.npy")), dim=-1) for side in ("image", "text"))
-    image_index = torch.tensor([index for index, texts in enumerate(captions) for _ in texts])
-    keys = torch.from_numpy(caption_ids_of([caption for texts in captions for caption in texts]))
+    image, text = (_units(np.load(out / f"{side}.npy")) for side in ("image", "text"))
+    image_index = np.array([index for index, texts in enumerate(captions) for _ in texts])
+    keys = caption_ids_of([caption for texts in captions for caption in texts])
     found = dict(retrieval(image, text, image_index, keys))
     return {name: float(found[name]) for name in RECALLS}
+
+
+def _units(vectors: np.ndarray) -> np.ndarray:
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
 def source_hash(files: Iterable[Path]) -> str:

@@ -26,8 +26,9 @@ from torch import Tensor
 import m1clip
 from m1clip.data.sources import open_sources
 from m1clip.data.types import Sample
+from m1clip.evaluation.probe import fit_classifier
 from m1clip.evaluation.statistics import wilson
-from m1clip.evaluation.zeroshot import TEMPLATES, fit_classifier
+from m1clip.evaluation.zeroshot import TEMPLATES
 
 WORDS = ("beach", "bike", "boat", "car", "dog", "mountain", "pool", "skateboard", "snow", "street")
 PROMPTS = {
@@ -88,7 +89,7 @@ class Zeroshot:
 @torch.inference_mode()
 def encode(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """(features of the image tower as its head sees them, unit vectors of the model)."""
-    towers = dataclasses.replace(model.encoder(), image=model.clip.image_tower)
+    towers = dataclasses.replace(model.encoder.towers(), image=model.clip.image_tower)
     squares = (model.square(str(sample.image)) for sample in samples)
     features = torch.cat(list(towers.images(squares, len(samples))))
     head = model.clip.image_head

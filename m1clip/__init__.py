@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from m1clip.evaluation.evaluate import evaluate
     from m1clip.export.layouts import export
     from m1clip.inference import load
-    from m1clip.inference.encoder import Model
+    from m1clip.inference.model import Model
     from m1clip.model.presets import list_models
     from m1clip.search.query import Index
     from m1clip.training.run import resume, train
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Config": "m1clip.config",
     "Index": "m1clip.search.query",
-    "Model": "m1clip.inference.encoder",
+    "Model": "m1clip.inference.model",
     "evaluate": "m1clip.evaluation.evaluate",
     "list_models": "m1clip.model.presets",
     "load": "m1clip.inference",

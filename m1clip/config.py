@@ -18,13 +18,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
 from m1clip.formatting import amount, did_you_mean, steps_or_seconds
 from m1clip.io import LIMITS, converted, read_small
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
+
+if TYPE_CHECKING:  # a type checker cannot evaluate the registry
+    LossName = str
+else:
+    LossName = Literal[tuple(LOSSES)]
 
 COMMON = Group("Common", sort_key=0)
 # Name of each optimizer -> its help text. training/optim.py builds them; options, errors and tests
@@ -37,7 +43,8 @@ if typing.TYPE_CHECKING:
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
-DESCRIBED = {"optimizer": OPTIMIZERS}  # settings whose choices are a table, for --help
+# Settings whose choices are a table, for --help.
+DESCRIBED = {"optimizer": OPTIMIZERS, "loss": {name: loss.help for name, loss in LOSSES.items()}}
 RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
 CHOSEN_BY = "chosen_by"  # table of a run's config.toml with who chose each value; not a setting (training/spec.py)
@@ -209,8 +216,8 @@ class TrainConfig(Section):
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
     "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
-    loss: Literal["infonce", "sigmoid", "multi"] = "multi"
-    "infonce (CLIP); sigmoid (SigLIP); multi: infonce with all captions of an image, and identical ones, as positives."
+    loss: LossName = DEFAULT_LOSS
+    "How images and captions are compared."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"

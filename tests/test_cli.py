@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from small_run import environment
 
 import m1clip.training.run
 from m1clip import __version__
 from m1clip.cli import main as cli
+from m1clip.cli.app import app
 from m1clip.cli.search import _report_lines
 from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
 from m1clip.errors import UserError
@@ -148,7 +150,7 @@ MISTAKES = [
     (("train", "--steps", "3", "photos"), "photos: no such file or folder"),
     (("train", "photos", "--data", "more"), "all paths of your images after train, or use --data for all"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
-    (("search", "dog", "--in", ".", "--count", "-1"), "--count"),
+    (("search", "dog", "--index", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
@@ -228,7 +230,7 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str,
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(app, "_console", Console(width=200))  # cyclopts keeps the console of the first --help
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from cyclopts import Parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,14 +212,22 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def parameter_help(section: type, name: str) -> str:
+    """The help text that the Parameter of a setting has; "" for none."""
+    hint = typing.get_type_hints(section, include_extras=True)[name]
+    found = [part.help for part in getattr(hint, "__metadata__", ()) if isinstance(part, Parameter)]
+    return next(filter(None, found), "")
+
+
 def test_every_setting_has_a_help_text() -> None:
     tree = ast.parse(Path(m1clip.config.__file__).read_text(encoding="utf-8"))
-    sections = {kind.__name__ for kind in SECTIONS.values()}
+    sections = {kind.__name__: kind for kind in SECTIONS.values()}
     texts = []
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in sections):
         for field, text in itertools.pairwise(kind.body):
             if isinstance(field, ast.AnnAssign):
-                texts.append(ast.literal_eval(text.value) if isinstance(text, ast.Expr) else "")
+                below = ast.literal_eval(text.value) if isinstance(text, ast.Expr) else ""
+                texts.append(below or parameter_help(sections[kind.name], ast.unparse(field.target)))
     assert len(texts) == sum(len(dataclasses.fields(kind)) for kind in SECTIONS.values())
     assert all(text.endswith(".") for text in texts)
 

@@ -1,6 +1,9 @@
-"""Losses against known values, float64 loops and autograd."""
+"""Losses against known values, float64 loops and autograd; blocks and ranks against the whole batch."""
 
 import math
+import typing
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +11,48 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from m1clip import losses
-from m1clip.losses import OBJECTIVES, Terms, fused_infonce, infonce, loss_terms, positives, sigmoid, text_contrast
+from m1clip.cli.options import help_texts
+from m1clip.config import Config, LossName, TrainConfig, from_dict
+from m1clip.errors import UserError
+from m1clip.losses import fused, run_loss
+from m1clip.losses.fused import fused_infonce, true_places
+from m1clip.losses.positives import own_pairs, same_pairs
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops, own_captions, same_image_or_caption
+from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
+
+
+def hinge_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+    """A new loss: pairs on the wrong side of a margin."""
+    margin = 1.0 - (2.0 * ops.cast(positive, logits) - 1.0) * logits
+    return (margin * (margin > 0)).sum()
+
+
+def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+    """Another one: squared error of each pair's sigmoid."""
+    return ((math.e ** ops.log_sigmoid(logits) - ops.cast(positive, logits)) ** 2).sum()
+
+
+# Losses that only these tests know.
+NEW_LOSSES = {
+    "hinge": Loss("of each row", hinge_rows, same_image_or_caption),
+    "squared": Loss("of each pair", squared_rows, own_captions, pairwise=True, needs_bias=True),
+}
+NO_IDS = Ids(*(torch.empty(0, dtype=torch.int64) for _ in range(3)))
+
+
+def loss_of(name: str, f: Features, positive: Tensor, fused: bool = True) -> Tensor:
+    """The loss of a batch with given positives."""
+    loss = replace(LOSSES[name], positives=lambda ids, images, captions: positive[images, captions])
+    return RunLoss(loss, fused=fused).value(f, NO_IDS)
+
+
+def text_contrast(f: Features, ids: Ids, fused: bool) -> Tensor:
+    """The loss between captions alone."""
+    nothing = Loss("", lambda ops, logits, positive: 0.0 * logits.sum(), own_captions)
+    return RunLoss(nothing, text_contrast=1.0, fused=fused).value(f, ids)
 
 
 def features(n: int = 6, scale: float = 5.0, bias: float | None = None) -> Features:
@@ -52,24 +93,25 @@ def unit_vectors(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     image, text = (F.normalize(torch.randn(n, 5, dtype=dtype), dim=1) for n in (7, 16))
     sample_ids, caption_ids = torch.tensor([0, 1, 2, 3, 4, 0, 6]), torch.arange(16)
     caption_ids[9] = caption_ids[3]
-    return image, text, positives("multi", sample_ids, caption_ids, torch.arange(16) % 7)
+    return image, text, same_pairs(Ids(sample_ids, caption_ids, torch.arange(16) % 7))
 
 
 NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
-DUPLICATES = positives(
-    "multi", torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6)
-)
+DUPLICATES = same_pairs(Ids(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6)))
 
 
 def test_positives_with_several_captions_per_image() -> None:
-    sample_ids, caption_ids = torch.tensor([7, 8, 7]), torch.tensor([1, 2, 3, 2, 4])
-    image_index = torch.tensor([0, 0, 1, 1, 2])
+    ids = Ids(torch.tensor([7, 8, 7]), torch.tensor([1, 2, 3, 2, 4]), torch.tensor([0, 0, 1, 1, 2]))
     own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
     # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of neither.
     same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert positives("infonce", sample_ids, caption_ids, image_index).int().tolist() == own
-    for name in ("multi", "sigmoid"):
-        assert positives(name, sample_ids, caption_ids, image_index).int().tolist() == same
+    assert own_pairs(ids).int().tolist() == own
+    assert same_pairs(ids).int().tolist() == same
+    for name, expected in (("infonce", own), ("multi-positive", same), ("sigmoid", same)):
+        found = LOSSES[name].positives(ids, slice(None), slice(None))
+        assert found.int().tolist() == expected
+        block = LOSSES[name].positives(ids, slice(1, 3), slice(2, 5))
+        assert block.int().tolist() == [row[2:5] for row in expected[1:3]]
 
 
 def test_same_pairs_matches_pairwise_comparison() -> None:
@@ -81,42 +123,50 @@ def test_same_pairs_matches_pairwise_comparison() -> None:
         same_caption = (caption_ids[:, None] == caption_ids).float()
         shared = torch.zeros(n, m).index_add_(0, image_index, same_caption) > 0
         expected = (sample_ids[:, None] == sample_ids[image_index]) | shared
-        assert torch.equal(positives("multi", sample_ids, caption_ids, image_index), expected)
+        assert torch.equal(same_pairs(Ids(sample_ids, caption_ids, image_index)), expected)
 
 
 def test_losses_known_values() -> None:
     logits, positive = [[math.log(2.0), 0.0], [0.0, math.log(4.0)]], torch.eye(2, dtype=torch.bool)
     # Rows: -log(2/3), -log(4/5); the columns are the same.
-    assert infonce(of_logits(logits), positive).item() == pytest.approx(-(math.log(2 / 3) + math.log(4 / 5)) / 2)
+    assert loss_of("infonce", of_logits(logits), positive).item() == pytest.approx(
+        -(math.log(2 / 3) + math.log(4 / 5)) / 2
+    )
     # (softplus(-log 2) + softplus(0) + softplus(0) + softplus(-log 4)) / 2
     expected = (math.log(1.5) + 2 * math.log(2.0) + math.log(1.25)) / 2
-    assert sigmoid(of_logits(logits), positive).item() == pytest.approx(expected)
-    assert infonce(of_logits([[0.0] * 5] * 5), torch.eye(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
+    assert loss_of("sigmoid", of_logits(logits), positive).item() == pytest.approx(expected)
+    assert loss_of("infonce", of_logits([[0.0] * 5] * 5), torch.eye(5, dtype=torch.bool)).item() == pytest.approx(
+        math.log(5)
+    )
 
 
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
 def test_losses_match_loop(positive: Tensor) -> None:
-    assert infonce(features(), positive).item() == pytest.approx(loop_infonce(features(), positive), rel=1e-12)
+    assert loss_of("infonce", features(), positive).item() == pytest.approx(
+        loop_infonce(features(), positive), rel=1e-12
+    )
     f = features(bias=-3.0)
     logits = (f.scale * f.image @ f.text.T - 3.0).tolist()
     pairs = [-logits[i][j] if positive[i, j] else logits[i][j] for i in range(6) for j in range(6)]
-    assert sigmoid(f, positive).item() == pytest.approx(sum(math.log1p(math.exp(x)) for x in pairs) / 6, rel=1e-12)
+    assert loss_of("sigmoid", f, positive).item() == pytest.approx(
+        sum(math.log1p(math.exp(x)) for x in pairs) / 6, rel=1e-12
+    )
 
 
 def test_duplicates_are_not_negatives() -> None:
     f = of_logits([[20.0 if same else -20.0 for same in row] for row in DUPLICATES.tolist()])
-    assert infonce(f, NO_DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
+    assert loss_of("infonce", f, NO_DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
     f = f._replace(image=f.image.clone().requires_grad_())
-    infonce(f, DUPLICATES).backward()
+    loss_of("infonce", f, DUPLICATES).backward()
     assert f.image.grad is not None
     assert f.image.grad.abs().max() < 1e-12
-    assert sigmoid(f, DUPLICATES).item() < 1e-6
-    assert sigmoid(f, NO_DUPLICATES).item() > 10
+    assert loss_of("sigmoid", f, DUPLICATES).item() < 1e-6
+    assert loss_of("sigmoid", f, NO_DUPLICATES).item() > 10
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_symmetry_and_gradients(name: str) -> None:
-    loss = OBJECTIVES[name]
+    loss = partial(loss_of, name)
     f, order = features(bias=-2.0), torch.tensor([3, 1, 5, 0, 2, 4])
     expected = loss(f, DUPLICATES)
     torch.testing.assert_close(loss(f._replace(image=f.text, text=f.image), DUPLICATES.T), expected)
@@ -128,11 +178,11 @@ def test_symmetry_and_gradients(name: str) -> None:
 
     inputs = tuple(features(n=4, bias=-2.0))
     assert torch.autograd.gradcheck(of_inputs, inputs)
-    used = inputs if name == "sigmoid" else inputs[:3]
+    used = inputs if LOSSES[name].needs_bias else inputs[:3]
     assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(of_inputs(*inputs), used))
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, losses.MAX_SHARED_SCALE - 1, losses.MAX_SHARED_SCALE + 1, 100.0])
+@pytest.mark.parametrize("scale", [1.0, 14.3, fused.MAX_SHARED_SCALE - 1, fused.MAX_SHARED_SCALE + 1, 100.0])
 def test_fused_infonce_matches_autograd(scale: float) -> None:
     image, text, positive = unit_vectors(3, torch.double)
     results = []
@@ -149,8 +199,8 @@ def test_fused_infonce_matches_autograd(scale: float) -> None:
 
 def test_fused_infonce_with_the_smallest_logits() -> None:
     image, text = torch.tensor([[1.0, 0.0]]).repeat(3, 1), torch.tensor([[-1.0, 0.0]]).repeat(3, 1)
-    for scale in (losses.MAX_SHARED_SCALE, 99.0):
-        loss = infonce(Features(image, text, torch.tensor(scale), None), torch.eye(3, dtype=torch.bool))
+    for scale in (fused.MAX_SHARED_SCALE, 99.0):
+        loss = loss_of("infonce", Features(image, text, torch.tensor(scale), None), torch.eye(3, dtype=torch.bool))
         assert float(loss) == pytest.approx(math.log(3.0), abs=1e-4)
 
 
@@ -169,7 +219,7 @@ def test_large_batches_use_the_precision_of_autocast() -> None:
     for enabled in (False, True):
         mine = image.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = infonce(Features(mine, text, torch.tensor(10.0), None), positive)
+            loss = loss_of("infonce", Features(mine, text, torch.tensor(10.0), None), positive)
         loss.backward()
         assert loss.dtype == torch.float32
         assert mine.grad is not None
@@ -201,7 +251,7 @@ def test_true_places_matches_nonzero(columns: int) -> None:
     for fraction in (0.0, 0.02, 0.6):
         positive = torch.rand(37, columns) < fraction
         for mask in (positive, positive.T):
-            for ours, expected in zip(losses.true_places(mask), mask.nonzero(as_tuple=True), strict=True):
+            for ours, expected in zip(true_places(mask), mask.nonzero(as_tuple=True), strict=True):
                 assert torch.equal(ours, expected)
 
 
@@ -215,32 +265,35 @@ def test_text_contrast_matches_loop() -> None:
         right = [j for j in others if samples[j] == samples[i]]
         log_sum = math.log(sum(math.exp(logits[i][j]) for j in others))
         rows += [sum(log_sum - logits[i][j] for j in right) / len(right)] if right else []
-    loss = text_contrast(f, sample_ids, caption_ids, image_index, blockwise=True)
-    assert loss.item() == pytest.approx(sum(rows) / len(rows))
+    for fused_form in (True, False):
+        loss = text_contrast(f, Ids(sample_ids, caption_ids, image_index), fused_form)
+        assert loss.item() == pytest.approx(sum(rows) / len(rows))
 
 
 @pytest.mark.parametrize("caption_ids", [[0, 1, 2, 2, 2, 5], [0] * 6])
 def test_text_contrast_without_positives_is_zero(caption_ids: list[int]) -> None:
     f = features(6)
-    loss = text_contrast(f, torch.arange(6), torch.tensor(caption_ids), torch.arange(6), blockwise=True)
-    loss.backward()
-    assert loss.item() == 0
-    assert f.text.grad is not None
-    assert not f.text.grad.any()
+    ids = Ids(torch.arange(6), torch.tensor(caption_ids), torch.arange(6))
+    for fused_form in (True, False):
+        loss = text_contrast(f, ids, fused_form)
+        loss.backward()
+        assert loss.item() == 0
+        assert f.text.grad is not None
+        assert not f.text.grad.any()
 
 
 @given(st.data())
-def test_blockwise_text_contrast_matches_autograd(data: st.DataObject) -> None:
+def test_fused_text_contrast_matches_its_row_term(data: st.DataObject) -> None:
     m = data.draw(st.integers(2, 12))
     numbers = st.lists(st.integers(0, 3), min_size=m, max_size=m).map(torch.tensor)
     sample_ids, caption_ids, image_index = data.draw(numbers), data.draw(numbers), data.draw(numbers) % m
     block, scale = data.draw(st.integers(1, m * m)), data.draw(st.sampled_from([1.0, 20.0, 100.0]))
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "TEXT_BLOCK", block)
-        for blockwise in (True, False):
+        patch.setattr(fused, "TEXT_BLOCK", block)
+        for fused_form in (True, False):
             f = features(m, scale=scale)
-            loss = text_contrast(f, sample_ids, caption_ids, image_index, blockwise)
+            loss = text_contrast(f, Ids(sample_ids, caption_ids, image_index), fused_form)
             (3 * loss).backward()
             assert f.text.grad is not None
             assert f.scale.grad is not None
@@ -253,52 +306,135 @@ def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.randn(14, 4, dtype=torch.float64)
     expected, weight = a @ b.T, torch.randn(9, 14, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((expected * weight).sum(), a)
-    monkeypatch.setattr(losses, "MAX_ROWS", 4)
-    found = losses.similarity(a, b)
+    monkeypatch.setattr(run_loss, "MAX_ROWS", 4)
+    found = run_loss.similarity(a, b)
     assert torch.allclose(found, expected)
     assert torch.allclose(torch.autograd.grad((found * weight).sum(), a)[0], gradient)
 
 
+FUSED = [name for name, loss in LOSSES.items() if loss.fused is not None]
+
+
+@given(st.sampled_from(FUSED), st.integers(0, 999), st.sampled_from([1.0, 14.3, 74.0, 76.0, 100.0]))
+def test_fused_loss_matches_its_row_term(name: str, seed: int, scale: float) -> None:
+    torch.manual_seed(seed)
+    n, m = 1 + seed % 7, 8 + seed % 5
+    image, text = (F.normalize(torch.randn(k, 5, dtype=torch.double), dim=1) for k in (n, m))
+    ids = Ids(torch.randint(0, 5, (n,)), torch.randint(0, 9, (m,)), torch.arange(m) % n)
+    results = []
+    for fused_form in (True, False):
+        scale_leaf = torch.tensor(scale, dtype=torch.double, requires_grad=True)
+        f = Features(image, text, scale_leaf, None)
+        loss, gradients = RunLoss(LOSSES[name], fused=fused_form).loss_and_grads(f, ids)
+        results.append([loss, *gradients, scale_leaf.grad])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
+
+
 @given(st.data())
-def test_terms_of_rows_add_up_to_loss_and_gradient(data: st.DataObject) -> None:
-    """In blocks of any size, and divided among any number of ranks."""
+def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> None:
+    """The whole batch, blocks of any size, and the rows of two ranks; also for losses that are new to the registry."""
     n, m = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
-    image_index = torch.arange(m) % n
     numbers = {name: st.lists(st.integers(0, 4), min_size=k, max_size=k) for name, k in (("image", n), ("text", m))}
-    ids = [torch.tensor(data.draw(numbers[name])) for name in ("image", "text")]
-    objective, contrast = data.draw(st.sampled_from(list(OBJECTIVES))), data.draw(st.sampled_from([0.0, 0.3]))
+    ids = Ids(*(torch.tensor(data.draw(numbers[name])) for name in ("image", "text")), torch.arange(m) % n)
     torch.manual_seed(0)
-    vectors = [F.normalize(torch.randn(k, 5, dtype=torch.float64), dim=1) for k in (n, m)]
-    logits = torch.randn(5, 5, dtype=torch.float64)
-    weight = data.draw(st.sampled_from([0.0, 0.5]))
+    image, text = (F.normalize(torch.randn(k, 5, dtype=torch.double), dim=1) for k in (n, m))
+    teacher_logits = torch.randn(5, 5, dtype=torch.double)
 
     def teacher(sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
-        return logits[sample_ids][:, caption_ids]
+        return teacher_logits[sample_ids][:, caption_ids]
 
-    def leaves() -> Features:
-        numbers = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (7.0, -2.0))
-        return Features(*(v.clone().requires_grad_() for v in vectors), *numbers)
+    def parameters() -> tuple[Tensor, Tensor]:
+        log_scale, bias = (torch.tensor(v, dtype=torch.double, requires_grad=True) for v in (2.0, -2.0))
+        return log_scale, bias
 
-    one = leaves()
-    wanted = OBJECTIVES[objective](one, positives(objective, *ids, image_index))
-    if contrast:
-        wanted = wanted + contrast * text_contrast(one, *ids, image_index, blockwise=False)
-    if weight:
-        wanted = (1 - weight) * wanted + weight * losses.distillation(one, teacher(*ids))
-    wanted.backward()
-
-    other, total = leaves(), torch.zeros((), dtype=torch.float64)
-    terms = Terms(objective, contrast, teacher if weight else None, weight)
-    cuts = [data.draw(st.integers(0, k)) for k in (n, m)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "TERM_LOGITS", data.draw(st.integers(1, 40)))
-        for images, texts in ((slice(0, cuts[0]), slice(0, cuts[1])), (slice(cuts[0], n), slice(cuts[1], m))):
-            for term in loss_terms(terms, lambda: other, *ids, image_index, images, texts):
-                term.backward()
-                total += term.detach()
-    torch.testing.assert_close(total, wanted.detach())
-    for ours, expected in zip(other, one, strict=True):
-        assert ours is not None
-        assert expected is not None
-        gradients = (torch.zeros_like(t) if t.grad is None else t.grad for t in (ours, expected))
-        torch.testing.assert_close(*gradients)
+        for name, new in NEW_LOSSES.items():
+            patch.setitem(LOSSES, name, new)
+        loss = RunLoss(
+            LOSSES[data.draw(st.sampled_from(list(LOSSES)))],
+            data.draw(st.sampled_from([0.0, 0.3])),
+            data.draw(st.sampled_from([None, teacher])),
+        )
+        patch.setattr(run_loss, "TERM_LOGITS", data.draw(st.integers(1, 40)))
+        patch.setattr(run_loss, "TEACHER_WEIGHT", 0.4)
+
+        # Reference: autograd through the loss of the batch.
+        wanted = parameters()
+        inputs = (image.clone().requires_grad_(), text.clone().requires_grad_())
+        value = replace(loss, fused=False).value(Features(*inputs, wanted[0].exp(), wanted[1]), ids)
+        value.backward()
+
+        cuts = [data.draw(st.integers(0, k)) for k in (n, m)]
+        first, second = Rows(slice(0, cuts[0]), slice(0, cuts[1])), Rows(slice(cuts[0], n), slice(cuts[1], m))
+        for max_logits, parts in ((n * m, [None]), (0, [None]), (n * m, [first, second])):
+            patch.setattr(run_loss, "MAX_LOGITS", max_logits)
+            found = parameters()
+            results = [
+                loss.loss_and_grads(Features(image, text, found[0].exp(), found[1]), ids, rows) for rows in parts
+            ]
+            torch.testing.assert_close(sum(total for total, _ in results), value.detach())
+            for side, leaf in enumerate(inputs):
+                torch.testing.assert_close(sum(gradients[side] for _, gradients in results), leaf.grad)
+            torch.testing.assert_close(found[0].grad, wanted[0].grad)
+            torch.testing.assert_close(found[1].grad, wanted[1].grad)
+            assert (found[1].grad is not None) == loss.objective.needs_bias
+
+
+@pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
+def test_scaled_backward_scales_gradients_but_not_the_loss(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the gradient scaler of fp16 does; the graphs of the features are not used."""
+    monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+    ids, loss = Ids(torch.arange(6), torch.arange(6), torch.arange(6)), RunLoss(LOSSES["sigmoid"])
+    plain, scaled = features(bias=-2.0), features(bias=-2.0)
+    value, gradients = loss.loss_and_grads(plain, ids)
+    scaled_value, scaled_gradients = loss.loss_and_grads(scaled, ids, backward=lambda term: (8.0 * term).backward())
+    assert torch.equal(scaled_value, value)
+    assert not value.requires_grad
+    for one, other in zip([*gradients, plain.scale.grad], [*scaled_gradients, scaled.scale.grad], strict=True):
+        assert one is not None
+        torch.testing.assert_close(other, 8.0 * one)
+    assert plain.image.grad is None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
+def test_values_are_not_read_on_an_accelerator(name: str, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have none: a step that reads one would wait for the device. Nor have fake tensors on the CPU."""
+    monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+    loss = RunLoss(LOSSES[name], text_contrast=0.3, teacher=lambda images, texts: images[:, None] + 0.5 * texts)
+    for context in (torch.device("meta"), FakeTensorMode()):
+        with context:
+            numbers = (torch.ones((), requires_grad=True) for _ in range(2))
+            f = Features(torch.ones(6, 8), torch.ones(12, 8), *numbers)
+            ids = Ids(torch.arange(6), torch.arange(12), torch.arange(12) % 6)
+            value, gradients = loss.loss_and_grads(f, ids)
+        assert value.shape == ()
+        assert [gradient.shape for gradient in gradients] == [(6, 8), (12, 8)]
+
+
+def test_rank_without_rows_has_no_part_in_the_loss() -> None:
+    f, ids = features(bias=-2.0), Ids(torch.arange(6), torch.arange(6), torch.arange(6))
+    loss, gradients = RunLoss(LOSSES["sigmoid"]).loss_and_grads(f, ids, Rows(slice(6, 6), slice(6, 6)))
+    assert loss == 0
+    assert [gradient.abs().sum() for gradient in gradients] == [0, 0]
+    assert f.scale.grad == 0
+    assert f.bias is not None
+    assert f.bias.grad == 0, "ranks add their gradients: each needs one"
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.needs_bias])
+def test_loss_that_needs_a_bias_does_not_train_without_it(name: str) -> None:
+    ids = Ids(torch.arange(6), torch.arange(6), torch.arange(6))
+    with pytest.raises(AssertionError, match="needs a model with a logit bias"):
+        RunLoss(LOSSES[name]).loss_and_grads(features(), ids)
+
+
+def test_option_and_help_follow_from_the_registry() -> None:
+    assert typing.get_args(LossName) == tuple(LOSSES)
+    assert Config().train.loss == DEFAULT_LOSS in LOSSES
+    for name, loss in LOSSES.items():
+        assert from_dict({"train": {"loss": name}}, "file").train == TrainConfig(loss=name)
+        assert f"{name}: {loss.help}" in help_texts()["TrainConfig", "loss"]
+    with pytest.raises(UserError, match=f"one of {', '.join(LOSSES)}, not 'multi'"):
+        from_dict({"train": {"loss": "multi"}}, "file")

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from m1clip.data.images import Preprocess
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.tokenizers import make_tokenizer
@@ -41,4 +42,4 @@ def tiny_model(kind: str, captions: Iterable[str] = (), **changes: Any) -> Model
     """The same with a tokenizer of a kind for these captions."""
     tokenizer = make_tokenizer(kind, captions)
     clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **changes)
-    return Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3)))
+    return Model(TorchEncoder(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3))))

@@ -67,17 +67,15 @@ def evaluate(
     from m1clip.evaluation.examples import confusion_examples, retrieval_grid
     from m1clip.evaluation.zeroshot import zero_shot
     from m1clip.formatting import table
-    from m1clip.hardware.device import choose_device
-    from m1clip.hardware.facts import read_facts
     from m1clip.inference import load
-    from m1clip.inference.onnx import is_onnx_folder
     from m1clip.io import write_json
     from m1clip.training.progress import Screen, decode_plan
 
     screen = Screen()
     folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
     if classes is not None:
-        loaded = load(model, "cpu" if is_onnx_folder(model) else choose_device(device, read_facts()))
+        loaded = load(model)
+        loaded.encoder.use_device(device)
         result = zero_shot(loaded, classes, template, probe)
         for reason in result.unreadable[:3]:
             screen.warn(f"skipped {reason}")

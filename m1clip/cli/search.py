@@ -95,12 +95,12 @@ def _report_lines(report: Report, shown: int | None) -> list[str]:
 def search(
     *text: str,
     k: Annotated[Count, Parameter(name=["--count", "-k"])] = 20,
-    folder: Annotated[Path | None, Parameter(name="--in")] = None,
+    folder: Annotated[Path | None, Parameter(name="--index")] = None,
     like: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
     exclude: Annotated[Texts, Parameter(name="--not")] = (),
     since: str | None = None,
     until: str | None = None,
-    under: str | None = None,
+    subfolder: str | None = None,
     orientation: Literal["landscape", "portrait"] | None = None,
     min_side: Count | None = None,
     copies: Flag = False,
@@ -112,7 +112,7 @@ def search(
     """Search an indexed folder of photos by text or by image, and say so if nothing matches.
 
     m1clip search "two dogs on a beach"
-    m1clip search "at night" --like photo.jpg --not people --since 2024-05 --under trips
+    m1clip search "at night" --like photo.jpg --not people --since 2024-05 --subfolder trips
     m1clip search "2*dog" beach
 
     Parameters
@@ -131,7 +131,7 @@ def search(
         Only images taken since this year, month or day (2024, 2024-05, 2024-05-31).
     until
         Only images taken up to and including this year, month or day.
-    under
+    subfolder
         Only images in this folder, relative to the indexed one.
     orientation
         Only landscape or portrait images.
@@ -151,7 +151,7 @@ def search(
     from m1clip.search.query import Filter, Index
 
     _reject_folders(text)
-    where = Filter(since, until, under, orientation, min_side)
+    where = Filter(since, until, subfolder, orientation, min_side)
     opened = Index(folder, model)
     found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
     listed = found.nearest if all_ else found.possible
@@ -169,7 +169,7 @@ def _reject_folders(texts: tuple[str, ...]) -> None:
     for text in texts:
         if (len(texts) > 1 or os.sep in text) and os.path.isdir(os.path.expanduser(text)):
             raise UserError(
-                f"{text}: is a folder; to search in it: --in {text} (if it is indexed) or --under {text} "
+                f"{text}: is a folder; to search in it: --index {text} (if it is indexed) or --subfolder {text} "
                 f"(if it is in the indexed folder); to search for the word: '1*{text}'"
             )
 
@@ -212,10 +212,10 @@ def teach(
     name: str = "",
     /,
     *images: Path,
-    wrong: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    negative: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
     forget: Flag = False,
     captions: Path | None = None,
-    folder: Annotated[Path | None, Parameter(name="--in")] = None,
+    folder: Annotated[Path | None, Parameter(name="--index")] = None,
 ) -> None:
     """Teach a new word from a few images, in seconds: the name of a pet, a person, a place or a product.
 
@@ -231,7 +231,7 @@ def teach(
         The word; a search that contains it uses its examples.
     images
         3 to 20 images of it; a later call adds to them.
-    wrong
+    negative
         An image that was found but does not show it.
     forget
         Forget the word and its examples.
@@ -256,11 +256,11 @@ def teach(
         print(f"forgot {one_line(name)} and its {plural(count, 'example')}")
         return
     if name:
-        if not images and not wrong:
+        if not images and not negative:
             raise UserError(f"teach {name}: give 3 to 20 images of it")
-        for paths, good in ((images, True), (wrong, False)):
+        for paths, positive in ((images, True), (negative, False)):
             if paths:
-                opened.teach(name, paths, good)
+                opened.teach(name, paths, positive)
     if captions is not None:
         pairs = opened.captions()
         lines = io.StringIO(newline="")
@@ -268,8 +268,9 @@ def teach(
         write_bytes(captions, lines.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {plural(len(pairs), 'caption')} to {one_line(str(captions))}")
         return
-    for word, (good_count, bad_count) in opened.concepts.names().items():
-        print(f"{one_line(word)}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
+    for word, (positive_count, negative_count) in opened.concepts.names().items():
+        negatives = f", {negative_count} negative" if negative_count else ""
+        print(f"{one_line(word)}: {plural(positive_count, 'example')}{negatives}")
     if name:
         print(f'now search for it: m1clip search "{one_line(name)}"')
 

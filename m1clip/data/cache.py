@@ -23,12 +23,10 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from m1clip.config import DataConfig
 from m1clip.data import randomness as rnd
@@ -39,6 +37,10 @@ from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.hardware.facts import decode_threads
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FOLDER = ".m1clip-cache"
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
@@ -107,6 +109,8 @@ class RowTable:
         shape = (len(self), *self.array.shape[1:])
         if not 0 < math.prod(shape) <= DEVICE_FRACTION * free_bytes:
             return None
+        import torch  # not needed by an evaluation in onnxruntime
+
         images = torch.empty(shape, dtype=torch.uint8, device=device)
         for items in np.array_split(np.arange(len(self)), -(-len(self) // 1024)):
             images[items[0] : items[-1] + 1] = torch.from_numpy(self.read(items)).to(device)

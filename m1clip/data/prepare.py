@@ -1,14 +1,15 @@
 """From the config to splits for training and evaluation: images, captions, failures."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from m1clip.config import DataConfig
-from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, Failure, Images, Progress, RowTable, cache_split, stream_images
 from m1clip.data.captions import CaptionTable, LiveCaptions, tokenize_captions
 from m1clip.data.images import BadImage, Preprocess, opened
@@ -22,6 +23,9 @@ from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.text.base import Tokenizer
+
+if TYPE_CHECKING:
+    from m1clip.data.augment import Augmentation
 
 CROP_MARGIN = 1.15  # of the training size
 MEASURED = 64  # images whose size is read
@@ -53,6 +57,8 @@ def choose_augmentation(
     config: DataConfig, mentions_sides: bool = False, keep_patches: bool = False, keep_words: bool = False
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
+    from m1clip.data.augment import Augmentation  # imports torch, which an evaluation in onnxruntime does not need
+
     usual = Augmentation(0.6, 0.5, 0.2, 0.0 if keep_patches else 0.5, 0.0 if keep_words else 0.3)
     if is_synthetic(config):
         usual = Augmentation()

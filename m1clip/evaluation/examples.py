@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from m1clip.data.prepare import Split
 from m1clip.evaluation.analysis import confusions, even_indices
 from m1clip.evaluation.retrieval import is_match, nearest, ranks
-from m1clip.inference.encoder import SplitFeatures
+from m1clip.inference.features import SplitFeatures
 from m1clip.io import write_bytes, write_text
 
 FOLDER, THUMBNAILS = "snapshots", "thumbnails"
@@ -64,8 +62,9 @@ def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]
     scores, found = nearest(text[chosen], image, RETRIEVED)
     correct = is_match(found, keys[chosen][:, None], image_index, keys)
     # All captions equal to a chosen one, because their images are right as well.
-    asked = torch.isin(keys, keys[chosen]).nonzero()[:, 0]
-    rank = ranks(image, text[asked], image_index[asked], keys[asked]).text_to_image[torch.searchsorted(asked, chosen)]
+    same = np.flatnonzero(np.isin(keys, keys[chosen]))
+    rank_of_same = ranks(image, text[same], image_index[same], keys[same]).text_to_image
+    rank = rank_of_same[np.searchsorted(same, chosen)]
     return [
         {
             "caption": _caption(data, int(caption)),
@@ -79,14 +78,14 @@ def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]
     ]
 
 
-def _matrix(data: Split, image: Tensor, text: Tensor) -> dict[str, Any]:
+def _matrix(data: Split, image: np.ndarray, text: np.ndarray) -> dict[str, Any]:
     """Similarity of images and the first caption of each: the diagonal is right."""
     images = even_indices(len(image), MATRIX)
-    captions = data.captions.first[images.numpy()].tolist()
+    captions = data.captions.first[images].tolist()
     return {
         "images": images.tolist(),
         "captions": [_caption(data, caption) for caption in captions],
-        "values": [_rounded(row) for row in image[images].float() @ text[captions].float().T],
+        "values": [_rounded(row) for row in image[images] @ text[captions].T],
     }
 
 
@@ -104,7 +103,7 @@ def confusion_examples(data: Split, features: SplitFeatures) -> list[dict[str, A
     ]
 
 
-def _rounded(values: Tensor) -> list[float]:
+def _rounded(values: np.ndarray) -> list[float]:
     return [round(value, 3) for value in values.tolist()]
 
 

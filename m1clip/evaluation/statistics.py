@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+import numpy as np
 
 from m1clip.data.images import one_line
 from m1clip.formatting import percent, table
@@ -113,23 +113,29 @@ def wilson(fraction: float, n: float) -> Interval:
     return Interval(low, high)
 
 
-def metrics_of(names: Sequence[str], hits: Tensor, chances: Sequence[float], image_index: Tensor) -> list[Metric]:
+def metrics_of(
+    names: Sequence[str], hits: np.ndarray, chances: Sequence[float], image_index: np.ndarray
+) -> list[Metric]:
     """One metric per column of hits (n, metrics) bool; image_index (n,) is the image of each row."""
-    values = hits.double().mean(dim=0).tolist()
+    values = hits.mean(axis=0).tolist()
     columns = zip(names, values, chances, fraction_intervals(hits, image_index), strict=True)
     return [Metric(*column, len(hits)) for column in columns]
 
 
-def fraction_intervals(hits: Tensor, image_index: Tensor) -> list[Interval]:
+def fraction_intervals(hits: np.ndarray, image_index: np.ndarray) -> list[Interval]:
     """One interval per column of hits (n, metrics) bool; image_index (n,) is the image of each row.
 
     Wilson's interval for the effective number of trials: the captions of one image are correlated.
     """
-    _, image, size = image_index.cpu().unique(return_inverse=True, return_counts=True)
-    rows, images = hits.cpu().double(), len(size)
-    fractions = rows.mean(dim=0)
+    _, image, sizes = np.unique(image_index, return_inverse=True, return_counts=True)
+    rows = np.asarray(hits, np.float64)
+    images = len(sizes)
+    fractions = rows.mean(axis=0)
     # The variance of the mean from the residuals of complete images.
-    residuals = rows.new_zeros(images, rows.shape[1]).index_add_(0, image, rows - fractions)
-    variance = residuals.square().sum(dim=0) / len(rows) ** 2 * images / max(1, images - 1)
-    effective = (fractions * (1 - fractions) / variance).nan_to_num(nan=0.0).clamp(min=images, max=len(rows))
+    residuals = np.zeros((images, rows.shape[1]))
+    np.add.at(residuals, image, rows - fractions)
+    variance = np.square(residuals).sum(axis=0) / len(rows) ** 2 * images / max(1, images - 1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a variance of 0
+        effective = np.nan_to_num(fractions * (1 - fractions) / variance, nan=0.0, posinf=np.inf)
+    effective = effective.clip(images, len(rows))
     return [wilson(value, n) for value, n in zip(fractions.tolist(), effective.tolist(), strict=True)]

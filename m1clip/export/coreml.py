@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.onnx import TextGraph
-from m1clip.inference.onnx import ArrayPreprocess, OnnxModel
+from m1clip.inference.onnx_encoder import ArrayEncoder, ArrayPreprocess
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
@@ -41,14 +41,16 @@ class PixelGraph(nn.Module):
         return self.clip.encode_image(image * self.scale + self.shift)
 
 
-class ProgramModel(OnnxModel):
-    """What the packages are converted from, in torch, with the API of an ONNX folder; weights rounded to float16."""
+class ProgramEncoder(ArrayEncoder):
+    """Runs what the packages are converted from, in torch, with weights rounded to float16."""
 
     def __init__(self, saved: SavedModel) -> None:
         clip = saved.build().half().float()
         self.preprocess = ArrayPreprocess.from_dict(saved.preprocess.to_dict())
-        self.tokenizer, self.context_length = saved.tokenizer, saved.config.context_length
-        self.embed_dim, self.logit_scale = saved.config.embed_dim, float(clip.scale().detach())
+        self.tokenizer = saved.tokenizer
+        self.context_length = saved.config.context_length
+        self.embed_dim = saved.config.embed_dim
+        self.logit_scale = float(clip.scale().detach())
         side = self.preprocess.image_size
         self._programs = {
             name: _exported(graph, example).module()
@@ -58,11 +60,15 @@ class ProgramModel(OnnxModel):
             )
         }
 
+    def describe(self) -> str:
+        """What runs the model, for its repr."""
+        return "the program for Core ML"
+
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
         return self._run("image", torch.from_numpy(pixels).permute(0, 3, 1, 2).float().contiguous())
 
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, batch_size: int = 1) -> np.ndarray:
+    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
         return self._run("text", torch.from_numpy(tokens).int())
 

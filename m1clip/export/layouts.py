@@ -12,15 +12,16 @@ from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
-from m1clip.export.coreml import ProgramModel, write_coreml
+from m1clip.export.coreml import ProgramEncoder, write_coreml
 from m1clip.export.onnx import Layout, write_combined, write_graphs, write_onnx
-from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
+from m1clip.export.parity import PROGRAM_IMAGES, Runtime, compare, folder_bytes, open_examples, report_table
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
 from m1clip.formatting import did_you_mean, size
 from m1clip.hardware.facts import Facts
 from m1clip.inference import load
-from m1clip.inference.encoder import Model
-from m1clip.inference.onnx import OnnxModel
+from m1clip.inference.model import Model
+from m1clip.inference.onnx_encoder import OnnxEncoder, is_onnx_folder, read_settings
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
 from m1clip.model.folder import (
@@ -118,35 +119,40 @@ def export(
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
-    original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
+    original = Model(TorchEncoder(saved.build(), saved.tokenizer, saved.preprocess, "fp32"))
     examples = open_examples(path, data, original, decoding)
 
     ending = TRANSFORMERS_JS_TYPES[precision].ending if to == "transformers.js" else ""
 
     def check(partial: Path) -> None:
-        models: dict[str, AnyModel] = {"torch": original}
-        sizes = {"torch": folder_bytes(Path(saved.where))}
+        runtimes = {"torch": Runtime(original, folder_bytes(Path(saved.where)))}
         if precision != "fp32":
-            full = models["onnx fp32"] = OnnxModel(partial)
-            sizes["onnx fp32"] = folder_bytes(partial)
+            full = OnnxEncoder(partial)
+            runtimes["onnx fp32"] = Runtime(Model(full), folder_bytes(partial))
             pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
             full.pixels(pixels[:1])  # opens the graph, which is then converted in place
             for note in quantize(partial, precision, full, pixels, say, ending):
                 say(f"note       {note}")
         name = to if precision == "fp32" else f"{to} {precision}"
-        sizes[name] = folder_bytes(partial)
+        size_bytes = folder_bytes(partial)
         if to == "transformers.js":
             _write_pipeline_files(partial, precision, say)
-        # Core ML runs on Apple computers only: what the packages were converted from is compared.
-        models[name] = (
-            ProgramModel(with_full_vocabulary(saved)[0]) if to == "coreml" else load(partial, precision="fp32")
-        )
+        if to == "coreml":
+            # Core ML runs on Apple computers only: what the packages were converted from is compared.
+            program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
+            exported = Runtime(program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False)
+        elif is_onnx_folder(partial):
+            graph = partial / read_settings(partial)["image_graph"]
+            exported = Runtime(load(partial), size_bytes, own_inputs=True, graph=graph)
+        else:
+            exported = Runtime(load(partial, precision="fp32"), size_bytes)
+        runtimes[name] = exported
         say("comparing  with the original")
         # Where the program crops differently, the vectors differ too: recall decides.
-        same = models[name].preprocess.resize == saved.preprocess.resize
+        same = exported.model.preprocess.resize == saved.preprocess.resize
         exact = precision == "fp32" and to != "coreml" and same
         record: dict[str, Any] = {"format": 1, "to": to, "precision": precision, "model": str(path)}
-        record |= compare(models, sizes, partial, examples, exact)
+        record |= compare(runtimes, partial, examples, exact)
         say(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
             raise UserError(f"not exported: {'; '.join(record['failures'])}. --force writes it anyway")

@@ -18,7 +18,7 @@ from m1clip import __version__
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.inference.onnx import FORMAT, SETTINGS, read_settings
+from m1clip.inference.onnx_encoder import FORMAT, SETTINGS, read_settings
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel

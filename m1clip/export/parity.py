@@ -16,20 +16,17 @@ from m1clip.data.images import Preprocess, to_square
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
-from m1clip.evaluation.evaluate import encode_split_onnx
 from m1clip.evaluation.retrieval import ranks, retrieval
 from m1clip.evaluation.statistics import Z95
-from m1clip.export.coreml import ProgramModel
 from m1clip.export.onnx import EXAMPLE
 from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.device import threads
 from m1clip.hardware.facts import Facts, package_version, read_facts
 from m1clip.hardware.timing import alternate
-from m1clip.inference.encoder import Model, SplitFeatures, encode_split
-from m1clip.inference.onnx import OnnxModel, read_settings
+from m1clip.inference.features import SplitFeatures, encode_split
+from m1clip.inference.model import Model
 from m1clip.text.base import FILE_NAME
 
-AnyModel = Model | OnnxModel
 MAX_IMAGES = 1000  # of the validation split
 PROGRAM_IMAGES = 100  # for Core ML's programs, which take one image and one text at a time
 SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
@@ -45,6 +42,18 @@ MOST_PIXEL_DIFFERENCE = 4.0  # mean, of 255: JPEG decoded at a reduced size agai
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """A model, original or exported, and how it is compared."""
+
+    model: Model
+    size_bytes: int
+    own_inputs: bool = False  # its folder has a tokenizer and preprocessing for other programs
+    graph: Path | None = None  # the image graph, in ONNX
+    max_images: int = MAX_IMAGES
+    timed: bool = True
+
+
+@dataclass(frozen=True)
 class Examples:
     """What the original and the exported model are compared on: images of the validation split."""
 
@@ -53,16 +62,10 @@ class Examples:
     plan: DecodePlan
     real: bool  # whether recall means something
 
-    def split(self, model: AnyModel) -> Split:
+    def split(self, model: Model) -> Split:
         """The split as a model sees it: with its own preprocessing and tokenizer."""
         length = model.context_length
         return load_split(self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan)
-
-    def encode(self, model: AnyModel, split: Split, images: int) -> SplitFeatures:
-        """Vectors in float32 of the first images."""
-        if isinstance(model, OnnxModel):
-            return encode_split_onnx(model, split, images)
-        return encode_split(model, split, images)
 
     def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
         """(count, size, size, 3) uint8 of training images, or of others where there are none."""
@@ -92,15 +95,15 @@ def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dic
     captioned = found[0].captioned
     changes = {}
     for k in RECALL_AT:
-        texts = [(each.text_to_image <= k).double() for each in found]
-        images = [(each.image_to_text <= k).double()[captioned] for each in found]
-        old, new = ((text.mean() + image.mean()).item() / 2 for text, image in zip(texts, images, strict=True))
+        texts = [(each.text_to_image <= k).astype(np.float64) for each in found]
+        images = [(each.image_to_text <= k).astype(np.float64)[captioned] for each in found]
+        old, new = (float(text.mean() + image.mean()) / 2 for text, image in zip(texts, images, strict=True))
         by_text, by_image = texts[1] - texts[0], images[1] - images[0]
         # The captions of one image are correlated: residuals are summed for each image.
-        residual = torch.zeros(len(before.image), dtype=torch.float64)
-        residual.index_add_(0, index, (by_text - by_text.mean()) / len(by_text))
+        residual = np.zeros(len(before.image))
+        np.add.at(residual, index, (by_text - by_text.mean()) / len(by_text))
         residual[captioned] += (by_image - by_image.mean()) / len(by_image)
-        half = Z95 * residual.square().sum().sqrt().item() / 2
+        half = Z95 * float(np.linalg.norm(residual)) / 2
         change = new - old
         interval = {"low": change - half, "high": change + half}
         changes[f"recall@{k}"] = {"before": old, "after": new, "change": change, **interval}
@@ -123,20 +126,21 @@ def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.nd
     """For images and `texts`: smallest and mean cosine, and the largest difference of a coordinate."""
     found = {}
     for name, kept in (("image", slice(None)), ("text", texts)):
-        one, other = (getattr(each, name).double()[kept] for each in (before, after))
-        one = torch.nn.functional.pad(one, (0, other.shape[1] - one.shape[1]))  # Immich's vectors are longer
+        one, other = (getattr(each, name).astype(np.float64)[kept] for each in (before, after))
+        one = np.pad(one, ((0, 0), (0, other.shape[1] - one.shape[1])))  # Immich's vectors are longer
         if not len(one):
             continue
-        cosine = torch.nn.functional.cosine_similarity(one, other)
+        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        cosine = (one * other).sum(axis=1) / np.maximum(lengths, 1e-8)
         found[name] = {
-            "cosine_min": cosine.min().item(),
-            "cosine_mean": cosine.mean().item(),
-            "largest_difference": (one - other).abs().max().item(),
+            "cosine_min": float(cosine.min()),
+            "cosine_mean": float(cosine.mean()),
+            "largest_difference": float(np.abs(one - other).max()),
         }
     return found
 
 
-def input_differences(folder: Path, models: tuple[Model, OnnxModel], split: Split, texts: list[str]) -> dict[str, Any]:
+def input_differences(folder: Path, models: tuple[Model, Model], split: Split, texts: list[str]) -> dict[str, Any]:
     """Token ids and pixels as the folder's own files give them, against m1clip's."""
     model, exported = models
     tokens, pixels = library_tokens(folder, exported), exported.preprocess
@@ -155,7 +159,7 @@ def input_differences(folder: Path, models: tuple[Model, OnnxModel], split: Spli
     }
 
 
-def library_tokens(folder: Path, model: OnnxModel) -> Callable[[Sequence[str]], np.ndarray]:
+def library_tokens(folder: Path, model: Model) -> Callable[[Sequence[str]], np.ndarray]:
     """What reads the folder's tokenizer.json as other programs do."""
     from tokenizers import Tokenizer
 
@@ -165,7 +169,7 @@ def library_tokens(folder: Path, model: OnnxModel) -> Callable[[Sequence[str]], 
     return lambda texts: np.array([found.ids for found in library.encode_batch(list(texts))])
 
 
-def speeds(models: dict[str, AnyModel], split: Split) -> dict[str, dict[str, Any]]:
+def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
     """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation on all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads(0, read_facts()))
@@ -181,34 +185,33 @@ def speeds(models: dict[str, AnyModel], split: Split) -> dict[str, dict[str, Any
     return found
 
 
-def _call(model: AnyModel, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
+def _call(model: Model, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
     if not len(pixels):
         return lambda: model.encode_text(texts)
     return lambda: model.encode_image(pixels)
 
 
-def compare(
-    models: dict[str, AnyModel], sizes: dict[str, int], folder: Path, examples: Examples, exact: bool
-) -> dict[str, Any]:
+def compare(runtimes: dict[str, Runtime], folder: Path, examples: Examples, exact: bool) -> dict[str, Any]:
     """The contents of export.json. The first model is the original, the last one was exported to `folder`.
 
     `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are only timed.
     """
-    (original, first), *_, (exported, last) = models.items()
-    assert isinstance(first, Model)
+    (original, _), *_, (exported, runtime) = runtimes.items()
+    first = runtimes[original].model
+    last = runtime.model
     splits = [examples.split(model) for model in (first, last)]
-    images = min(PROGRAM_IMAGES if isinstance(last, ProgramModel) else MAX_IMAGES, len(splits[0].images))
-    before, after = (examples.encode(model, split, images) for model, split in zip((first, last), splits, strict=True))
+    images = min(runtime.max_images, len(splits[0].images))
+    before, after = (encode_split(model, split, images) for model, split in zip((first, last), splits, strict=True))
     texts = [caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions]
     record: dict[str, Any] = {
         "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)}
     }
-    timed = speeds({name: model for name, model in models.items() if not isinstance(model, ProgramModel)}, splits[0])
-    record["runtimes"] = {name: {"bytes": sizes[name], **timed.get(name, {})} for name in models}
-    if isinstance(last, OnnxModel):
+    timed = speeds({name: each.model for name, each in runtimes.items() if each.timed}, splits[0])
+    record["runtimes"] = {name: {"bytes": each.size_bytes, **timed.get(name, {})} for name, each in runtimes.items()}
+    if runtime.own_inputs:
         record |= input_differences(folder, (first, last), splits[0], texts)
-    if isinstance(last, OnnxModel) and not isinstance(last, ProgramModel):
-        record["operator_set"] = operator_set(folder / read_settings(folder)["image_graph"])
+    if runtime.graph is not None:
+        record["operator_set"] = operator_set(runtime.graph)
     # A vocabulary that grew reads words that it did not have differently: compare captions with as many tokens.
     lengths = [split.captions.lengths[: len(texts)] for split in splits]
     grew = first.tokenizer.vocab_size != last.tokenizer.vocab_size

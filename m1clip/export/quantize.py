@@ -11,7 +11,7 @@ import numpy as np
 
 from m1clip.export import Precision
 from m1clip.formatting import plural
-from m1clip.inference.onnx import SETTINGS, OnnxModel, read_settings
+from m1clip.inference.onnx_encoder import SETTINGS, OnnxEncoder, read_settings
 from m1clip.io import write_json
 
 CALIBRATION_IMAGES = 64
@@ -28,9 +28,9 @@ Say = Callable[[str], None]
 
 
 def quantize(
-    folder: Path, precision: Precision, model: OnnxModel, pixels: np.ndarray, say: Say, ending: str = ""
+    folder: Path, precision: Precision, encoder: OnnxEncoder, pixels: np.ndarray, say: Say, ending: str = ""
 ) -> list[str]:
-    """Convert the graphs of a folder in place; `model` is their float version. Returns notes for the user.
+    """Convert the graphs of a folder in place; `encoder` runs their float version. Returns notes for the user.
 
     `pixels` calibrate int8. `ending` is added to the names of the graphs.
     """
@@ -43,7 +43,7 @@ def quantize(
                 _to_fp16(path)
             elif name == "text":
                 _int8_text(path)
-            elif kept := _int8_image(path, model.graph_input(pixels), say):
+            elif kept := _int8_image(path, encoder.graph_input(pixels), say):
                 stay = "stays" if len(kept) == 1 else "stay"
                 notes.append(f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)")
         renamed = path.rename(path.with_stem(path.stem + ending))

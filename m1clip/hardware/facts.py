@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,11 +33,8 @@ class Facts:
     python: str = ""
 
 
-def read_facts() -> Facts:
-    """Inspect this machine. Imports torch."""
-    import torch
-
-    cuda = torch.cuda.is_available()
+def read_facts(gpu: bool = True) -> Facts:
+    """Inspect this machine. Imports torch to find a GPU; without `gpu`, those fields keep their defaults."""
     cores = max(1, min(psutil.cpu_count(logical=False) or 1, usable_cpus()) // local_ranks())
     return Facts(
         system=platform.system(),
@@ -46,14 +44,23 @@ def read_facts() -> Facts:
         performance_cores=min(int(_sysctl("hw.perflevel0.physicalcpu") or cores), cores),
         memory_bytes=psutil.virtual_memory().total // local_ranks(),
         cpu_bf16=_has_bf16_instructions(),
-        cuda=torch.cuda.get_device_name() if cuda else None,
-        cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
-        mps=torch.backends.mps.is_available(),
-        torch=torch.__version__,
         macos=platform.mac_ver()[0],
         mlx=package_version("mlx"),
         python=platform.python_version(),
+        **(_torch_facts() if gpu else {}),
     )
+
+
+def _torch_facts() -> dict[str, Any]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "cuda": torch.cuda.get_device_name() if cuda else None,
+        "cuda_capability": torch.cuda.get_device_capability() if cuda else (0, 0),
+        "mps": torch.backends.mps.is_available(),
+        "torch": torch.__version__,
+    }
 
 
 def local_ranks() -> int:

@@ -25,7 +25,7 @@ from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
 from m1clip.hardware.device import Precision
-from m1clip.inference.encoder import Encoder, Tower
+from m1clip.inference.batches import Tower, TowerRunner
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import fingerprint
 
@@ -55,9 +55,9 @@ class FeatureCache:
     plan: DecodePlan
 
     @property
-    def encoder(self) -> Encoder:
+    def towers(self) -> TowerRunner:
         """What computes the features."""
-        return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.precision)
+        return TowerRunner(self.image.tower, self.text.tower, self.preprocess, self.device, self.precision)
 
     def images(
         self, samples: Sequence[Sample], split: str, max_unreadable: float
@@ -69,7 +69,7 @@ class FeatureCache:
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
             with self.plan.progress(f"computing features of {split} images") as show:
-                for items, vectors in self.encoder.files([refs[item] for item in wanted], failed, show):
+                for items, vectors in self.towers.files([refs[item] for item in wanted], failed, show):
                     yield items, vectors.numpy()
 
         rows, bad = cache.fill(image_names(samples, self.roots), compute, self.plan.warn)
@@ -90,7 +90,7 @@ class FeatureCache:
             tokens, done = table.tokens[wanted], 0
             with self.plan.progress(f"computing features of {split} captions") as show:
                 show(0, len(wanted))
-                for rows, vectors in self.encoder.tokens(tokens, self.tokenizer.lengths(tokens)):
+                for rows, vectors in self.towers.tokens(tokens, self.tokenizer.lengths(tokens)):
                     yield rows.tolist(), vectors.numpy()
                     done += len(rows)
                     show(done, len(wanted))

@@ -27,7 +27,7 @@ MIN_EXAMPLES = 2  # to choose by leave-one-out
 KNOWN = 0.1  # a text finds examples that it ranks, on average, within this fraction of the library
 SAME = 0.9995  # cosine of two vectors of the same image
 
-Examples = tuple[np.ndarray, np.ndarray]  # (n, dim) vectors of right examples, (m, dim) of wrong ones
+Examples = tuple[np.ndarray, np.ndarray]  # (n, dim) vectors of positive examples, (m, dim) of negative ones
 
 
 class Choice(NamedTuple):
@@ -57,14 +57,14 @@ class Concepts:
                 raise IndexBusy(f"{self.path}: another program has locked it; try again later") from None
             raise UserError(f"{self.path}: cannot be used ({error}); restore it from a backup, or delete it") from None
 
-    def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], good: bool = True) -> None:
-        """Add (sha256 of the file, vector) as right or wrong examples of a word."""
+    def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], positive: bool = True) -> None:
+        """Add (sha256 of the file, vector) as positive or negative examples of a word."""
         name = " ".join(name.split())
         if not name:
             raise UserError("the name of a concept is empty")
         name = next((each for each in self.examples() if each.lower() == name.lower()), name)
         rows = [
-            (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(good), time.time())
+            (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(positive), time.time())
             for digest, vector in examples
         ]
         with self._open() as db:
@@ -77,7 +77,7 @@ class Concepts:
             return db.execute(query, (name, sha256)).rowcount
 
     def rows(self) -> list[tuple[str, bytes, bytes, int]]:
-        """(word, sha256, vector, 1 if it is a right example or else 0) of all examples, the oldest first."""
+        """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the oldest first."""
         if not self.path.is_file():
             return []
         with self._open() as db:
@@ -85,18 +85,18 @@ class Concepts:
             return db.execute(columns, (self.model,)).fetchall()
 
     def marks(self, name: str) -> dict[bytes, bool]:
-        """{sha256: whether it is a right example} of a word."""
-        return {digest: good == 1 for word, digest, _, good in self.rows() if word.lower() == name.lower()}
+        """{sha256: whether it is a positive example} of a word."""
+        return {digest: positive == 1 for word, digest, _, positive in self.rows() if word.lower() == name.lower()}
 
     def names(self) -> dict[str, tuple[int, int]]:
-        """{word: (right, wrong) examples}."""
-        return {name: (len(good), len(bad)) for name, (good, bad) in self.examples().items()}
+        """{word: (positive, negative) examples}."""
+        return {name: (len(positive), len(negative)) for name, (positive, negative) in self.examples().items()}
 
     def examples(self) -> dict[str, Examples]:
         found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
-        for name, _, vector, good in self.rows():
-            found.setdefault(name, ([], []))[1 - good].append(np.frombuffer(vector, np.float16).astype(np.float32))
-        return {name: (_stacked(good), _stacked(bad)) for name, (good, bad) in found.items()}
+        for name, _, vector, positive in self.rows():
+            found.setdefault(name, ([], []))[1 - positive].append(np.frombuffer(vector, np.float16).astype(np.float32))
+        return {name: (_stacked(positive), _stacked(negative)) for name, (positive, negative) in found.items()}
 
 
 def _stacked(vectors: list[np.ndarray]) -> np.ndarray:
@@ -104,55 +104,61 @@ def _stacked(vectors: list[np.ndarray]) -> np.ndarray:
 
 
 def fit_concept(
-    good: np.ndarray, bad: np.ndarray, moments: tuple[np.ndarray, np.ndarray], text: np.ndarray, library: np.ndarray
+    positive: np.ndarray,
+    negative: np.ndarray,
+    library_stats: tuple[np.ndarray, np.ndarray],
+    text: np.ndarray,
+    library: np.ndarray,
 ) -> tuple[np.ndarray, Choice]:
     """((dim,) unit vector, the choice): a linear head on examples, or their prototype, with or without the text.
 
-    The head is linear discriminant analysis with the mean and covariance of the library (`moments`), more or less
+    The head is linear discriminant analysis with the mean and covariance of the library (`library_stats`), more or less
     shrunk; with a shrinkage of 1e6 it is the difference of means. Chosen by leave-one-out: the example left out should
     be far above the library, in standard deviations. The head is only used if it ranks the examples that are left out
     better than the text does, among the vectors of `library` (n, dim); else the vector is that of the text.
     """
-    mean, covariance = moments
+    mean, covariance = library_stats
     values, axes = np.linalg.eigh(covariance)
     values = np.maximum(values, 0)
-    unmarked = library[~(_contained(library, good) | _contained(library, bad))]
+    unmarked = library[~(_contained(library, positive) | _contained(library, negative))]
 
     def unit(direction: np.ndarray) -> np.ndarray:
         """With scores that have a standard deviation of 1 over the library."""
         return direction / max(float(np.sqrt(direction @ covariance @ direction)), 1e-12)
 
-    def head(good: np.ndarray, bad: np.ndarray, choice: Choice) -> np.ndarray:
-        away = mean if len(bad) == 0 else (mean + bad.mean(axis=0)) / 2
+    def head(positive: np.ndarray, negative: np.ndarray, choice: Choice) -> np.ndarray:
+        away = mean if len(negative) == 0 else (mean + negative.mean(axis=0)) / 2
         scale = 1 / (values / max(float(values.mean()), 1e-12) + choice.shrinkage)
-        direction = unit(axes @ (scale * (axes.T @ (good.mean(axis=0) - away))))
+        direction = unit(axes @ (scale * (axes.T @ (positive.mean(axis=0) - away))))
         return unit(direction + choice.text * unit(text))
 
     def mean_height(choice: Choice) -> float:
-        heads = (head(np.delete(good, at, axis=0), bad, choice) for at in range(len(good)))
-        return float(np.mean([(one - mean) @ each for one, each in zip(good, heads, strict=True)]))
+        heads = (head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive)))
+        return float(np.mean([(one - mean) @ each for one, each in zip(positive, heads, strict=True)]))
 
     def better_than_text(choice: Choice) -> bool:
-        """Whether examples left out are ranked better, right ones higher and wrong ones lower."""
-        right_heads = [head(np.delete(good, at, axis=0), bad, choice) for at in range(len(good))]
-        wrong_heads = [head(good, np.delete(bad, at, axis=0), choice) for at in range(len(bad))]
-        right = _log_ranks(good, [text] * len(good), unmarked) - _log_ranks(good, right_heads, unmarked)
-        wrong = _log_ranks(bad, wrong_heads, unmarked) - _log_ranks(bad, [text] * len(bad), unmarked)
-        gains = np.concatenate([right, wrong])
+        """Whether examples left out are ranked better, positive ones higher and negative ones lower."""
+        positive_heads = [head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))]
+        negative_heads = [head(positive, np.delete(negative, at, axis=0), choice) for at in range(len(negative))]
+        positive_by_text = _log_ranks(positive, [text] * len(positive), unmarked)
+        negative_by_text = _log_ranks(negative, [text] * len(negative), unmarked)
+        positive_gains = positive_by_text - _log_ranks(positive, positive_heads, unmarked)
+        negative_gains = _log_ranks(negative, negative_heads, unmarked) - negative_by_text
+        gains = np.concatenate([positive_gains, negative_gains])
         # Where the text works, a few marks easily seem to improve it: the gain must be clear.
         needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if text_finds_them else 0.0
-        return bool(right.mean() >= 0 and gains.mean() > needed)
+        return bool(positive_gains.mean() >= 0 and gains.mean() > needed)
 
-    above = np.exp(_log_ranks(good, [text] * len(good), unmarked)) - 1  # images that the text ranks higher
-    text_finds_them = len(good) == 0 or above.mean() <= KNOWN * len(unmarked)
-    if len(good) >= MIN_EXAMPLES:
+    above = np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1  # images that the text ranks higher
+    text_finds_them = len(positive) == 0 or above.mean() <= KNOWN * len(unmarked)
+    if len(positive) >= MIN_EXAMPLES:
         choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
         chosen = max(choices, key=mean_height)
         use_examples = better_than_text(chosen)
     else:  # nothing can be left out
         chosen = Choice(1.0, 0.5)
         use_examples = not text_finds_them
-    direction = head(good, bad, chosen) if use_examples else text
+    direction = head(positive, negative, chosen) if use_examples else text
     return direction / np.linalg.norm(direction), chosen if use_examples else TEXT_ONLY
 
 

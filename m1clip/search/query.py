@@ -46,7 +46,7 @@ from m1clip.search.index import (
 from m1clip.search.nearest import SAMPLE, nearest
 from m1clip.search.vectors import Vectors
 
-# The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
+# The probability of a match: a logistic function of its z-score (constant, slope). Fitted on the validation
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
 WEIGHTS = (-4.41, 0.553)
 CUTOFF = 0.5  # results below it do not count as matches
@@ -67,7 +67,7 @@ LIVE = (
 NO_ROWS = np.zeros(0, np.int64)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
-Moments = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
+LibraryStats = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Filter:
 
     since: str | None = None
     until: str | None = None  # included
-    under: str | None = None  # a folder, relative to the folder of photos
+    subfolder: str | None = None  # a folder, relative to the folder of photos
     orientation: Literal["landscape", "portrait"] | None = None
     min_side: int | None = None  # pixels of the shorter side
 
@@ -92,8 +92,8 @@ class Filter:
             parts.append((f"{TAKEN} >= ?", [self.since]))
         if self.until:
             parts.append((f"{TAKEN} < ?", [self.until + "~"]))  # ~ is after any digit, - and T
-        if self.under:
-            prefix = os.fsencode(os.path.normpath(self.under)) + b"/"
+        if self.subfolder:
+            prefix = os.fsencode(os.path.normpath(self.subfolder)) + b"/"
             parts.append(("path >= ? AND path < ?", [prefix, prefix[:-1] + b"0"]))  # 0 follows /
         if self.orientation:
             parts.append((f"width {'>' if self.orientation == 'landscape' else '<'} height", []))
@@ -187,7 +187,7 @@ class Index:
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
         self._file: Vectors | None = None
-        self._known_statistics: tuple[int, tuple[np.ndarray, Moments]] | None = None  # with their version
+        self._known_statistics: tuple[int, tuple[np.ndarray, LibraryStats]] | None = None  # with their version
         self._counted = (-1, 0)  # (version, files)
         self.outdated = False  # another model was indexed since; a new `Index` has its vectors
         self._db = connect(self.place)
@@ -324,7 +324,7 @@ class Index:
         return m1clip.load(self.model_path)
 
     @property
-    def moments(self) -> Moments:
+    def library_stats(self) -> LibraryStats:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
         return self._statistics()[1]
 
@@ -333,7 +333,7 @@ class Index:
         """(n, dim) float32: every vector of a small library, some of a large one."""
         return self._statistics()[0]
 
-    def _statistics(self) -> tuple[np.ndarray, Moments]:
+    def _statistics(self) -> tuple[np.ndarray, LibraryStats]:
         version, known = self.version, self._known_statistics
         if known is not None and known[0] == version:
             return known[1]
@@ -368,15 +368,15 @@ class Index:
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_weighted(single)[0]) if single is not None else {}
         with self._reading() as db:
-            right, wrong = self._marked_rows(db, marks, filtered)
+            positive, negative = self._marked_rows(db, marks, filtered)
             rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
             total = len(self.vectors) if rows is None else len(rows)
-            wanted = min(total, k + k // 4 + 8 + len(wrong))  # some are near-duplicates, or of files that are gone
+            wanted = min(total, k + k // 4 + 8 + len(negative))  # some are near-duplicates, or of files that are gone
             while True:
                 chosen, scores = self._nearest(query, wanted, rows)
-                chance = probabilities(height(scores, query, self.moments)) if calibrated else None
-                if len(right) or len(wrong):
-                    ranked = self._with_marks(query, chosen, scores, chance, right, wrong)
+                chance = probabilities(zscore(scores, query, self.library_stats)) if calibrated else None
+                if len(positive) or len(negative):
+                    ranked = self._with_marks(query, chosen, scores, chance, positive, negative)
                     results = self._results(*ranked, filtered, collapse)[:k]
                 else:
                     results = self._results(chosen, scores, chance, filtered, collapse)[:k]
@@ -387,16 +387,16 @@ class Index:
     def _marked_rows(
         self, db: sqlite3.Connection, marks: Mapping[bytes, bool], filtered: Condition
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the images that are marked as right, and as wrong."""
+        """Rows of the images that are marked as positive, and as negative."""
         if not marks:
             return NO_ROWS, NO_ROWS
         digests = ",".join(f"x'{digest.hex()}'" for digest in marks)
         query = f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER BY row"
         found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
         known = [(row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)]
-        right = np.array([row for row, good in known if good], np.int64)
-        wrong = np.array([row for row, good in known if not good], np.int64)
-        return right, wrong
+        positive = np.array([row for row, is_positive in known if is_positive], np.int64)
+        negative = np.array([row for row, is_positive in known if not is_positive], np.int64)
+        return positive, negative
 
     def _with_marks(
         self,
@@ -404,24 +404,24 @@ class Index:
         chosen: np.ndarray,
         scores: np.ndarray,
         chance: np.ndarray | None,
-        right: np.ndarray,
-        wrong: np.ndarray,
+        positive: np.ndarray,
+        negative: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Rows, scores and probabilities with the rows that are marked as right first, and those marked as wrong last.
+        """Rows, scores and probabilities, with the rows marked as positive first, and those marked as negative last.
 
         What the user has marked needs no estimate; the other images keep the order of their scores.
         """
-        missing = np.setdiff1d(right, chosen)
+        missing = np.setdiff1d(positive, chosen)
         chosen = np.concatenate([chosen, missing])
         scores = np.concatenate([scores, self.vectors[missing].astype(np.float64) @ query.astype(np.float64)])
-        mark = np.isin(chosen, right).astype(int) - np.isin(chosen, wrong).astype(int)
+        mark = np.isin(chosen, positive).astype(int) - np.isin(chosen, negative).astype(int)
         order = np.lexsort((chosen, -scores, -mark))
         if chance is not None:
             estimated = np.concatenate([chance, np.ones(len(missing))])
             chance = np.where(mark == 0, estimated, mark > 0)[order]
         return chosen[order], scores[order], chance
 
-    def wrong(self, text: str, where: Filter | None = None) -> list[Result]:
+    def negatives(self, text: str, where: Filter | None = None) -> list[Result]:
         """The images that are marked as wrong for a text, however far down a search would list them."""
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_weighted(text)[0])
@@ -460,7 +460,9 @@ class Index:
         query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){filtered[0]}"
         found = self._db.execute(query, (self.set_id, *filtered[1]))
         files = sorted(found, key=lambda file: (place[file[0]], file[2]))
-        groups = look_groups([file[-2:] for file in files]) if collapse else [[number] for number in range(len(files))]
+        groups = [[number] for number in range(len(files))]
+        if collapse:
+            groups = duplicate_groups([file[-2:] for file in files])
         results = []
         for group in groups:
             row, id_, path, width, height, taken, size, *_ = files[group[0]]
@@ -499,7 +501,7 @@ class Index:
         with self._reading() as db:
             files = db.execute(f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path").fetchall()
         groups = []
-        for members in look_groups([file[-2:] for file in files]):
+        for members in duplicate_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
             copies = []
             for id_, path, width, height, size, digest, *_ in group:
@@ -555,7 +557,7 @@ class Index:
             return [], phrase
         vectors = {}
         for name, vector in zip(names, self._text_vectors(names), strict=True):
-            fitted, choice = fit_concept(*examples[name], self.moments, vector, self.sample)
+            fitted, choice = fit_concept(*examples[name], self.library_stats, vector, self.sample)
             if choice is not TEXT_ONLY:
                 vectors[name] = fitted
         if not vectors:
@@ -572,8 +574,8 @@ class Index:
     def concepts(self) -> Concepts:
         return Concepts(self.place, self.model_sha256)
 
-    def teach(self, name: str, images: Sequence[str | Path | int], good: bool = True) -> None:
-        """Add images (paths or ids) as examples of a word, or as wrong ones; a search finds the word by them."""
+    def teach(self, name: str, images: Sequence[str | Path | int], positive: bool = True) -> None:
+        """Add images (paths or ids) as examples of a word, or as negative ones; a search finds the word by them."""
         examples = []
         for image in images:
             if isinstance(image, int):
@@ -584,14 +586,14 @@ class Index:
                 except BadImage as error:
                     raise UserError(str(error)) from None
             examples.append((digest, self.image_vector(image)))
-        self.concepts.add(name, examples, good)
+        self.concepts.add(name, examples, positive)
 
-    def mark(self, text: str, id_: int, good: bool | None) -> None:
+    def mark(self, text: str, id_: int, positive: bool | None) -> None:
         """Mark an image as right or wrong for a text: an example as in `teach`. None removes the mark."""
-        if good is None:
+        if positive is None:
             self.concepts.remove(text, self.sha256(id_))
         else:
-            self.teach(text, [id_], good)
+            self.teach(text, [id_], positive)
 
     def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
         """Which of some images are marked as right or wrong for a text."""
@@ -603,7 +605,7 @@ class Index:
         with self._reading() as db:
             columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
             paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
-        found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
+        found = ((paths.get(digest), name) for name, digest, _, positive in self.concepts.rows() if positive)
         return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
 
     def sha256(self, id_: int) -> bytes:
@@ -635,7 +637,7 @@ class Index:
         vectors = np.stack([vector for _, vector in parts])
         weights = np.array([weight for weight, _ in parts], np.float32)
         if len(parts) > 1:
-            spread = np.sqrt(np.einsum("pd,de,pe->p", vectors, self.moments[1], vectors))
+            spread = np.sqrt(np.einsum("pd,de,pe->p", vectors, self.library_stats[1], vectors))
             weights /= np.maximum(spread, 1e-6)
         query = weights @ vectors
         return query / max(float(np.linalg.norm(query)), 1e-12)
@@ -659,26 +661,26 @@ def _weighted(text: str) -> tuple[str, float]:
     return (found[2], float(found[1])) if found else (text, 1.0)
 
 
-def height(scores: np.ndarray, query: np.ndarray, moments: Moments) -> np.ndarray:
+def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
     """(n,) how far scores are above their mean over the library, in standard deviations of one of its dimensions.
 
     The spread of the query's own scores would hide matching images, because it is larger if the library has some.
     """
-    mean, covariance = moments
+    mean, covariance = library_stats
     return np.asarray((scores - query @ mean) / max(float(np.sqrt(np.trace(covariance) / len(mean))), 1e-6))
 
 
-def probabilities(heights: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> np.ndarray:
+def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> np.ndarray:
     """(n,) probability that each image matches."""
-    return np.asarray(1 / (1 + np.exp(-weights[0] - weights[1] * heights)))
+    return np.asarray(1 / (1 + np.exp(-weights[0] - weights[1] * zscores)))
 
 
-def look_groups(looks: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
+def duplicate_groups(appearances: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
     """Groups of images that look alike, from their (hash, thumbnail); each image is in one group, in order."""
     places: dict[tuple[bytes, bytes], list[int]] = {}
-    for place, look in enumerate(looks):
-        places.setdefault(look, []).append(place)
-    groups = {number: [number] for number in range(len(places))}  # of distinct looks; those of a group share a list
+    for place, appearance in enumerate(appearances):
+        places.setdefault(appearance, []).append(place)
+    groups = {number: [number] for number in range(len(places))}  # members of a group share a list
     for i, j in near_duplicates(list(places)):
         small, large = sorted((groups[i], groups[j]), key=len)
         if small is not large:

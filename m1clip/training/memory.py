@@ -131,7 +131,8 @@ class MemoryEstimate:
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
             parts = make_parts(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
             parts.update.skip = "never"  # fake tensors have no values to check
-            loss = dataclasses.replace(parts.loss, blockwise_text=self.device.kind == "cpu")
+            # The fake tensors are on the CPU, but an accelerator does not use fused losses.
+            loss = dataclasses.replace(parts.loss, fused=self.device.kind == "cpu")
             parts = dataclasses.replace(parts, loss=loss)
             widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
             image, text = (0 if trained else width for width, trained in widths)

@@ -19,7 +19,9 @@ from m1clip.config import Config
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision
-from m1clip.losses import positives
+from m1clip.losses.positives import ALL, captions_with_positives
+from m1clip.losses.registry import Ids, text_contrast_rows
+from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.model.mlx import Array, Arrays, encoder
@@ -34,6 +36,8 @@ from m1clip.training.update import GRAD_CLIP_NORM
 Side = Literal["image", "text"]
 SIDES: tuple[Side, Side] = ("image", "text")
 SCALE = "logit_scale"
+# Losses that this step trains with. A loss with a bias would need its gradient too.
+LOSSES_IN_MLX = ("infonce", "multi-positive")
 CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # of a parameter, named as in torch
 
@@ -46,7 +50,8 @@ def check_supported(config: Config, start: Start) -> None:
     optimizer = config.optim.optimizer
     unsupported = {
         f"--optimizer {optimizer}": not set(OPTIMIZER_PARTS[optimizer]) <= MOMENTS.keys(),
-        "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
+        f"--loss {config.train.loss}": config.train.loss not in LOSSES_IN_MLX,
+        "a model with a logit bias": start.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
@@ -64,28 +69,57 @@ def to_torch(array: Array) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def infonce(image: Array, text: Array, scale: Array, positive: Array) -> Array:
-    """As `losses.infonce`."""
+class MLXOps:
+    """The operations of a row term (losses/registry.Ops) in MLX."""
 
-    def one_direction(logits: Array, positive: Array) -> Array:
-        target = positive.astype(logits.dtype)
-        target = target / target.sum(axis=1, keepdims=True)
-        return (mx.logsumexp(logits, axis=1) - (target * logits).sum(axis=1)).mean()
+    @staticmethod
+    def cast(x: Array, like: Array) -> Array:
+        """Convert to the dtype of another array."""
+        return x.astype(like.dtype)
 
+    @staticmethod
+    def log_softmax(x: Array) -> Array:
+        """Normalize each row."""
+        return x - mx.logsumexp(x, axis=1, keepdims=True)
+
+    @staticmethod
+    def log_sigmoid(x: Array) -> Array:
+        """Take the logarithm of the sigmoid, without overflow."""
+        return -mx.logaddexp(mx.zeros_like(x), -x)
+
+    @staticmethod
+    def masked_fill(x: Array, mask: Array, value: float) -> Array:
+        """Replace the elements where the mask is true."""
+        return mx.where(mask, mx.array(value, dtype=x.dtype), x)
+
+
+def run_loss_in_mlx(
+    loss: RunLoss, image: Array, text: Array, scale: Array, bias: Array | None, labels: Arrays
+) -> Array:
+    """Compute `RunLoss.value` without a teacher; `labels` are those of `loss_labels`."""
     logits = scale * image @ text.T
-    return (one_direction(logits, positive) + one_direction(logits.T, positive.T)) / 2
+    if loss.objective.needs_bias:
+        logits = logits + bias
+    total = loss.objective.of_logits(MLXOps(), logits, labels["positive"])
+    if loss.text_contrast:
+        images = labels["images"]
+        captions = labels["captions"]
+        text_logits = scale * text @ text.T
+        same_image = images[:, None] == images
+        same_caption = captions[:, None] == captions
+        contrast = text_contrast_rows(MLXOps(), text_logits, same_image, same_caption)
+        total = total + loss.text_contrast * contrast / labels["captions_with_positives"]
+    return total
 
 
-def text_contrast(text: Array, scale: Array, images: Array, captions: Array) -> Array:
-    """As `losses.text_contrast`; `images` and `captions` are the ids of each caption's image and of the caption."""
-    same_caption = captions[:, None] == captions
-    positive = (images[:, None] == images) & ~same_caption
-    counts = positive.sum(axis=1)
-    ignored = same_caption & (counts > 0)[:, None]
-    logits = mx.where(ignored, -mx.inf, scale * text @ text.T)
-    log_probability = logits - mx.logsumexp(logits, axis=1, keepdims=True)
-    rows = mx.where(positive, log_probability, 0.0).sum(axis=1) / mx.maximum(counts, 1)
-    return -rows.sum() / mx.maximum((counts > 0).sum(), 1)
+def loss_labels(loss: RunLoss, ids: Ids) -> Arrays:
+    """Collect what the loss needs to know of a batch beside its features."""
+    labels = {"positive": to_mlx(loss.objective.positives(ids, ALL, ALL))}
+    if loss.text_contrast:
+        labels["images"] = to_mlx(ids.sample_ids[ids.image_index])
+        labels["captions"] = to_mlx(ids.caption_ids)
+        labels["captions_with_positives"] = to_mlx(captions_with_positives(ids))
+    return labels
 
 
 def orthogonalize(x: Array) -> Array:
@@ -160,15 +194,13 @@ class MLXStep(TrainStep):
         super().__init__(model, config, device, precision, *others)
         self._take_weights()
         encode = {side: encoder(model.config, side, dtype, config.model.grad_checkpointing) for side in SIDES}
-        train = config.train
+        run_loss = self.parts.loss
 
         def loss_of(features: Arrays, labels: Arrays) -> Array:
             scale = mx.exp(mx.minimum(features[SCALE], MAX_LOGIT_SCALE))
-            loss = infonce(features["image"], features["text"], scale, labels["positive"])
-            if train.text_contrast:
-                contrast = text_contrast(features["text"], scale, labels["images"], labels["captions"])
-                loss = loss + train.text_contrast * contrast
-            return loss
+            image = features["image"]
+            text = features["text"]
+            return run_loss_in_mlx(run_loss, image, text, scale, None, labels)
 
         def full_loss(weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays) -> Array:
             image, text = (encode[side](weights | fixed, inputs[side]) for side in SIDES)
@@ -259,10 +291,8 @@ class MLXStep(TrainStep):
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """Forward and backward of a batch; returns the loss."""
         weights = self._state()["weights"]
-        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
-        labels = {"positive": to_mlx(positive)}
-        if self.config.train.text_contrast:
-            labels |= {"images": to_mlx(batch.sample_ids[batch.image_index]), "captions": to_mlx(batch.caption_ids)}
+        ids = Ids(batch.sample_ids, batch.caption_ids, batch.image_index)
+        labels = loss_labels(self.parts.loss, ids)
         if 0 < self.micro_batch < len(batch):
             loss, self._grads = self._micro_batched(weights, batch, labels, step)
         else:

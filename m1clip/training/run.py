@@ -30,7 +30,9 @@ from m1clip.formatting import clock, plural
 from m1clip.hardware.facts import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
-from m1clip.inference.encoder import Model, SplitFeatures, load
+from m1clip.inference import load
+from m1clip.inference.features import SplitFeatures
+from m1clip.inference.model import Model
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
 from m1clip.model.clip import CLIP, empty_clip
 from m1clip.model.presets import CLIPConfig

@@ -29,7 +29,9 @@ from m1clip.formatting import ceil_div
 from m1clip.hardware.device import Device, Precision, autocast, check_compile, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
@@ -159,7 +161,7 @@ class Setup:
 
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
-        return Model(model, self.tokenizer, self.preprocess, self.precision)
+        return Model(TorchEncoder(model, self.tokenizer, self.preprocess, self.precision))
 
 
 def seeded_build(start: Start, seed: int) -> CLIP:
@@ -507,7 +509,8 @@ def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokeni
 
 
 def _from_random_weights(config: Config, tokenizer: Tokenizer) -> ModelParts:
-    start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
+    needs_bias = LOSSES[config.train.loss].needs_bias
+    start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
     resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
     return ModelParts(start, tokenizer, Preprocess(image_size=start.config.image_size, resize=resize))
@@ -567,9 +570,11 @@ def _from_model(config: Config) -> ModelParts:
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
         )
     saved = saved.resized(config.model.image_size)
-    if config.train.loss == "sigmoid" and not saved.config.logit_bias:
+    loss = config.train.loss
+    if LOSSES[loss].needs_bias and not saved.config.logit_bias:
         raise UserError(
-            f"{transfer.init}: has no logit bias for --loss sigmoid; use --loss multi, or a model trained with sigmoid"
+            f"{transfer.init}: has no logit bias for --loss {loss}; "
+            f"use --loss {DEFAULT_LOSS}, or a model trained with {loss}"
         )
     preprocess = saved.preprocess
     if preprocess.resize != "squash":
@@ -596,7 +601,7 @@ def _from_towers(config: Config) -> ModelParts:
         image_head=head,
         text_head=head,
         embed_dim=config.model.embed_dim or TOWER_EMBED,
-        logit_bias=config.train.loss == "sigmoid",
+        logit_bias=LOSSES[config.train.loss].needs_bias,
     )
     return ModelParts(Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess)
 

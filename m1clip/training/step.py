@@ -18,20 +18,21 @@ from torch import Tensor
 from m1clip.config import Config
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.device import Autocast, Device, Precision
 from m1clip.hardware.memory import keep_freed_memory, map_large_blocks
 from m1clip.hardware.timing import Phases
-from m1clip.model.clip import CLIP
+from m1clip.losses.registry import LOSSES, Ids
+from m1clip.losses.run_loss import Rows, RunLoss
+from m1clip.model.clip import CLIP, Features
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
-from m1clip.training.distributed import Ranks
+from m1clip.training.distributed import JointBatch, Ranks
 from m1clip.training.duration import StepPlan, step_plan
 from m1clip.training.encode import BatchEncoder, Mark, has_dropout, ignore_mark
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer, skips_on_device
 from m1clip.training.schedule import lr_schedule
-from m1clip.training.step_loss import StepLoss
 from m1clip.training.transfer import Teacher
 from m1clip.training.update import Updater, skip_rule
 from m1clip.training.world import World
@@ -56,7 +57,7 @@ class StepParts:
     model: CLIP
     encoder: BatchEncoder
     world: World
-    loss: StepLoss
+    loss: RunLoss
     update: Updater
 
 
@@ -77,13 +78,28 @@ def compute_gradients(
     )
     gathered = world.gather(batch, encoded.features, sizes)
     mark("forward")
-    context = encoder.loss_context(batch)
     (loss, gradients), _ = world.together(
-        lambda: parts.loss(gathered, world.is_single, parts.update.scale_loss, context, mark), mark=mark
+        lambda: _loss_and_grads(parts, gathered, encoder.loss_context(batch), mark), mark=mark
     )
     own_gradients = world.scatter(gradients, sizes)
     world.together(lambda: world.backward(encoded, own_gradients), mark=mark)
     return world.reduce(loss)
+
+
+def _loss_and_grads(
+    parts: StepParts, gathered: JointBatch, autocast: Autocast, mark: Mark
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of this process's rows and its gradients by the features of all rows."""
+
+    def backward(loss: Tensor) -> None:
+        mark("backward")
+        parts.update.scale_loss(loss).backward()
+
+    image, text = gathered.features
+    features = Features(image, text, parts.model.scale(), parts.model.logit_bias)
+    ids = Ids(gathered.sample_ids, gathered.caption_ids, gathered.image_index)
+    rows = None if parts.world.is_single else Rows(gathered.images, gathered.texts)
+    return parts.loss.loss_and_grads(features, ids, rows, autocast=autocast, backward=backward)
 
 
 def train_step(
@@ -143,8 +159,8 @@ def make_parts(
     scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None
     can_skip = one_device and skips_on_device(config.optim.optimizer)
     update = Updater(model, optimizer, world, skip_rule(device.kind, can_skip), scaler)
-    # For the loss between captions; other devices compute all logits at once.
-    loss = StepLoss(model, config.train.loss, config.train.text_contrast or 0.0, teacher, device.kind == "cpu")
+    teacher_logits = None if teacher is None else teacher.logits
+    loss = RunLoss(LOSSES[config.train.loss], config.train.text_contrast or 0.0, teacher_logits)
     model.train()
     return StepParts(model, encoder, world, loss, update)
 
@@ -159,7 +175,7 @@ def parts_for_check(parts: StepParts, model: CLIP) -> StepParts:
     encoder = parts.encoder.for_check(model)
     world = World(Ranks(), model)
     update = Updater(model, parts.update.optimizer, world, parts.update.skip)
-    return StepParts(model, encoder, world, replace(parts.loss, model=model), update)
+    return StepParts(model, encoder, world, parts.loss, update)
 
 
 @dataclass

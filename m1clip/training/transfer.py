@@ -26,10 +26,10 @@ from m1clip.evaluation.evaluate import other_class_vectors
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.hardware.device import Device, Precision
-from m1clip.inference.encoder import encode_split, load
+from m1clip.inference import load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
-from m1clip.losses import distillation
-from m1clip.model.clip import CLIP, Features, build_clip
+from m1clip.inference.features import encode_split
+from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.pretrained import weights_hash
@@ -42,7 +42,6 @@ from m1clip.training.cca import fit_projections
 if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
-TEACHER_WEIGHT = 0.5  # of the distillation loss
 WHITENING_IMAGES, WHITENING_PIXELS = 256, 1 << 22  # at most, for the first layer of a conv stem
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
@@ -201,11 +200,6 @@ class Teacher:
         text = self.text[self.text_rows[caption_ids.cpu().numpy()]].astype(np.float32)
         device = sample_ids.device
         return self.scale * torch.from_numpy(image).to(device) @ torch.from_numpy(text).to(device).T
-
-    def add_distillation(self, loss: Tensor, features: Features, sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
-        """The loss with its part of distillation."""
-        second = distillation(features, self.logits(sample_ids, caption_ids))
-        return (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * second
 
 
 def load_teacher(

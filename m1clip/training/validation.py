@@ -10,7 +10,7 @@ from m1clip.evaluation.evaluate import other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
-from m1clip.inference.encoder import SplitFeatures, encode_split
+from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.training.checkpoint import disk_errors
 

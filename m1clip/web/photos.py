@@ -131,10 +131,10 @@ class Photos:
         exclude = [quoted or word for quoted, word in NOT.findall(typed)]
         text = " ".join(NOT.sub(" ", typed).split())
         names = ("since", "until", "under", "orientation")
-        since, until, under, orientation = (values.get(name) or None for name in names)
+        since, until, subfolder, orientation = (values.get(name) or None for name in names)
         if orientation not in (None, "landscape", "portrait"):
             raise UserError(f"orientation {orientation}: give landscape or portrait")
-        where = Filter(since, until, under, orientation)  # type: ignore[arg-type]
+        where = Filter(since, until, subfolder, orientation)  # type: ignore[arg-type]
         count = min(int(values["count"]) if NUMBER.fullmatch(values.get("count", "")) else 60, MAX_RESULTS)
         like: list[Any] = [int(values["like"])] if NUMBER.fullmatch(values.get("like", "")) else []
         index = self._opened()
@@ -149,12 +149,12 @@ class Photos:
         else:
             found = index.newest(count, where)
         marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
-        wrong = index.wrong(text, where) if text else []
+        negatives = index.negatives(text, where) if text else []
         # Marked as wrong: listed apart, and always, so that a mark can be removed.
         kept = Results([each for each in found.nearest if marks.get(each.id) is not False], found.searched)
         return {
             "results": [{**_fields(each), "mark": marks.get(each.id)} for each in kept],
-            "wrong": [{**_fields(each), "mark": False} for each in wrong],
+            "wrong": [{**_fields(each), "mark": False} for each in negatives],
             "asked": asked,
             "matches": len(kept.matches),
             "possible": len(kept.possible),
@@ -205,10 +205,10 @@ class Photos:
         except (ValueError, RecursionError):
             asked = None
         match asked:
-            case {"text": str(text), "id": id_, "good": True | False | None as good} if (
+            case {"text": str(text), "id": id_, "good": True | False | None as positive} if (
                 0 < len(text) <= MAX_TEXT and _encodable(text) and type(id_) is int and 0 <= id_ <= MAX_ID
             ):
-                self._opened().mark(text, id_, good)
+                self._opened().mark(text, id_, positive)
                 return {}
         raise UserError("a mark is {text, id, good}: a text, the number of a photo, and true, false or null")
 

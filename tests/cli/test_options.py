@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from m1clip.cli import main as cli
 from m1clip.cli.app import app
@@ -17,7 +18,7 @@ BY_RECIPE = {"optimizer", "lr", "warmup", "layer_decay", "epochs", "patience", "
 
 def shown_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Setting -> its line of `m1clip train --help`."""
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(app, "_console", Console(width=400))  # cyclopts keeps the console of the first --help
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     lines = re.findall(r"^│ .*--.*$", capsys.readouterr().out, re.MULTILINE)

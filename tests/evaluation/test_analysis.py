@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from m1clip.evaluation.analysis import (
     analysis_table,
@@ -18,22 +16,27 @@ from m1clip.evaluation.analysis import (
 )
 from m1clip.evaluation.statistics import wilson
 
-EYE = torch.eye(4)
-IMAGE_INDEX = torch.arange(4)
+EYE = np.eye(4, dtype=np.float32)
+IMAGE_INDEX = np.arange(4)
 
 
-def random_units(n: int, d: int, seed: int = 0) -> Tensor:
-    return normalize(torch.randn(n, d, generator=torch.Generator().manual_seed(seed)), dim=1)
+def units(vectors: np.ndarray) -> np.ndarray:
+    """(n, d) float32 rows of unit length."""
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def random_units(n: int, d: int, seed: int = 0) -> np.ndarray:
+    return units(np.random.default_rng(seed).normal(size=(n, d)))
 
 
 def test_geometry_of_the_embedding_space() -> None:
     found = analyze(EYE, EYE, IMAGE_INDEX, IMAGE_INDEX)
     assert (found["alignment"], found["modality_gap"]) == (0.0, 0.0)
     assert found["uniformity_image"] == pytest.approx(-4.0)  # all squared distances are 2
-    assert analyze(EYE, EYE.roll(1, 0), IMAGE_INDEX, IMAGE_INDEX)["alignment"] == pytest.approx(2.0)
-    moved = analyze(EYE, EYE + torch.tensor([3.0, 4.0, 0.0, 0.0]), IMAGE_INDEX, IMAGE_INDEX)
+    assert analyze(EYE, np.roll(EYE, 1, 0), IMAGE_INDEX, IMAGE_INDEX)["alignment"] == pytest.approx(2.0)
+    moved = analyze(EYE, EYE + np.array([3.0, 4.0, 0.0, 0.0]), IMAGE_INDEX, IMAGE_INDEX)
     assert moved["modality_gap"] == pytest.approx(5.0)
-    assert uniformity(torch.ones(5, 4) / 2) == pytest.approx(0.0)
+    assert uniformity(np.ones((5, 4)) / 2) == pytest.approx(0.0)
     assert uniformity(random_units(500, 64)) < -3.5
     assert uniformity(EYE[:1]) == 0.0
     lines = [line.split() for line in analysis_table(moved).splitlines()]
@@ -44,32 +47,31 @@ def test_geometry_of_the_embedding_space() -> None:
 def test_difficulty_by_caption_similarity() -> None:
     """Captions in close pairs; the model distinguishes pairs, but not the captions of a pair."""
     centers = random_units(20, 32)
-    text = normalize(torch.cat([centers, centers + 0.01 * random_units(20, 32, 1)]), dim=1)
-    image = text.roll(20, 0)  # each image is closest to the other caption of its pair
-    found = difficulty_by_similarity(image, text, torch.arange(40))
+    text = units(np.concatenate([centers, centers + 0.01 * random_units(20, 32, 1)]))
+    image = np.roll(text, 20, 0)  # each image is closest to the other caption of its pair
+    found = difficulty_by_similarity(image, text, np.arange(40))
     assert found["easy"][0] == 1.0
     assert found["hard"][0] < 0.8
     assert sum(n for _, n in found.values()) == 40 * 39
-    perfect = difficulty_by_similarity(text, text, torch.arange(40))
+    perfect = difficulty_by_similarity(text, text, np.arange(40))
     assert {value for value, _ in perfect.values()} == {1.0}
-    assert difficulty_by_similarity(EYE[:1], EYE[:1], torch.zeros(1, dtype=torch.long)) == {}
-    same_image = difficulty_by_similarity(EYE, EYE[[0, 0, 1]], torch.tensor([0, 0, 1]))
+    assert difficulty_by_similarity(EYE[:1], EYE[:1], np.zeros(1, int)) == {}
+    same_image = difficulty_by_similarity(EYE, EYE[[0, 0, 1]], np.array([0, 0, 1]))
     assert sum(n for _, n in same_image.values()) == 4, "captions of the same image are not negatives"
 
 
 def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:
-    text = normalize(
-        torch.tensor(
+    text = units(
+        np.array(
             [
                 [1.0, 0.0, 0, 0],  # right
                 [1.0, 0.9, 0, 0],  # finds 0 instead of 1, by a little
                 [1.0, 0.1, 0, 0],  # finds 0 instead of 1, by far
                 [0.0, 0.0, 0.2, 1.0],  # finds 3 instead of 2
             ]
-        ),
-        dim=1,
+        )
     )
-    image_index = torch.tensor([0, 1, 1, 2])
+    image_index = np.array([0, 1, 1, 2])
     found = confusions(EYE, text, image_index, limit=5)
     assert [(each.caption, each.found, each.right) for each in found] == [(2, 0, 1), (3, 3, 2)]
     assert found[0].margin > found[1].margin > 0
@@ -86,11 +88,11 @@ def test_negatives_accuracy_known_values() -> None:
         (0, 0.8, "count"),  # a tie is a miss
         (2, float("nan"), "object"),  # NaN is a miss
     ]
-    image_index = torch.tensor([case[0] for case in cases])
+    image_index = np.array([case[0] for case in cases])
     result = negatives_accuracy(
-        torch.eye(3),
-        torch.diag(torch.tensor([0.8, 0.6, 0.4]))[image_index],
-        torch.eye(3)[image_index] * torch.tensor([case[1] for case in cases])[:, None],
+        np.eye(3),
+        np.diag(np.array([0.8, 0.6, 0.4]))[image_index],
+        np.eye(3)[image_index] * np.array([case[1] for case in cases])[:, None],
         image_index,
         [case[2] for case in cases],
     )
@@ -104,8 +106,8 @@ CHANGED = {"color": (1 / 2, 2), "count": (0, 1), "object": (1 / 2, 2)}
 
 
 def test_negatives_of_one_image_count_once_in_the_interval() -> None:
-    true, negative = torch.eye(3)[[0, 0, 0, 0]], torch.zeros(4, 3)
-    found = negatives_accuracy(torch.eye(3), true, negative, torch.zeros(4).long(), ["color"] * 4)
+    true, negative = np.eye(3)[[0, 0, 0, 0]], np.zeros((4, 3))
+    found = negatives_accuracy(np.eye(3), true, negative, np.zeros(4, int), ["color"] * 4)
     assert (found["negatives"].interval, found["negatives"].n) == (wilson(1.0, 1), 4)
 
 

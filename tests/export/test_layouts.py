@@ -55,8 +55,8 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     onnxruntime = pytest.importorskip("onnxruntime")
     vectors = dict[str, np.ndarray]()
 
-    def compare(models: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        vectors.update({name: np.asarray(model.encode_image(NOISE)) for name, model in models.items()})
+    def compare(runtimes: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        vectors.update({name: np.asarray(each.model.encode_image(NOISE)) for name, each in runtimes.items()})
         return {"failures": []}
 
     monkeypatch.setattr(layouts, "compare", compare)
@@ -71,12 +71,12 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     model = m1clip.load(out)
     session = onnxruntime.InferenceSession(str(out / "onnx" / f"model{ending}.onnx"))
     assert {each.name for each in session.get_inputs()} == {"input_ids", "pixel_values"}
-    inputs = {"pixel_values": model.graph_input(NOISE), "input_ids": model.tokenizer(TEXTS)}
+    inputs = {"pixel_values": model.encoder.graph_input(NOISE), "input_ids": model.tokenizer(TEXTS)}
     found = dict(zip([each.name for each in session.get_outputs()], session.run(None, inputs), strict=True))
     images, texts = model.encode_image(NOISE), model.encode_text(TEXTS)
     np.testing.assert_allclose(found["image_embeds"], images, atol=1e-3)
     np.testing.assert_allclose(found["text_embeds"], texts, atol=1e-3)
-    logits = model.logit_scale * found["image_embeds"] @ found["text_embeds"].T
+    logits = model.encoder.logit_scale * found["image_embeds"] @ found["text_embeds"].T
     np.testing.assert_allclose(found["logits_per_image"], logits, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(found["logits_per_text"], found["logits_per_image"].T)
 

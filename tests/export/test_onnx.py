@@ -22,7 +22,8 @@ import m1clip
 from m1clip.errors import UserError
 from m1clip.export import quantize
 from m1clip.export.layouts import convert
-from m1clip.inference.onnx import OnnxModel
+from m1clip.inference.model import Model
+from m1clip.inference.onnx_encoder import OnnxEncoder
 from m1clip.model.folder import read_model
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
@@ -61,7 +62,8 @@ def without(modules: str, code: str, *words: str | Path) -> str:
 
 def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:
     ours, theirs = m1clip.load(trained), m1clip.load(exported)
-    assert isinstance(theirs, OnnxModel)
+    assert isinstance(theirs, Model)
+    assert isinstance(theirs.encode_text("a dog"), np.ndarray)
     for batch_size in (1, 2, 64):
         np.testing.assert_allclose(theirs.encode_image(NOISE, batch_size), ours.encode_image(NOISE), atol=2e-6)
         np.testing.assert_allclose(theirs.encode_text(TEXTS, batch_size), ours.encode_text(TEXTS), atol=2e-6)
@@ -72,6 +74,23 @@ def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:
     assert theirs.encode_image([]).shape == ours.encode_image([]).shape
     assert np.array_equal(theirs.tokenizer(TEXTS), ours.tokenizer(TEXTS))
     assert theirs.preprocess(Image.fromarray(NOISE[0])).shape == (32, 32, 3)
+
+
+def test_onnx_model_has_no_weights_to_move_or_save(exported: Path, tmp_path: Path) -> None:
+    model = m1clip.load(exported)
+    assert repr(model) == f"Model(32 px images, texts of 16 tokens -> 16 dimensions; {exported})"
+    assert model.to("cpu") is model
+    for use, words in (
+        (lambda: model.to("cuda"), "runs on the CPU only"),
+        (lambda: model.save(tmp_path / "model"), "cannot be saved as a model folder"),
+        (lambda: model.clip, "has no torch module"),
+        (lambda: m1clip.evaluate(model, "synthetic", device="cuda"), "runs on the CPU; use --device cpu"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            use()
+        assert str(caught.value).startswith(f"{exported}: ")
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model").exists()
 
 
 def test_onnx_model_is_an_error_in_a_forked_process(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +123,28 @@ def test_eval_of_onnx_folder_matches_model(exported: Path, trained: Path, tmp_pa
     data = make_set(tmp_path / "set", train=2, val=2, test=24)
     one, other = (m1clip.evaluate(model, data, device="cpu") for model in (trained, exported))
     assert dict(one) == pytest.approx(dict(other), abs=0.1)  # torch may choose bf16
+
+
+def test_eval_of_an_onnx_folder_does_not_import_torch(exported: Path, tmp_path: Path) -> None:
+    data = make_set(tmp_path / "set", train=2, val=2, test=6)
+    for name in ("one", "two"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        Image.fromarray(NOISE[0]).save(tmp_path / "classes" / name / "1.png")
+    code = """
+import os
+from m1clip.cli import models
+folder, data, classes = sys.argv[1:]
+os.chdir(os.path.dirname(classes))
+models.evaluate(models.Path(folder), source=(data,), analysis=True)
+models.evaluate(models.Path(folder), classes=models.Path(classes))
+"""
+    out = without("torch onnx", code, exported, data, tmp_path / "classes")
+    for words in ("text to image, recall@10", "modality gap", "worst confusions", "zero shot, top1"):
+        assert words in out
+    assert {path.name for path in tmp_path.glob("*-test-*")} == {
+        "retrieval-test-other-data.png",
+        "analysis-test-other-data.json",
+    }
 
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b", "é", "dog", "!"]
@@ -215,7 +256,7 @@ def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path
 
 
 def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path) -> None:
-    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], print, "_half")
+    quantize.quantize(copied, "fp16", OnnxEncoder(exported), NOISE[:0], print, "_half")
     for name in ("image", "text"):
         (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
     change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
@@ -223,19 +264,19 @@ def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path
 
 
 def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pixels = OnnxModel(exported), np.stack([OnnxModel(exported).square(image) for image in NOISE])
+    encoder, pixels = OnnxEncoder(exported), np.stack([m1clip.load(exported).square(image) for image in NOISE])
 
     def image_cosine(enough: float) -> tuple[float, list[str]]:
         shutil.copy(exported / "image.onnx", copied)
         shutil.copy(exported / "text.onnx", copied)
         monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
-        notes = quantize.quantize(copied, "int8", model, pixels, print)
-        return float((OnnxModel(copied).pixels(pixels) * model.pixels(pixels)).sum(axis=1).mean()), notes
+        notes = quantize.quantize(copied, "int8", encoder, pixels, print)
+        return float((OnnxEncoder(copied).pixels(pixels) * encoder.pixels(pixels)).sum(axis=1).mean()), notes
 
     all_int8, no_notes = image_cosine(0.5)
-    one, other = (OnnxModel(folder).encode_text(TEXTS) for folder in (exported, copied))
+    one, other = (m1clip.load(folder).encode_text(TEXTS) for folder in (exported, copied))
     assert 0.999 < (one * other).sum(axis=1).min() < 1 - 1e-7
-    np.testing.assert_allclose(OnnxModel(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5)  # alone, in a batch
+    np.testing.assert_allclose(m1clip.load(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5)  # alone, in a batch
     some, notes = image_cosine((1 + all_int8) / 2)
     assert not no_notes
     assert "stay in float" in notes[0]

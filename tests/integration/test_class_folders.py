@@ -11,7 +11,7 @@ from small_run import screen, small_config
 from tower_run import frozen_config, patch_towers
 
 from m1clip.evaluation.evaluate import evaluate
-from m1clip.inference.encoder import load
+from m1clip.inference import load
 from m1clip.monitor.history import History
 from m1clip.monitor.report import write_report
 from m1clip.monitor.status import as_table, list_runs

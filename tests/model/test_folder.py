@@ -13,7 +13,8 @@ import m1clip
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import convert
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.folder import read_model
 from m1clip.model.presets import with_fields
 from m1clip.text.bpe import BpeTokenizer
@@ -33,7 +34,7 @@ def trained() -> Model:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-    return Model(model.eval(), tokenizer, Preprocess(image_size=32))
+    return Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=32)))
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> Non
     tokenizer = make_tokenizer("clip-bpe-pruned", TEXTS)
     torch.manual_seed(0)
     model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
-    small = Model(model.eval(), tokenizer, Preprocess(image_size=32))
+    small = Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=32)))
     small.save(tmp_path / "small")
     notes: list[str] = []
     convert(read_model(tmp_path / "small"), "hf", tmp_path / "full", notes.append)
@@ -154,12 +155,12 @@ def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> Non
 def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path) -> None:
     torch.manual_seed(0)
     odd = tiny_clip(**FULL, pooling="mean", projection_bias=True, text_pooling="eot+mean")
-    Model(odd, trained.tokenizer, trained.preprocess).save(tmp_path / "odd")
+    Model(TorchEncoder(odd, trained.tokenizer, trained.preprocess)).save(tmp_path / "odd")
     with pytest.raises(UserError, match=r"support pooling mean, projection_bias True, text_pooling eot\+mean"):
         convert(read_model(tmp_path / "odd"), "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
     character = tiny_clip(vocab_size=letters.vocab_size, eot_id=letters.eot_id)
-    Model(character, letters, trained.preprocess).save(tmp_path / "char")
+    Model(TorchEncoder(character, letters, trained.preprocess)).save(tmp_path / "char")
     with pytest.raises(UserError, match="character tokenizer"):
         convert(read_model(tmp_path / "char"), "openclip", tmp_path / "out")
     assert not (tmp_path / "out").exists()

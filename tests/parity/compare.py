@@ -28,7 +28,9 @@ from tiny_model import tiny_config
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess, to_square
 from m1clip.export.layouts import convert
-from m1clip.inference.encoder import Model, load
+from m1clip.inference import load
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.clip import build_clip
 from m1clip.model.convert import hf_config, openclip_config
 from m1clip.model.folder import read_model
@@ -81,7 +83,7 @@ def filled(shape: CLIPConfig, kind: str) -> Model:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
     crop: Any = "shortest" if kind == "openclip" else "shortest-floor"
-    return Model(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop))
+    return Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop)))
 
 
 def peer(python: str, *words: str | Path) -> None:

@@ -15,7 +15,7 @@ import m1clip
 from m1clip.data.augment import render
 from m1clip.data.images import to_square
 from m1clip.export.layouts import convert
-from m1clip.inference.encoder import Model
+from m1clip.inference.model import Model
 from m1clip.model.folder import read_model
 
 from . import inputs

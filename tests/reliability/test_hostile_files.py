@@ -29,7 +29,10 @@ from m1clip.data.images import Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.export.layouts import convert
-from m1clip.inference.encoder import Model, load, read_model
+from m1clip.inference import load
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
+from m1clip.model.folder import read_model
 from m1clip.model.presets import PretrainedTextConfig
 from m1clip.model.pretrained import check_settings
 from m1clip.model.weights import read_checkpoint, write_tensors
@@ -213,7 +216,7 @@ def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, t
     tokenizer = BpeTokenizer()
     widths = {"vision_width": 64, "vision_heads": 1, "text_width": 64, "text_heads": 1}  # open_clip's heads have 64
     clip = tiny_clip(**widths, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    Model(clip, tokenizer, Preprocess(image_size=32)).save(tmp_path / "own")
+    Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=32))).save(tmp_path / "own")
     convert(read_model(tmp_path / "own"), to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
     honest = path.read_text()

@@ -17,6 +17,7 @@ import torch
 from small_run import environment, small_arguments, tensors_of
 
 from m1clip.hardware.memory import NEAR, return_freed_memory
+from m1clip.losses.registry import LOSSES
 from m1clip.runlog import read_log
 from m1clip.training.oom import OOMHandler
 from m1clip.training.step import TrainStep
@@ -116,9 +117,7 @@ def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"train.loss": "multi"},
-        {"train.loss": "sigmoid"},
+        *({"train.loss": name} for name in LOSSES),
         {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3},
         {"data.workers": 2, "seed": 7},
     ],

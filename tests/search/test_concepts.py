@@ -30,8 +30,8 @@ def test_head_separates_a_class_that_the_text_does_not(count: int) -> None:
     wide = np.concatenate([np.full(8, 3.0), np.full(24, 0.3)])  # directions in which all images vary
     library, members = rng.normal(size=(500, 32)) * wide, rng.normal(size=(60, 32)) * wide
     members[:, 20] += 1.5
-    moments = library.mean(axis=0), np.cov(library.T, bias=True)
-    direction, choice = fit_concept(members[:count], np.zeros((0, 32)), moments, np.eye(32)[0], library)
+    library_stats = library.mean(axis=0), np.cov(library.T, bias=True)
+    direction, choice = fit_concept(members[:count], np.zeros((0, 32)), library_stats, np.eye(32)[0], library)
 
     def above(direction: np.ndarray) -> float:
         """Probability that a new member scores above an image of the library."""
@@ -39,7 +39,7 @@ def test_head_separates_a_class_that_the_text_does_not(count: int) -> None:
 
     assert choice.shrinkage < 1e6
     assert choice.text < 1
-    prototype = members[:count].mean(axis=0) - moments[0]
+    prototype = members[:count].mean(axis=0) - library_stats[0]
     assert above(direction) > max(0.8, above(prototype) + 0.1)
 
 
@@ -53,12 +53,12 @@ class Library:
         self.vectors[:, 0] += text_knows * self.relevant
         self.vectors[:, 1] *= 4  # most of the variance
         mean = self.vectors.mean(axis=0)
-        self.moments = mean, (self.vectors - mean).T @ (self.vectors - mean) / 1000
+        self.library_stats = mean, (self.vectors - mean).T @ (self.vectors - mean) / 1000
         self.text = np.eye(16)[0]
 
     def fit(self, right: list[int], wrong: list[int]) -> tuple[np.ndarray, Choice]:
         examples = self.vectors[right], self.vectors[wrong]
-        return fit_concept(*examples, self.moments, self.text, self.vectors)
+        return fit_concept(*examples, self.library_stats, self.text, self.vectors)
 
     def precision(self, direction: np.ndarray, marked: list[int]) -> float:
         """Of the first 20 that are not marked."""
@@ -115,7 +115,7 @@ def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1c
     assert [each.id for each in found] == [right, *others, wrong]
     assert (found[0].probability, found[-1].probability) == (1.0, 0.0)  # the text is calibrated, as it stays
     assert [each.id for each in index.search("a dog", k=4)] == [right, *others[:3]]
-    assert [each.id for each in index.wrong("a dog")] == [wrong]
+    assert [each.id for each in index.negatives("a dog")] == [wrong]
     assert [each.id for each in index.search("a dog", k=30, exclude=["night"])][-1:] != [wrong]
 
 
@@ -133,7 +133,7 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
     assert taught
     assert [weight for weight, _ in parts] == [1.0, 1.0]
     before = index.search("Rex").nearest[0]
-    index.teach("Rex", [before.id], good=False)  # marked as wrong
+    index.teach("Rex", [before.id], positive=False)  # marked as wrong
     assert index.concepts.names() == {"Rex": (2, 1)}
     assert index.search("Rex").nearest[0].path != before.path
     assert index.concepts.remove("REX") == 3
@@ -141,7 +141,7 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
 
 
 def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ["--in", str(index.root)]
+    place = ["--index", str(index.root)]
     shutil.copy(index.root / "a/0000.jpg", index.root / "copy.jpg")
     image(0, (208, 160)).save(index.root / "large.png")
     update_index(index.root)
@@ -165,8 +165,8 @@ def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: p
 
 def test_marks_cannot_control_the_terminal(index: m1clip.Index, capsys: pytest.CaptureFixture[str]) -> None:
     index.mark("\x1b[2Jred \u202egpj", index.search("red")[0].id, True)
-    assert exit_code("teach", "--in", index.root) == 0
-    assert exit_code("teach", "\x1b[31mno", "--forget", "--in", index.root) == 2
+    assert exit_code("teach", "--index", index.root) == 0
+    assert exit_code("teach", "\x1b[31mno", "--forget", "--index", index.root) == 2
     out, error = capsys.readouterr()
     assert out == "\\x1b[2Jred \\u202egpj: 1 example\n"
     assert error.startswith("m1clip: \\x1b[31mno: was not taught")
@@ -177,7 +177,7 @@ def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) ->
     index.mark('a "red", ball', ids["a/0002.jpg"], True)
     index.mark("A RED DOG", ids["a/0002.jpg"], False)  # a wrong one is no caption
     index.teach("Rex", [index.root / "b/0001.jpg"])
-    assert exit_code("teach", "--captions", tmp_path / "marks.csv", "--in", index.root) == 0
+    assert exit_code("teach", "--captions", tmp_path / "marks.csv", "--index", index.root) == 0
     source = open_source(str(tmp_path / "marks.csv"))
     samples = [sample for split in source.splits() for sample in source.samples(split)]
     found = {(Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions) for sample in samples}

@@ -344,9 +344,9 @@ def test_index_without_vectors_is_reported_in_one_line(
                 db.execute("INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)", (str(model),))
                 db.commit()
     image(1).save(tmp_path / "rex.jpg")
-    commands = (["search", "a", "--in", photos], ["duplicates", photos], ["teach", "Rex", tmp_path / "rex.jpg"])
+    commands = (["search", "a", "--index", photos], ["duplicates", photos], ["teach", "Rex", tmp_path / "rex.jpg"])
     for words in commands:
-        more = ["--in", photos] if words[0] == "teach" else []
+        more = ["--index", photos] if words[0] == "teach" else []
         assert exit_code(*words, *more) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -378,7 +378,7 @@ def test_damaged_vectors_are_reported_with_a_hint_and_restored(
         file.unlink()
     else:
         os.truncate(file, 0 if damage == "empty" else 2 * 16 * 2 + 5)
-    assert exit_code("search", "a dog", "--in", photos) == 2
+    assert exit_code("search", "a dog", "--index", photos) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert file.name in error
@@ -671,7 +671,11 @@ def test_links_in_an_index_are_rejected(gift: Path, name: str, capsys: pytest.Ca
     (gift / name).symlink_to(target)
     before = outside_files(gift)
     image(9).save(gift / "new.jpg")
-    for words in (["index", gift], ["search", "a", "--in", gift], ["teach", "Rex", gift / "new.jpg", "--in", gift]):
+    for words in (
+        ["index", gift],
+        ["search", "a", "--index", gift],
+        ["teach", "Rex", gift / "new.jpg", "--index", gift],
+    ):
         assert exit_code(*words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -705,7 +709,7 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     monkeypatch.setattr(module.os, "geteuid", lambda: user + 1)
     (gift.parent / "data/m1clip/last-folder").unlink()
     monkeypatch.chdir(below)
-    for words in ([], ["--in", below]):
+    for words in ([], ["--index", below]):
         assert exit_code("search", "a", *words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -746,7 +750,7 @@ def test_index_that_another_program_has_locked_is_reported(
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
     with contextlib.closing(sqlite3.connect(gift / FOLDER / DATABASE)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        for words in (["search", "a", "--in", gift], ["index", gift]):
+        for words in (["search", "a", "--index", gift], ["index", gift]):
             assert exit_code(*words) == 2
             error = capsys.readouterr().err
             assert (error.count("\n"), "another program has locked it; try again later" in error) == (1, True)

@@ -23,7 +23,7 @@ from m1clip.cli.search import _show
 from m1clip.errors import UserError
 from m1clip.search import query as module
 from m1clip.search.index import update_index
-from m1clip.search.query import CUTOFF, Filter, Index, Result, Results, height, probabilities
+from m1clip.search.query import CUTOFF, Filter, Index, Result, Results, probabilities, zscore
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_groups_are_connected_and_equal_images_are_compared_once(looks: list[int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "near_duplicates", pairs)
-        groups = module.look_groups([(bytes([look]), b"") for look in looks])
+        groups = module.duplicate_groups([(bytes([look]), b"") for look in looks])
     assert len(compared) == len(set(looks))
     expected = {place: {place} for place in range(len(looks))}
     for _ in looks:
@@ -88,9 +88,9 @@ def test_groups_are_connected_and_equal_images_are_compared_once(looks: list[int
         (Filter(since="2023-12", until="2024-02"), 3),
         (Filter(until="2023"), 2),
         (Filter(since="2023-12-15", until="2023-12-15"), 1),
-        (Filter(under="a"), 6),
-        (Filter(under="./b/"), 6),
-        (Filter(under="c"), 0),
+        (Filter(subfolder="a"), 6),
+        (Filter(subfolder="./b/"), 6),
+        (Filter(subfolder="c"), 0),
         (Filter(orientation="portrait"), 0),
         (Filter(orientation="landscape", min_side=50), 1),
     ],
@@ -148,7 +148,7 @@ def test_copies_count_as_images_in_every_number(tmp_path: Path) -> None:
     update_index(photos, save_model(tmp_path / "model"))
     index = Index(photos)
     assert len(index) == index.search("x").searched == 4
-    assert index.search("x", where=Filter(under="a")).searched == 3
+    assert index.search("x", where=Filter(subfolder="a")).searched == 3
     (photos / "b/0001.jpg").unlink()
     update_index(photos)
     assert len(index) == index.search("x").searched == 3  # its vector may still be in the file
@@ -162,7 +162,7 @@ def test_folder_as_a_text_is_an_error_with_a_hint(
         assert exit_code("search", *words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert "is a folder; to search in it: --in" in error
+        assert "is a folder; to search in it: --index" in error
     for words in (["a"], ["dog", "1*a"]):  # the word
         assert exit_code("search", *words) == 0
 
@@ -182,7 +182,7 @@ def test_search_without_results_says_why(tmp_path: Path, capsys: pytest.CaptureF
     update_index(photos, save_model(tmp_path / "model"))
 
     def printed(*options: str) -> str:
-        assert exit_code("search", "a", "--in", photos, *options) == 0
+        assert exit_code("search", "a", "--index", photos, *options) == 0
         return capsys.readouterr().out.strip()
 
     assert printed("--since", "2999") == "no image passes the filters"
@@ -227,7 +227,7 @@ def test_commands_on_an_onnx_folder_run_without_torch(photos: Path, tmp_path: Pa
     onnx = export(Path(Index(photos).model_path), "onnx", tmp_path / "onnx")
     commands = {
         "index": [copied, "--model", onnx],
-        "search": ["a dog", "--in", copied, "--count", "3", "--all", "--json"],
+        "search": ["a dog", "--index", copied, "--count", "3", "--all", "--json"],
         "duplicates": [copied],
         "classify": [copied / "a" / "0000.jpg", "--labels", "a dog,a beach", "--model", onnx],
     }
@@ -251,7 +251,7 @@ def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert len(text.splitlines()) == 3
     read = json.loads("{" + found)
     assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == ("a/0000.jpg", 3, 3)
-    for words in (["x", "--since", "May"], [], ["x", "--in", "/nowhere"]):
+    for words in (["x", "--since", "May"], [], ["x", "--index", "/nowhere"]):
         assert exit_code("search", *words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -260,15 +260,15 @@ def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
 @pytest.mark.parametrize("count", [50, 5000])
 @pytest.mark.parametrize("scale", [1.0, 0.01])
-def test_probability_depends_on_the_height_above_the_mean_only(count: int, scale: float) -> None:
+def test_probability_depends_on_the_zscore_only(count: int, scale: float) -> None:
     rng = np.random.default_rng(0)
     images = scale * rng.normal(size=(50, 8)).repeat(count // 50, axis=0) + 3.0
-    moments, query = (images.mean(axis=0), np.cov(images.T, bias=True)), np.ones(8) / 8**0.5
-    scores = query @ moments[0] + scale * np.array([0.0, 4.0, 8.0, 12.0])
-    heights = height(scores, query, moments)
+    library_stats, query = (images.mean(axis=0), np.cov(images.T, bias=True)), np.ones(8) / 8**0.5
+    scores = query @ library_stats[0] + scale * np.array([0.0, 4.0, 8.0, 12.0])
+    zscores = zscore(scores, query, library_stats)
     spread = np.sqrt(images.var(axis=0).mean()) / scale
-    np.testing.assert_allclose(heights, np.array([0, 4, 8, 12]) / spread, atol=1e-9)
-    chance = probabilities(heights)
+    np.testing.assert_allclose(zscores, np.array([0, 4, 8, 12]) / spread, atol=1e-9)
+    chance = probabilities(zscores)
     assert (np.diff(chance) > 0).all()
     assert chance[0] < 0.05 < CUTOFF < chance[3]
 

@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
 
 from m1clip.config import NAMES
+from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
 from m1clip.training import distributed
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
@@ -43,9 +44,9 @@ TINY = {
     "data.crop_min": 0.5,
 }
 CASES: dict[str, dict[str, Any]] = {
-    "infonce": {"train.loss": "infonce"},
-    "multi": {"optim.optimizer": "muon"},
-    "multi in micro-batches": {"train.micro_batch": 2},
+    **{name: {"train.loss": name} for name in LOSSES},
+    "multi-positive": {"optim.optimizer": "muon"},
+    "multi-positive in micro-batches": {"train.micro_batch": 2},
     "text-text": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
     "sigmoid": {"train.loss": "sigmoid", "optim.optimizer": "muon"},
     "sigmoid in micro-batches": {"train.loss": "sigmoid", "train.micro_batch": 4},
@@ -53,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
 FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at a time
-LONG = ("frozen", "multi in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
+LONG = ("frozen", "multi-positive in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
@@ -64,7 +65,7 @@ def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, Tr
     training = dataclasses.replace(setup.training, captions_per_image=config.data.captions_per_step or 1)
     start = setup.start.config
     start = dataclasses.replace(
-        setup.start, config=dataclasses.replace(start, logit_bias=config.train.loss == "sigmoid")
+        setup.start, config=dataclasses.replace(start, logit_bias=LOSSES[config.train.loss].needs_bias)
     )
     setup = dataclasses.replace(setup, config=config, training=training, start=start).divided(ranks)
     if teacher:
@@ -145,7 +146,7 @@ def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert difference < 1e-5, f"{what}: relative difference {difference:.1e}"
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi", "frozen"])])
+@pytest.mark.parametrize(("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi-positive", "frozen"])])
 def test_ranks_train_like_one_process(
     size: int, cases: list[str], one_process: dict[str, dict[str, Any]], cache: Path
 ) -> None:
@@ -171,7 +172,7 @@ def test_ranks_train_like_one_process(
 def disturbances(ranks: Ranks) -> dict[str, Any]:
     """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
     distributed.BUCKET = 1000
-    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi"])
+    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
     encode_image, calls = step.parts.encoder.encode_image, [0]

@@ -13,6 +13,9 @@ from tower_run import frozen_changes, patch_towers
 import m1clip
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
+from m1clip.losses.registry import LOSSES, Ids
+from m1clip.losses.run_loss import RunLoss
+from m1clip.model.clip import Features
 from m1clip.training import parity
 from m1clip.training.checkpoint import checkpoint_tensors
 from m1clip.training.optim import OPTIMIZER_PARTS
@@ -144,6 +147,39 @@ def test_model_trained_in_mlx_loads_in_torch(tmp_path: Path) -> None:
     assert second.scores
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("contrast", [0.0, 0.3])
+def test_losses_are_those_of_torch(name: str, contrast: float) -> None:
+    torch.manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (6, 12))
+    caption_ids = torch.tensor([0, 1, 2, 3, 4, 5, 6, 1, 8, 9, 4, 11])
+    ids = Ids(torch.tensor([0, 1, 2, 0, 4, 5]), caption_ids, torch.arange(12) % 6)
+    loss = RunLoss(LOSSES[name], contrast)
+    bias = torch.tensor(-2.0) if LOSSES[name].needs_bias else None
+    expected, by_features = loss.loss_and_grads(Features(image, text, torch.tensor(7.0), bias), ids)
+    labels = mlx_step.loss_labels(loss, ids)
+
+    def value(image: Any, text: Any) -> Any:
+        bias = mx.array(-2.0) if LOSSES[name].needs_bias else None
+        return mlx_step.run_loss_in_mlx(loss, image, text, mx.array(7.0), bias, labels)
+
+    arrays = [mlx_step.to_mlx(image), mlx_step.to_mlx(text)]
+    found, gradients = mx.value_and_grad(value, argnums=(0, 1))(*arrays)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for ours, torchs in zip(gradients, by_features, strict=True):
+        torch.testing.assert_close(mlx_step.to_torch(ours), torchs, atol=1e-6, rtol=1e-4)
+
+
+def test_loss_that_is_not_in_the_list_of_mlx_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that the registry has just got."""
+    monkeypatch.setitem(LOSSES, "new", LOSSES["infonce"])
+    setup = prepared(small_config({"train.device": "mlx"}))
+    assert set(mlx_step.LOSSES_IN_MLX) < set(LOSSES)
+    for name in set(LOSSES) - set(mlx_step.LOSSES_IN_MLX):
+        with pytest.raises(UserError, match=f"--device mlx does not support --loss {name}; use --device mps or cpu"):
+            mlx_step.check_supported(setup.config.changed(loss=name), setup.start)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -166,11 +202,11 @@ def test_optimizer_without_a_form_in_mlx_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_wrong_gradients_of_mlx_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = mlx_step.infonce
-    monkeypatch.setattr(mlx_step, "infonce", lambda *features: 1.1 * right(*features))
+    right = mlx_step.MLXOps.log_softmax
+    monkeypatch.setattr(mlx_step.MLXOps, "log_softmax", staticmethod(lambda x: 1.1 * right(x)))
     with pytest.raises(UserError, match="mlx computes gradients that differ from the CPU's"):
         run_small(tmp_path / "run", {"train.device": "mlx", "train.steps": 1})
-    monkeypatch.setattr(mlx_step, "infonce", right)
+    monkeypatch.setattr(mlx_step.MLXOps, "log_softmax", staticmethod(right))
     monkeypatch.setattr(mlx_step, "orthogonalize", lambda x: x)
     with pytest.raises(UserError, match="updates of the optimizer"):
         run_small(tmp_path / "other", {"train.device": "mlx", "train.steps": 1})

@@ -19,7 +19,7 @@ from m1clip.data.cache import cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample, Source
 from m1clip.hardware.facts import read_facts
-from m1clip.inference import encoder
+from m1clip.inference import batches
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_table, list_runs
 from m1clip.runlog import PREPARING, read_preparing, write_preparing
@@ -72,7 +72,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     image_wait = waiting.wait if work != "caption features" else lambda: None
     samples = [Sample(Ref(n, image_wait), (f"caption {n}",), str(n)) for n in range(COUNT)]
     finished: list[int] = []  # batches; the tower runs in several threads
-    monkeypatch.setattr(encoder, "CPU_TOKENS", 128)  # more batches than threads
+    monkeypatch.setattr(batches, "CPU_TOKENS", 128)  # more batches than threads
 
     def tower(rows: torch.Tensor) -> torch.Tensor:
         if finished and work == "caption features":

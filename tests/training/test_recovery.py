@@ -45,13 +45,9 @@ def everything(update: TrainStep) -> dict[str, Tensor]:
 
 
 def in_the_loss(update: TrainStep, batch: Batch) -> None:
-    real = update.parts.loss
-
-    def poisoned(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
-        loss, gradients = real(*arguments)
-        return loss * NAN, [gradient * NAN for gradient in gradients]
-
-    update.parts = replace(update.parts, loss=poisoned)  # type: ignore[arg-type]
+    objective = update.parts.loss.objective
+    poisoned = replace(objective, row_term=lambda *args: objective.row_term(*args) * NAN, fused=None)
+    update.parts = replace(update.parts, loss=replace(update.parts.loss, objective=poisoned))
 
 
 def in_one_gradient(update: TrainStep, batch: Batch) -> None:

@@ -121,5 +121,5 @@ def test_walk_finds_wrong_products_without_the_rule(recipe: str) -> None:
 
 
 def test_losses_without_their_split_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.losses.MAX_ROWS", 1 << 30)
+    monkeypatch.setattr("m1clip.losses.run_loss.MAX_ROWS", 1 << 30)
     assert {reduction for _, reduction in walk("frozen").wrong} == {33_000, 66_000}

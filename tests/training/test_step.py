@@ -10,13 +10,12 @@ import torch
 from small_run import prepared, small_config
 from torch import Tensor, nn
 
-from m1clip import losses
 from m1clip.config import OPTIMIZERS
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
-from m1clip.losses import positives
+from m1clip.losses import run_loss
+from m1clip.losses.registry import LOSSES, Array, Ids, Loss, Ops, same_image_or_caption
 from m1clip.model.clip import Features
-from m1clip.training import step_loss
 from m1clip.training.encode import ChunkedTower, EncodedInChunks, ignore_mark, split
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
@@ -52,7 +51,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
         assert difference < tolerance, f"{name}: relative difference {difference:.1e}"
 
 
-@pytest.mark.parametrize("objective", ["infonce", "multi", "sigmoid"])
+@pytest.mark.parametrize("objective", LOSSES)
 @pytest.mark.parametrize(("micro_batch", "checkpointing"), [(1, False), (5, False), (8, True)])
 def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: int, checkpointing: bool) -> None:
     changes = {"train.loss": objective}
@@ -62,8 +61,34 @@ def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: 
     _, micro_batched = make({**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing})
     micro_batched_loss, found = gradients(micro_batched, batch)
     torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-6, atol=0)
-    assert ("logit_bias" in wanted) == (objective == "sigmoid")
+    assert ("logit_bias" in wanted) == LOSSES[objective].needs_bias
     assert_close(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_new_loss_works_in_micro_batches_and_blocks(pairwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss needs no more than its entry in the registry."""
+
+    def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+        return ((logits - 10.0 * ops.cast(positive, logits)) ** 2).sum()
+
+    new = Loss("squared error", squared_rows, same_image_or_caption, pairwise=pairwise)
+    monkeypatch.setitem(LOSSES, "squared", new)
+    setup, _ = make()
+    batch = setup.training[0]
+    results = {}
+    for micro_batch, max_logits in ((0, run_loss.MAX_LOGITS), (5, run_loss.MAX_LOGITS), (0, 0), (5, 0)):
+        monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+        monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
+        config = setup.config.changed(loss="squared", micro_batch=micro_batch)
+        model = setup.build_model()
+        update = TrainStep(model, config, setup.device, setup.precision, setup.preprocess)
+        results[micro_batch, max_logits] = gradients(update, batch)
+    (loss, wanted), *others = results.values()
+    assert wanted["logit_scale"] != 0
+    for other_loss, found in others:
+        torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
+        assert_close({n: g for n, g in found.items() if g.any()}, {n: g for n, g in wanted.items() if g.any()}, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +143,7 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
         update.parts.encoder._seed_dropout(3, 2 * at + 1)
         text.append(update.model.encode_text(batch.texts(slice(at, at + captions_per_image * micro_batch))))
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
-    objective = update.config.train.loss
-    positive = positives(objective, batch.sample_ids, batch.caption_ids, batch.image_index)
-    return losses.OBJECTIVES[objective](features, positive)
+    return update.parts.loss.value(features, Ids(batch.sample_ids, batch.caption_ids, batch.image_index))
 
 
 @pytest.mark.parametrize("micro_batch", [0, 8])
@@ -244,8 +267,8 @@ def test_loss_in_blocks_gives_same_gradient(micro_batch: int, monkeypatch: pytes
     setup, whole = make(changes)
     batch = setup.training[0]
     loss, wanted = gradients(whole, batch)
-    monkeypatch.setattr(step_loss, "MAX_LOGITS", 0)
-    monkeypatch.setattr(losses, "TERM_LOGITS", 100)
+    monkeypatch.setattr(run_loss, "MAX_LOGITS", 0)
+    monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
     _, in_blocks = make(changes)
     found_loss, found = gradients(in_blocks, batch)
     torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)

@@ -31,9 +31,12 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
-from m1clip.inference import encoder
-from m1clip.inference.encoder import Encoder, Model, encode_split, in_order, load
+from m1clip.inference import batches, load
+from m1clip.inference.batches import TowerRunner, in_order
+from m1clip.inference.features import encode_split
 from m1clip.inference.inputs import LoadingProcess
+from m1clip.inference.model import Model
+from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model import pretrained
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
@@ -50,7 +53,7 @@ def model() -> Model:
     """A small model with random weights."""
     tokenizer = make_tokenizer("clip-bpe-pruned", [caption for group in CAPTIONS for caption in group])
     clip = tiny_clip(context_length=24, vocab_size=tokenizer.vocab_size, positions="sincos")
-    return Model(clip, tokenizer, Preprocess(image_size=32))
+    return Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=32)))
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def pretrained_model() -> Model:
             torch.nn.init.kaiming_normal_(parameter)
         elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return Model(clip, tokenizer, Preprocess(image_size=64))
+    return Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=64)))
 
 
 # Largest difference between entries of two unit vectors; products of other shapes are summed in another order, and bf16
@@ -119,7 +122,7 @@ def alone(request: pytest.FixtureRequest, model: Model, pretrained_model: Model)
     """A model, and its vectors of SOME_TEXTS and of SOME_IMAGES, each encoded alone."""
     towers, precision = request.param.split("-")
     base = model if towers == "own" else pretrained_model
-    tested = Model(base.clip, base.tokenizer, base.preprocess, precision)
+    tested = Model(TorchEncoder(base.clip, base.tokenizer, base.preprocess, precision))
     texts, images = map(tested.encode_text, SOME_TEXTS), map(tested.encode_image, SOME_IMAGES)
     return tested, torch.cat(list(texts)), torch.cat(list(images))
 
@@ -135,7 +138,7 @@ def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
     alone: tuple[Model, Any, Any], texts: list[int], images: list[int], threads: int, batch: int | None
 ) -> None:
     model, text, image = alone
-    tolerance = {"atol": ROUNDING[model.precision], "rtol": 0}
+    tolerance = {"atol": ROUNDING[model.encoder.precision], "rtol": 0}
     torch.set_num_threads(threads)
     try:
         found = model.encode_text([SOME_TEXTS[place] for place in texts], batch)
@@ -149,7 +152,7 @@ def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
 def test_each_thread_of_the_pool_keeps_to_one_core() -> None:
     before = torch.get_num_threads()
     try:
-        pool = encoder._pool(2, os.getpid())
+        pool = batches._pool(2, os.getpid())
 
         def threads() -> int:
             torch.ones(100_000).add(1)  # the first operation of a thread initializes it
@@ -162,7 +165,7 @@ def test_each_thread_of_the_pool_keeps_to_one_core() -> None:
 
 def test_bf16_vectors_are_close_to_fp32(model: Model, pretrained_model: Model, images: list[Path]) -> None:
     for base in (model, pretrained_model):
-        rough = Model(base.clip, base.tokenizer, base.preprocess, "bf16")
+        rough = Model(TorchEncoder(base.clip, base.tokenizer, base.preprocess, "bf16"))
         for encode, exact, values in (
             (rough.encode_text, base.encode_text, TEXTS),
             (rough.encode_image, base.encode_image, images),
@@ -195,8 +198,8 @@ FORK = """
 import os, signal, sys
 import numpy as np, torch
 import m1clip
-from m1clip.inference import encoder
-encoder.fastest_precision = lambda kind: "fp32"
+from m1clip.inference import torch_encoder
+torch_encoder.fastest_precision = lambda kind: "fp32"
 torch.set_num_threads(2)
 model = m1clip.load(sys.argv[1])
 image = np.zeros((32, 32, 3), np.uint8)
@@ -233,7 +236,9 @@ def test_model_with_threads_of_its_own_is_an_error_in_a_forked_process(monkeypat
 def test_changed_weights_give_other_vectors(pretrained_model: Model, images: list[Path], precision: Any) -> None:
     """The encoder keeps copies of the weights for its kernels."""
     changed = Model(
-        copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=64), precision
+        TorchEncoder(
+            copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=64), precision
+        )
     )
     state = {name: tensor.clone() for name, tensor in changed.clip.state_dict().items()}
 
@@ -272,8 +277,8 @@ def test_equal_texts_are_encoded_once() -> None:
         return tokens.float()
 
     tokens = np.array([[1, 5, 2, 0], [1, 2, 0, 0], [1, 5, 2, 0], [1, 2, 0, 0], [1, 6, 2, 0]], np.int32)
-    encoder = Encoder(tower, tower, Preprocess(image_size=8), torch.device("cpu"))
-    assert in_order(encoder.tokens(tokens, np.array([3, 2, 3, 2, 3]))).tolist() == tokens.tolist()
+    runner = TowerRunner(tower, tower, Preprocess(image_size=8), torch.device("cpu"))
+    assert in_order(runner.tokens(tokens, np.array([3, 2, 3, 2, 3]))).tolist() == tokens.tolist()
     assert sorted(seen) == sorted(map(list, {tuple(row) for row in tokens.tolist()}))
 
 
@@ -284,8 +289,8 @@ def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path
     model.clip.train()
     image, text, image_index, *_ = encode_split(model, split)
     assert model.clip.training
-    torch.testing.assert_close(model.encode_image(images), image, atol=1e-6, rtol=0)
-    torch.testing.assert_close(model.encode_text(TEXTS), text, atol=1e-6, rtol=1e-5)
+    np.testing.assert_allclose(model.encode_image(images), image, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(model.encode_text(TEXTS), text, atol=1e-6, rtol=1e-5)
     assert image_index.tolist() == [0, 0, 1, 2]
 
 
@@ -407,7 +412,7 @@ def test_damaged_folder_is_a_one_line_error(folder: Path, damage: Damage, words:
 def test_another_image_size(model: Model, tmp_path: Path, positions: str, pooling: str) -> None:
     size = {"context_length": 24, "vocab_size": model.tokenizer.vocab_size}
     clip = tiny_clip(**size, positions=positions, pooling=pooling)
-    Model(clip, model.tokenizer, model.preprocess).save(tmp_path / "model")
+    Model(TorchEncoder(clip, model.tokenizer, model.preprocess)).save(tmp_path / "model")
     slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
     smooth = Image.fromarray(slope.astype(np.uint8))
     trained = load(tmp_path / "model")
@@ -522,7 +527,7 @@ def test_save_replaces_a_model_and_nothing_else(model: Model, folder: Path) -> N
 def test_public_names_stay_functions_after_every_import() -> None:
     import importlib
 
-    for module in ("training.run", "evaluation.evaluate", "inference.encoder", "model.presets"):
+    for module in ("training.run", "evaluation.evaluate", "inference.torch_encoder", "model.presets"):
         importlib.import_module(f"m1clip.{module}")
     for name in ("train", "evaluate", "load", "list_models"):
         assert callable(getattr(m1clip, name))

@@ -1,0 +1,189 @@
+"""Run towers of torch over images and texts, in batches that use the device well."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1clip.data.augment import render
+from m1clip.data.cache import Progress, decode_images
+from m1clip.data.images import Preprocess
+from m1clip.data.types import ImageRef
+from m1clip.hardware.device import DTYPES, Precision
+from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.memory import keep_freed_memory
+from m1clip.text.base import rounded
+
+Tower = Callable[[Tensor], Tensor]
+
+# Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
+CPU_IMAGES, CPU_TOKENS = 4, 2048
+CUDA_IMAGES, GPU_IMAGES, GPU_TOKENS = 512, 256, 32768
+FEW_TOKENS = 64  # a smaller batch takes nearly as long
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@functools.cache
+def _pool(workers: int, process: int) -> ThreadPoolExecutor:
+    """Threads with one core each: if all cores computed one batch, each operation would wait for the slowest."""
+    ready = threading.Barrier(workers + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # initializes the thread: its first operation would, and undo the next line
+        torch.set_num_threads(1)
+        ready.wait()
+
+    keep_freed_memory()  # every batch needs the same blocks
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "encode", start)
+    for _ in range(workers):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(threads)  # what a thread sets is also the default of threads to come
+    return pool
+
+
+def parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work` of each item, in order; a single item is computed by all cores, more by one core each."""
+    remaining = iter(items)
+    first = list(itertools.islice(remaining, 2))
+    if workers == 1 or len(first) < 2:
+        yield from map(work, itertools.chain(first, remaining))
+        return
+    pool, running = _pool(workers, os.getpid()), deque[Future[Result]]()
+    try:
+        for item in itertools.chain(first, remaining):
+            running.append(pool.submit(work, item))
+            if len(running) > 2 * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    remaining = iter(items)
+    while chunk := list(itertools.islice(remaining, size)):
+        yield chunk
+
+
+@dataclass(frozen=True)
+class TowerRunner:
+    """Runs an image tower and a text tower, with or without their heads, over images and texts."""
+
+    image: Tower  # (n, 3, size, size) normalized pixels -> (n, width)
+    text: Tower  # (n, length) token ids -> (n, width)
+    preprocess: Preprocess
+    device: torch.device
+    precision: Precision = "fp32"
+    max_batch: int | None = None  # images or texts
+    tokens_per_image: int = 1  # 1: the image tower has no tokens
+
+    @torch.inference_mode()
+    def pixels(self, pixels: np.ndarray) -> Tensor:
+        """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU, as one batch."""
+        with self.autocast():
+            sent = torch.from_numpy(pixels).to(self.device, non_blocking=self.device.type == "cuda")
+            return self.image(render(sent, None, self.preprocess)).float().cpu()
+
+    def images(self, images: Iterable[np.ndarray], count: int) -> Iterator[Tensor]:
+        """Vectors of `count` images of (side, side, 3), batch by batch."""
+        return parallel(lambda batch: self.pixels(self._stack(batch)), chunks(images, self.batch(count)), self.workers)
+
+    def _stack(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """(n, side, side, 3); for CUDA in pinned memory, which is copied twice as fast."""
+        if self.device.type != "cuda":
+            return np.stack(images)
+        pinned = torch.empty((len(images), *images[0].shape), dtype=torch.uint8, pin_memory=True)
+        return np.stack(images, out=pinned.numpy())
+
+    def files(
+        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
+        size = self.batch(len(refs))
+        blocks = decode_images(
+            refs, self.preprocess.image_size, self.preprocess.resize, failures, progress, decode_threads()
+        )
+        batches = (
+            (items[at : at + size], block[at : at + size])
+            for items, block in blocks
+            for at in range(0, len(items), size)
+        )
+        return parallel(lambda batch: (batch[0], self.pixels(batch[1])), batches, self.workers)
+
+    def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""
+        equal = dict[bytes, list[int]]()  # the rows of each text
+        for number, row in enumerate(tokens):
+            equal.setdefault(row.tobytes(), []).append(number)
+        rows = {same[0]: same for same in equal.values()}
+
+        @torch.inference_mode()
+        def encode(texts: np.ndarray) -> tuple[np.ndarray, Tensor]:
+            cut = tokens[texts, : rounded(int(lengths[texts].max()), tokens.shape[1])]
+            with self.autocast():
+                vectors = self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
+            members = [rows[text] for text in texts.tolist()]
+            repeats = torch.tensor([len(each) for each in members])
+            return np.concatenate(members), vectors.repeat_interleave(repeats, dim=0)
+
+        texts = np.array([*rows])
+        order = texts[np.argsort(lengths[texts], kind="stable")]
+        return parallel(encode, self._text_batches(order, lengths[order]), self.workers)
+
+    def _text_batches(self, order: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+        """Texts, sorted by length, with about the same number of tokens in each batch."""
+        limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        limit = max(FEW_TOKENS, self._even(int(lengths.sum()), limit))
+        ends, start = np.cumsum(lengths), 0
+        while start < len(order):
+            end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))
+            end = min(max(end, start + 1), start + (self.max_batch or len(order)))
+            yield order[start:end]
+            start = end
+
+    def batch(self, count: int) -> int:
+        """How many of `count` images to encode at a time."""
+        per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
+        limit = {"cpu": per_core, "cuda": CUDA_IMAGES}.get(self.device.type, GPU_IMAGES)
+        return self._even(count, min(limit, self.max_batch or limit))
+
+    def _even(self, total: int, limit: int) -> int:
+        """The size of a batch, at most `limit`, with which each worker gets as many."""
+        batches = self.workers * max(1, -(-total // (self.workers * limit)))
+        return max(1, -(-total // batches))
+
+    @property
+    def workers(self) -> int:
+        """Batches at the same time; with CUDA, one is assembled and copied while the GPU computes the other."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 1 + (self.device.type == "cuda")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the precision."""
+        return torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
+
+
+def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:
+    """All vectors of `TowerRunner.tokens` in the order of the texts."""
+    rows, vectors = zip(*parts, strict=True)
+    found = torch.cat(vectors)
+    ordered = torch.empty_like(found)
+    ordered[torch.from_numpy(np.concatenate(rows))] = found
+    return ordered

@@ -1,0 +1,83 @@
+"""Which pairs of a batch match: positives of a loss as (images, captions) tables of bools."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from m1clip.losses.registry import Ids
+
+ALL = slice(None)
+
+
+def own_pairs(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
+    """Match each image with its own captions."""
+    image_rows = torch.arange(len(ids.sample_ids), device=ids.image_index.device)
+    return image_rows[images, None] == ids.image_index[captions]
+
+
+def same_pairs(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
+    """Match caption j with image i if its image or one of that image's captions is the same."""
+    on_cpu = ids.image_index.device.type == "cpu" and not is_fake(ids.image_index)
+    if images == captions == ALL and on_cpu:
+        return _same_pairs_by_repeats(ids)
+    return _same_pairs_without_sync(ids, images, captions)
+
+
+def _same_pairs_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor:
+    """Compare the rows `images` and columns `captions` on the device, without reading values."""
+    image_ids = ids.sample_ids[images]
+    text_images = ids.image_index[captions]
+    rows = len(image_ids)
+    columns = len(text_images)
+    same_image = image_ids[:, None] == ids.sample_ids[text_images]
+    # For each caption of the batch, an equal caption of this block; else one column more.
+    number = numbered(ids.caption_ids)
+    places = torch.arange(columns, device=number.device)
+    column = torch.full_like(number, columns).scatter_(0, number[captions], places)[number]
+    row = ids.image_index - (images.start or 0)
+    row = torch.where((row >= 0) & (row < rows), row, rows)
+    has_caption = torch.zeros((rows + 1) * (columns + 1), dtype=torch.bool, device=row.device)
+    has_caption.scatter_(0, row * (columns + 1) + column, True)
+    return same_image | has_caption.view(rows + 1, columns + 1)[:rows, column[captions]]
+
+
+def _same_pairs_by_repeats(ids: Ids) -> Tensor:
+    """Compare only images and captions that occur twice: on the CPU, reading values is free."""
+    sample_ids, caption_ids, image_index = ids
+    positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)
+    positive[image_index, torch.arange(len(caption_ids))] = True
+    repeats = _repeated(sample_ids)
+    positive[repeats] = sample_ids[repeats, None] == sample_ids[image_index]
+    repeats = _repeated(caption_ids)
+    _, number = caption_ids[repeats].unique(return_inverse=True)
+    has_caption = torch.zeros(len(sample_ids), len(repeats), dtype=torch.bool)
+    has_caption[image_index[repeats], number] = True
+    positive[:, repeats] |= has_caption[:, number]
+    return positive
+
+
+def _repeated(values: Tensor) -> Tensor:
+    """Return the indices of the values that occur more than once."""
+    _, number, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts[number] > 1).nonzero().view(-1)
+
+
+def numbered(values: Tensor) -> Tensor:
+    """Give equal values the same number below their count.
+
+    The distinct values are not counted, which would synchronize.
+    """
+    order = values.argsort()
+    changes = values[order].diff(prepend=values[order[:1]]) != 0
+    return torch.empty_like(order).scatter_(0, order, changes.cumsum(0))
+
+
+def captions_with_positives(ids: Ids) -> Tensor:
+    """Count the captions with a different caption of the same image in the batch; at least 1."""
+    image_number = numbered(ids.sample_ids[ids.image_index])
+    pair_number = numbered(image_number * len(image_number) + numbered(ids.caption_ids))
+
+    def occurrences(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).scatter_add_(0, values, torch.ones_like(values))[values]
+
+    return (occurrences(image_number) > occurrences(pair_number)).sum().clamp(min=1)

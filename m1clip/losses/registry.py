@@ -1,0 +1,158 @@
+"""Each loss once. `LOSSES` gives the choices and help of `--loss`, the training step and the tests.
+
+A loss is written as its row term: some rows of logits -> the summed loss of those rows. The loss
+of a batch, of a block of rows, of one rank's rows (run_loss.py) and the loss in MLX follow from it,
+so a new entry here works everywhere. MLX trains with it once it is in its list
+(training/mlx_step.py).
+
+The command line reads this module, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:  # heavy imports
+    from torch import Tensor
+
+Array = Any  # a tensor of torch, or an array of MLX
+
+
+class Ops(Protocol):
+    """The operations that torch and MLX write differently; `x.sum(axis=1)` works in both."""
+
+    @staticmethod
+    def cast(x: Array, like: Array) -> Array:
+        """Convert to the dtype of another array; bools become 0 and 1."""
+
+    @staticmethod
+    def log_softmax(x: Array) -> Array:
+        """Normalize each row."""
+
+    @staticmethod
+    def log_sigmoid(x: Array) -> Array:
+        """Take the logarithm of the sigmoid, without overflow."""
+
+    @staticmethod
+    def masked_fill(x: Array, mask: Array, value: float) -> Array:
+        """Replace the elements where the mask is true."""
+
+
+class Ids(NamedTuple):
+    """Which images and captions of a batch belong together."""
+
+    sample_ids: Tensor  # (n,) of the images
+    caption_ids: Tensor  # (m,) equal for equal texts
+    image_index: Tensor  # (m,) the row of each caption's image
+
+
+# (ops, logits (rows, columns), positive (rows, columns) bool) -> the summed loss of the rows
+RowTerm = Callable[[Ops, Array, Array], Array]
+# (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
+Positives = Callable[[Ids, slice, slice], "Tensor"]
+# (model.clip.Features of a batch, positive (n, m) bool) -> the loss of the batch
+FusedLoss = Callable[[Any, "Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss between n images and m captions.
+
+    By default it is the mean over all images (each against all captions) and the mean over all
+    captions (each against all images), averaged. A pairwise loss treats each pair on its own, so
+    the rows of the images contain everything; their sum is divided by the number of captions.
+    """
+
+    help: str
+    row_term: RowTerm
+    positives: Positives
+    pairwise: bool = False
+    needs_bias: bool = False  # the logits include the model's bias
+    fused: FusedLoss | None = None  # the same loss of a batch, faster on the CPU
+
+    def image_rows(self, ops: Ops, logits: Array, positive: Array, n: int, m: int) -> Array:
+        """Return what some images contribute to the loss, given their rows of the logits."""
+        return self.row_term(ops, logits, positive) / (m if self.pairwise else 2 * n)
+
+    def caption_rows(self, ops: Ops, logits: Array, positive: Array, m: int) -> Array:
+        """Return what some captions contribute; not for a pairwise loss, where it is nothing."""
+        return self.row_term(ops, logits, positive) / (2 * m)
+
+    def of_logits(self, ops: Ops, logits: Array, positive: Array) -> Array:
+        """Return the loss of a batch from all logits (n, m)."""
+        n, m = logits.shape
+        loss = self.image_rows(ops, logits, positive, n, m)
+        if self.pairwise:
+            return loss
+        return loss + self.caption_rows(ops, logits.T, positive.T, m)
+
+
+def infonce_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+    """Cross-entropy; the target of a row is spread evenly over its positives."""
+    target = ops.cast(positive, logits)
+    target = target / target.sum(axis=1, keepdims=True)
+    return -(target * ops.log_softmax(logits)).sum()
+
+
+def sigmoid_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+    """Binary classification of each pair."""
+    sign = 2.0 * ops.cast(positive, logits) - 1.0
+    return -ops.log_sigmoid(sign * logits).sum()
+
+
+def own_captions(ids: Ids, images: slice, captions: slice) -> Tensor:
+    """Match each image with its own captions only."""
+    from m1clip.losses.positives import own_pairs
+
+    return own_pairs(ids, images, captions)
+
+
+def same_image_or_caption(ids: Ids, images: slice, captions: slice) -> Tensor:
+    """Match each image also with captions of the same image, and with captions equal to its own."""
+    from m1clip.losses.positives import same_pairs
+
+    return same_pairs(ids, images, captions)
+
+
+def fused_infonce(features: Any, positive: Tensor) -> Tensor:
+    """Compute `infonce_rows` in both directions without an autograd graph of the logits."""
+    from m1clip.losses.fused import infonce
+
+    return infonce(features, positive)
+
+
+LOSSES: dict[str, Loss] = {
+    "infonce": Loss(help="CLIP's loss", row_term=infonce_rows, positives=own_captions, fused=fused_infonce),
+    "sigmoid": Loss(
+        help="SigLIP's loss, with a bias",
+        row_term=sigmoid_rows,
+        positives=same_image_or_caption,
+        pairwise=True,
+        needs_bias=True,
+    ),
+    "multi-positive": Loss(
+        help="infonce with all captions of an image, and identical ones, as positives",
+        row_term=infonce_rows,
+        positives=same_image_or_caption,
+        fused=fused_infonce,
+    ),
+}
+DEFAULT_LOSS = "multi-positive"
+
+
+def text_contrast_rows(ops: Ops, logits: Array, same_image: Array, same_caption: Array) -> Array:
+    """Contrast captions with each other: (rows, m) logits -> the summed loss of the rows.
+
+    Other captions of the same image are positives. A caption itself and its duplicates are neither
+    positive nor negative. A row without positives has no loss.
+    """
+    positive = same_image & ~same_caption
+    counts = positive.sum(axis=1)
+    has_positives = counts > 0
+    # A row without positives keeps its logits: a row of only -inf would have a NaN gradient.
+    ignored = same_caption & has_positives[:, None]
+    log_probability = ops.log_softmax(ops.masked_fill(logits, ignored, float("-inf")))
+    per_row = ops.masked_fill(log_probability, ~positive, 0.0).sum(axis=1)
+    return -(per_row / ops.masked_fill(counts, ~has_positives, 1)).sum()
