@@ -145,7 +145,9 @@ class RunSpec:
 
     def with_plan(self, plan: StepPlan) -> RunSpec:
         """The spec with another number of steps, which the clock of --minutes has corrected."""
-        return dataclasses.replace(self, config=self.config.changed(**plan.as_settings()))
+        config = self.config.changed(**plan.as_settings())
+        chosen_by: dict[str, Origin] = {**self.chosen_by, "steps": "measurement", "plan": "measurement"}
+        return dataclasses.replace(self, config=config, chosen_by=chosen_by)
 
     def to_toml(self) -> str:
         """The settings, and a table with who chose each."""

@@ -300,6 +300,14 @@ def test_origin_of_values(tmp_path: Path) -> None:
     assert repeated.chosen_by["device"] == "measurement", "of the first run"
 
 
+def test_clock_corrects_the_steps_of_a_spec() -> None:
+    spec = resolve(Settings({"minutes": 2.0}), Dataset(1000), machine())
+    assert (spec.config.train.steps, spec.config.train.minutes, spec.chosen_by["steps"]) == (201, None, "measurement")
+    corrected = spec.with_plan(spec.plan.corrected(50, 120))
+    assert (corrected.plan.total_steps, corrected.config.train.plan) == (120, ((0, 201), (50, 120)))
+    assert corrected.chosen_by["plan"] == "measurement"
+
+
 def test_trained_model_is_finetuned_and_config_tells_it() -> None:
     spec = resolve(Settings({"init": "runs/x", "steps": 5}), Dataset(1000), machine())
     assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")

@@ -189,31 +189,51 @@ def test_cached_images_are_larger_for_crops_but_not_than_the_files(tmp_path: Pat
     assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (image_size, image_size, 3)
 
 
-def test_data_is_opened_and_the_model_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best model is loaded once more, for the test split; nothing is built to be described."""
-    data = make_set(tmp_path / "set")
-    calls: list[str] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that open data and build models, in the order of their calls."""
+    names: list[str] = []
 
-    def counted(module: Any, name: str) -> None:
+    def count(module: Any, name: str) -> None:
         real = getattr(module, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            if name != "build_clip" or torch.get_default_device().type != "meta":
-                calls.append(name)
+            if name != "build_clip" or torch.get_default_device().type != "meta":  # counting parameters is free
+                names.append(name)
             return real(*args, **options)
 
         monkeypatch.setattr(module, name, call)
 
-    counted(setup, "open_data")
-    counted(runs, "open_data")
-    counted(transfer, "build_clip")
-    counted(runs, "load")
+    count(setup, "open_data")
+    count(runs, "open_data")
+    count(transfer, "build_clip")
+    count(runs, "load")
+    return names
+
+
+# The best model is loaded at the end, for the test split.
+ONCE = ["open_data", "build_clip", "load"]
+
+
+def test_data_is_opened_and_the_model_built_once(tmp_path: Path, calls: list[str]) -> None:
+    """Also if the data is read to choose the recipe, and nothing is built to be described."""
+    data = make_set(tmp_path / "set")
     options = small_options({"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None})
-    runs.train(out=tmp_path / "run", screen=screen(), **{name: v for name, v in options.items() if name not in SHAPE})
-    assert calls == ["open_data", "build_clip", "load"]
+    options = {name: value for name, value in options.items() if name not in SHAPE}
+    runs.train(out=tmp_path / "run", screen=screen(), **options)
+    assert calls == ONCE
     calls.clear()
     runs.resume(tmp_path / "run", screen())
-    assert calls == ["open_data", "build_clip", "load"]
+    assert calls == ONCE
+
+
+def test_model_with_frozen_towers_is_built_once(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that computes the features is the one that is trained."""
+    patch_towers(monkeypatch)
+    runs.train_config(frozen_config(tmp_path, **{"train.steps": 2}), tmp_path / "run", screen())
+    assert calls == ONCE
 
 
 SHAPE = ("image_size", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "embed_dim")
