@@ -47,6 +47,7 @@ else:
 DESCRIBED = {"optimizer": OPTIMIZERS, "loss": {name: loss.help for name, loss in LOSSES.items()}}
 RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
+CHOSEN_BY = "chosen_by"  # table of a run's config.toml with who chose each value; not a setting (training/spec.py)
 
 
 class Range(NamedTuple):
@@ -470,6 +471,7 @@ def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
             merged["train"].pop(other, None)
     if "name" in upper.get("model", {}):
         merged["model"] = {key: value for key, value in merged.get("model", {}).items() if key in NOT_SHAPE}
+    merged.pop(CHOSEN_BY, None)
     for section, values in upper.items():
         merged[section] = merged.get(section, {}) | values if isinstance(values, dict) else values
     return merged
@@ -557,7 +559,8 @@ def _read_packaged(folder: str, name: str) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], where: str) -> Config:
     """Build and check a Config from nested plain values."""
     try:
-        return _build(Config, values, where, "")
+        settings = {key: value for key, value in values.items() if key != CHOSEN_BY}
+        return _build(Config, settings, where, "")
     except UserError as error:
         text = str(error)
         raise UserError(text if where == "options" or text.startswith(where) else f"{where}: {text}") from None

@@ -20,6 +20,7 @@ from m1clip.cli.search import _report_lines
 from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
 from m1clip.errors import UserError
 from m1clip.search.index import Report
+from m1clip.training.spec import Settings
 
 HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
@@ -36,8 +37,10 @@ class Caught(Exception):
 def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..., Caught]:
     """What `m1clip train WORDS` would train, without training it."""
 
-    def stop(config: Config, run: Path | None = None, screen: Any = None, name: str | None = None, *more: Any) -> None:
-        raise Caught(config, run or (Path("runs") / name if name else None))
+    def stop(
+        settings: Settings, run: Path | None = None, screen: Any = None, name: str | None = None, *more: Any
+    ) -> None:
+        raise Caught(settings.config, run or (Path("runs") / name if name else None))
 
     monkeypatch.setattr(m1clip.training.run, "train_config", stop)
     monkeypatch.chdir(tmp_path)

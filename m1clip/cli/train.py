@@ -71,12 +71,14 @@ def train(
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped, start_in_background
     from m1clip.training.progress import Screen
+    from m1clip.training.spec import Settings
 
     screen = Screen()
     if background:
         name = preset or ""
         if resume is None:  # fail here, not in the background
-            name = name or runs.run_name(runs.with_recipe(settings, config, preset, screen)[0])
+            decided, _ = runs.decide_recipe(Settings(settings, config, preset), screen)
+            name = name or runs.run_name(decided.config)
         words = command_words({"preset": preset, "config": config, "resume": resume, **settings})
         folder, pid = start_in_background(["train", *words], out, name, resume)
         screen.say(f"training   in the background: process {pid}, output in {folder / 'train.log'}")

@@ -54,19 +54,24 @@ def is_synthetic(config: DataConfig) -> bool:
 
 
 def choose_augmentation(
-    config: DataConfig, captions: Iterable[str] = (), keep_patches: bool = False, keep_words: bool = False
+    config: DataConfig, mentions_sides: bool = False, keep_patches: bool = False, keep_words: bool = False
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
     from m1clip.data.augment import Augmentation  # imports torch, which an evaluation in onnxruntime does not need
 
     usual = Augmentation(0.6, 0.5, 0.2, 0.0 if keep_patches else 0.5, 0.0 if keep_words else 0.3)
-    mentions = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
     if is_synthetic(config):
         usual = Augmentation()
-    elif sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions):
+    elif mentions_sides:
         usual = replace(usual, crop_min=1.0, flip=0.0)  # a mirrored or shifted image would make its caption false
     asked = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
     return replace(usual, **{name: value for name, value in asked.items() if value is not None})
+
+
+def often_mention_sides(captions: Iterable[str]) -> bool:
+    """Whether many captions mention left and right, which a mirrored or cropped image would make false."""
+    mentions = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
+    return sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions)
 
 
 def open_data(config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None) -> Source:

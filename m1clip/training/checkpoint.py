@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,7 @@ from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
 
 if TYPE_CHECKING:
-    from m1clip.training.progress import Screen
-    from m1clip.training.setup import Setup
+    from m1clip.training.context import RunContext
     from m1clip.training.step import TrainStep
 
 FORMAT = 1
@@ -46,7 +45,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # of a 
 TensorGroups = dict[str, dict[str, Tensor]]  # file name without extension -> tensors
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainState:
     """What resuming needs besides the tensors. No random state: random numbers are a function of the step."""
 
@@ -173,42 +172,65 @@ def _read_state(path: Path) -> TrainState:
     return TrainState(**validated(TrainState, values, str(path)))
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of a run: every N steps, or every N seconds of a clock that excludes sleep."""
+class SaveTimer:
+    """When to save: every N steps, or every N seconds of a clock that excludes sleep, or after each evaluation."""
 
-    def __init__(self, setup: Setup, run: Path, log: RunLog, screen: Screen) -> None:
-        self.run, self.log, self.screen, self.keep = run, log, screen, setup.config.train.save_total_limit
-        self.writes = setup.ranks.rank == 0  # all ranks have the same state
-        every = setup.config.train.save_every
-        self.with_evaluations = every is None  # saves after each evaluation
+    def __init__(self, every: int | str | None) -> None:
+        self.with_evaluations = every is None
         self.steps, self.seconds = steps_or_seconds(every or 0, "train.save_every")
+        self.announced = False  # whether the first checkpoint was shown to the user
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to wait for the next checkpoint."""
         self._last = time.monotonic()
-        self._due = self._announced = False
+        self._due = False
 
     def due(self, step: int, evaluated: bool) -> bool:
-        """Whether a checkpoint is due; stays true until `save`, because skipped steps delay it."""
+        """Whether a checkpoint is due; stays true until `reset`, because skipped steps delay it."""
         elapsed = bool(self.seconds) and time.monotonic() - self._last >= self.seconds
         at_step = bool(self.steps and step) and step % self.steps == 0
         at_evaluation = self.with_evaluations and evaluated and step > 0
         self._due = self._due or elapsed or at_step or at_evaluation
         return self._due
 
-    def reset(self) -> None:
-        self._due, self._last = False, time.monotonic()
 
-    def save(self, state: TrainState, groups: TensorGroups) -> None:
-        if not self.writes:
-            self.reset()
-            return
-        begin = time.monotonic()
-        with disk_errors(self.log, self.run / FOLDER, state.step):
-            path = save(self.run, state, groups, self.keep)
-        self.reset()
-        nbytes, seconds = folder_bytes(path), round(time.monotonic() - begin, 4)
-        self.log.write("checkpoint", step=state.step, path=path.name, bytes=nbytes, seconds=seconds)
-        if not self._announced:
-            self._announced = True
-            self.screen.say(f"checkpoint step {state.step:,}: {size(nbytes)}; keeping the newest {self.keep}")
+def state_to_save(run: RunContext) -> TrainState:
+    """The state of a run with what its collaborators know: loss scale, micro-batch, used time."""
+    train_step = run.train_step
+    state = replace(run.state, frozen_sha256=train_step.frozen_sha256)
+    if train_step.oom is not None:
+        state = replace(state, micro_batch=train_step.oom.micro_batch)
+    if train_step.scaler is not None:
+        scaler = train_step.scaler.state_dict()
+        scale, growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
+        state = replace(state, scaler_scale=scale, scaler_growth=growth)
+    if run.pacer is not None:
+        costs = run.pacer.costs
+        state = replace(
+            state, used_seconds=run.pacer.budget.used, evaluation_cost=costs.evaluation, closing_cost=costs.closing
+        )
+    return state
+
+
+def write_checkpoint(run: RunContext) -> None:
+    """Save the state and tensors of a run; all ranks take part, rank 0 writes."""
+    groups = checkpoint_tensors(run.train_step)
+    run.save_timer.reset()
+    if run.ranks.rank != 0:  # all ranks have the same state
+        return
+    begin = time.monotonic()
+    keep = run.config.train.save_total_limit
+    step = run.state.step
+    with disk_errors(run.log, run.folder / FOLDER, step):
+        path = save(run.folder, run.state, groups, keep)
+    run.save_timer.reset()  # saving takes time
+    nbytes = folder_bytes(path)
+    seconds = round(time.monotonic() - begin, 4)
+    run.log.write("checkpoint", step=step, path=path.name, bytes=nbytes, seconds=seconds)
+    if not run.save_timer.announced:
+        run.save_timer.announced = True
+        run.screen.say(f"checkpoint step {step:,}: {size(nbytes)}; keeping the newest {keep}")
 
 
 @contextlib.contextmanager
@@ -231,12 +253,8 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups:
-    """The tensors of a checkpoint by file; the scaler's two numbers go into the state."""
-    if train_step.scaler is not None:
-        scaler = train_step.scaler.state_dict()
-        state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
-    state.frozen_sha256 = train_step.frozen_sha256
+def checkpoint_tensors(train_step: TrainStep) -> TensorGroups:
+    """The tensors of a checkpoint by file."""
     groups = {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
     if train_step.shards is None:
         return groups

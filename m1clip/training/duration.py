@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from m1clip.config import TrainConfig
 from m1clip.formatting import ceil_div
@@ -39,6 +40,14 @@ class Segment:
 
     start: int
     total_steps: int
+
+
+class Purpose(NamedTuple):
+    """What a step is for, known before it is made."""
+
+    logs: bool  # a log line follows
+    evaluates: bool  # an evaluation follows
+    checks_clock: bool  # the time since the last check is recorded
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,11 @@ class StepPlan:
     def checks(self, step: int) -> bool:
         """Whether the plan is compared with the clock after `step` steps."""
         return step >= self.total_steps or step % max(1, self.total_steps // CHECKS) == 0
+
+    def purpose(self, step: int) -> Purpose:
+        """What step number `step`, counted from 1, is for."""
+        evaluates = self.evaluates(step)
+        return Purpose(self.logs(step), evaluates, evaluates or self.checks(step))
 
     def as_settings(self) -> dict[str, object]:
         """The settings of config.toml that describe this plan."""

@@ -1,12 +1,14 @@
 """Logging of training steps: loss, speed, time split, hardware. Values are read only when a line is written."""
 
+from __future__ import annotations
+
 import importlib.util
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -14,20 +16,24 @@ from torch import Tensor
 
 from m1clip.errors import UserError
 from m1clip.hardware.energy import open_meter, temperature
-from m1clip.runlog import Record, RunLog, Sink
-from m1clip.training.checkpoint import TrainState
-from m1clip.training.progress import Screen
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
+from m1clip.runlog import Record, Sink
+from m1clip.training.schedule import lr_schedule
+
+if TYPE_CHECKING:
+    from m1clip.training.context import RunContext
+    from m1clip.training.setup import Setup
+    from m1clip.training.step import TrainStep
 
 TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
 
 
 class StepLogger:
-    def __init__(self, setup: Setup, train_step: TrainStep, log: RunLog, screen: Screen) -> None:
-        self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
-        self.telemetry = Telemetry(setup.device.kind)
-        self._wrote_memory = self._wrote_graph = False
+    """Collects what the steps report, and writes one line for several of them."""
+
+    def __init__(self, device_kind: str) -> None:
+        self.telemetry = Telemetry(device_kind)
+        self._wrote_memory = False
+        self._wrote_graph = False
         self._begin()
 
     def _begin(self) -> None:
@@ -35,24 +41,29 @@ class StepLogger:
         self._values: list[Tensor] = []  # (loss, gradient norm) of each step, on the device
         self._data_seconds = 0.0
 
-    def restart(self) -> None:
+    def restart(self, run: RunContext) -> None:
         """Discard everything since the last line, such as an evaluation, a checkpoint or rolled-back steps."""
-        self.train_step.phases.take()
+        run.train_step.phases.take()
         self.telemetry.read(1.0)
         self._begin()
 
-    def after_step(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
+    def record(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
         """Called after each step; nothing is read from the device."""
         self._values.append(torch.stack([loss.float(), grad_norm.float()]))
         self._data_seconds += waited
 
-    def write(self, state: TrainState, lr_fraction: float) -> None:
+    def write(self, run: RunContext) -> None:
         """Write one line for the steps since the last; the only place that synchronizes."""
-        setup, values = self.setup, torch.stack(self._values).tolist()
+        setup = run.setup
+        state = run.state
+        train_step = run.train_step
+        values = torch.stack(self._values).tolist()
         finite = [pair for pair in values if all(map(math.isfinite, pair))]
-        n, used = len(values), finite or values
+        n = len(values)
+        used = finite or values
         loss, grad_norm = (sum(column) / len(used) for column in zip(*used, strict=True))
-        phases = self.train_step.phases.take()
+        schedule = lr_schedule(run.config.optim, run.plan)
+        phases = train_step.phases.take()
         seconds = time.perf_counter() - self._started
         split = time_split(seconds, self._data_seconds, phases)
         line: dict[str, Any] = {
@@ -60,8 +71,8 @@ class StepLogger:
             "epoch": round(state.step / setup.training.plan.steps_per_epoch, 4),
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": setup.config.optim.lr * lr_fraction,
-            "temperature": float(1 / self.train_step.model.logit_scale.detach().exp()),
+            "lr": run.config.optim.lr * schedule(state.step - 1) * train_step.lr_factor,
+            "temperature": float(1 / train_step.model.logit_scale.detach().exp()),
             "images_per_second": n * setup.training.plan.batch / seconds,
             "step_seconds": seconds / n,
             "data_fraction": split["data"] / seconds,
@@ -70,20 +81,20 @@ class StepLogger:
             "elapsed": round(state.seconds, 3),
             **self.telemetry.read(seconds),
         }
-        if setup.ranks.size > 1:  # without the time in which a rank waits for others
+        if run.ranks.size > 1:  # without the time in which a rank waits for others
             own = torch.tensor((seconds - split.get("exchange", 0.0)) / n)
-            line["rank_seconds"] = [round(each, 6) for each in setup.ranks.gather(own).tolist()]
+            line["rank_seconds"] = [round(each, 6) for each in run.ranks.gather(own).tolist()]
         if len(finite) < n:
             line["skipped"] = n - len(finite)  # the means exclude them
-        self.log.write("step", **line)
+        run.log.write("step", **line)
         if not self._wrote_memory:
-            self.log.write("memory", **memory_parts(setup, self.train_step), meter=self.telemetry.meter_name)
+            run.log.write("memory", **memory_parts(setup, train_step), meter=self.telemetry.meter_name)
             self._wrote_memory = True
-        graph = self.train_step.cuda_graph
+        graph = train_step.cuda_graph
         if graph is not None and graph.disabled and not self._wrote_graph:
-            self.log.write("event", step=state.step, event="CUDA graph disabled", reason=graph.disabled)
+            run.log.write("event", step=state.step, event="CUDA graph disabled", reason=graph.disabled)
             self._wrote_graph = True
-        self.screen.step(line)
+        run.screen.step(line)
         self._begin()
 
 

@@ -1,197 +1,203 @@
-"""The training loop."""
+"""The training loop. Evaluate, save, log and recover are called by name with the context of the run.
+
+The state of a run (`RunContext.state`) is changed in this module only.
+"""
 
 import contextlib
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
-from m1clip.config import to_toml
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
 from m1clip.io import write_text
-from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import CheckpointWriter, TrainState, checkpoint_tensors, disk_errors
-from m1clip.training.duration import Pacer, step_plan
-from m1clip.training.logger import StepLogger
-from m1clip.training.process import Interrupted, Stopped, StopRequest
-from m1clip.training.progress import Screen
-from m1clip.training.recovery import Recovery, Rollback
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
-from m1clip.training.validation import Validator
+from m1clip.training.checkpoint import disk_errors, state_to_save, write_checkpoint
+from m1clip.training.context import RunContext
+from m1clip.training.process import Interrupted, Stopped
+from m1clip.training.recovery import Rollback, prepare_recovery, roll_back
+from m1clip.training.validation import Evaluation, evaluate
 
 ENDLESS = 2**40  # steps
 
 
-class TrainLoop:
-    """Trains from `state.step` to the end of the run, or until stopped: log, evaluate, save, recover."""
+def train(run: RunContext) -> None:
+    """Train from the step of `run.state` to the end of the run; raises Stopped after a signal, once all is saved."""
+    if _out_of_patience(run):
+        return  # resumed after an early stop
+    prepare_recovery(run)
+    run.screen.begin(run.state.step, run.plan.total_steps)
+    with run.stop.interrupting(False):
+        while True:
+            try:
+                _train_steps(run)
+                break
+            except Rollback:
+                run.state = roll_back(run)
+                run.save_timer.reset()
+                _restart_clocks(run)
+    run.screen.end()
 
-    def __init__(
-        self,
-        setup: Setup,
-        train_step: TrainStep,
-        state: TrainState,
-        run: Path,
-        log: RunLog,
-        screen: Screen,
-        pacer: Pacer | None = None,
-    ) -> None:
-        self.setup, self.train_step, self.state, self.run = setup, train_step, state, run
-        self.log, self.screen = log, screen
-        plan = step_plan(setup.config.train)
-        assert plan is not None  # resolved before
-        self.plan = plan
-        self.pacer = pacer  # keeps to the time of --minutes; None: the number of steps is fixed
-        self.writer = CheckpointWriter(setup, run, log, screen)
-        self.recovery = Recovery(setup, train_step, state, run, log, screen)
-        self.validator = Validator(setup, train_step, state, run, log, screen)
-        self.logger = StepLogger(setup, train_step, log, screen)
-        self.started = time.perf_counter() - state.seconds
 
-    def run_until_stopped(self, stop: StopRequest) -> None:
-        """Run the loop; raises Stopped after a signal, once a checkpoint is saved."""
-        if self._out_of_patience():
-            return  # resumed after an early stop
-        self.stop = stop
-        self.screen.begin(self.state.step, self.plan.total_steps)
-        with stop.interrupting(False):
-            while True:
-                try:
-                    self._train()
-                    break
-                except Rollback:
-                    self.recovery.roll_back()
-                    self.writer.reset()
-                    self.logger.restart()
-                    if self.pacer is not None:
-                        self.pacer.restart(self.state.step)
-        self.screen.end()
-
-    def _train(self) -> None:
-        state, train_step = self.state, self.train_step
-        if self._evaluate_first() and self._between_steps():
+def _train_steps(run: RunContext) -> None:
+    """Make the steps of the plan, and what is due between them."""
+    train_step = run.train_step
+    if _evaluates_first(run):
+        run.update(evaluation_due=True)
+        if _between_steps(run):
             return
-        with contextlib.closing(self._timed_batches()) as feed:
-            while state.step < self.plan.total_steps:
-                step = state.step
-                waited, batch = self._next(feed)
-                loss, grad_norm = train_step(batch, step)
-                self.logger.after_step(waited, loss, grad_norm)
+    with contextlib.closing(_timed_batches(run)) as feed:
+        while run.state.step < run.plan.total_steps:
+            step = run.state.step
+            purpose = run.plan.purpose(step + 1)
+            waited, batch = _next_batch(run, feed)
+            loss, grad_norm = train_step(batch, step)
 
-                state.step, state.seconds = step + 1, time.perf_counter() - self.started
-                logs, evaluates = self.plan.logs(state.step), self.plan.evaluates(state.step)
-                if self.pacer is not None and (evaluates or self.plan.checks(state.step)):
-                    self.setup.device.synchronize()  # the clock of the host runs ahead of the device
-                    self.pacer.record(state.step)
-                self.recovery.after_step(batch.sample_ids, loss, grad_norm, read=logs or evaluates)
-                if logs:
-                    self.logger.write(state, train_step.schedule(step) * train_step.lr_factor)
-                state.evaluation_due = evaluates
-                if self._between_steps():
-                    break
+            run.update(step=step + 1, seconds=time.perf_counter() - run.training_began)
+            run.step_log.record(waited, loss, grad_norm)
+            run.checks.record(step + 1, batch.sample_ids, loss, grad_norm)
+            if run.pacer is not None and purpose.checks_clock:
+                run.setup.device.synchronize()  # the clock of the host runs ahead of the device
+                run.pacer.record(step + 1)
+            if purpose.logs or purpose.evaluates or train_step.parts.update.skip == "host":
+                run.update(skipped=run.checks.read(run))
+            if purpose.logs:
+                run.step_log.write(run)
+            run.update(evaluation_due=purpose.evaluates)
+            if _between_steps(run):
+                break
 
-    def _between_steps(self) -> bool:
-        """Evaluate, save and stop if due; returns whether the run ends early."""
-        state, began = self.state, time.perf_counter()
-        evaluates = state.evaluation_due
-        if evaluates:
-            self.validator.run_due(self.stop)
-            self.started += time.perf_counter() - began  # not training time
-            self.logger.restart()
-        last, early = state.step >= self.plan.total_steps, self._out_of_patience()
-        # Read once: a signal that arrives later is handled after the next step, which then saves too.
-        signal, due = self.setup.ranks.agree(self.stop.signal, self.writer.due(state.step, evaluates))
-        ends = last or early or bool(signal)
-        if due or ends:
-            self.recovery.read()  # on CUDA, skipped steps are only detected here
-        saves = bool(ends or (due and state.skipped == 0))
-        if saves:
-            self._save()
-            self.logger.restart()
-        if self.pacer is not None and evaluates:
-            self.pacer.evaluated(state.step, time.perf_counter() - began)
-        elif self.pacer is not None and saves:
-            self.pacer.restart(state.step)
-        if signal and (not last or state.evaluation_due):
-            self.log.write("event", step=state.step, event=f"stopped by signal {signal}")
-            raise Stopped(str(self.run), state.step, signal)
-        self._keep_to_the_clock(evaluates)
-        if early and not last:
-            reason = f"{state.stale} evaluations without improvement of {self.validator.metric_label}"
-            self.screen.say(f"stopped    after {reason}")
-            self.log.write("event", step=state.step, event="early stop", reason=reason)
-        return early
 
-    def _keep_to_the_clock(self, evaluated: bool) -> None:
-        """Correct the number of steps if the run would not end with the time of --minutes."""
-        pacer, step = self.pacer, self.state.step
-        if pacer is None or not (evaluated or self.plan.checks(step)):
-            return
-        plan = self.setup.ranks.first(lambda: pacer.check(self.plan, step))
-        if plan == self.plan:
-            return
-        self.log.write("plan", step=step, steps=plan.total_steps, before=self.plan.total_steps)
-        self.plan = plan
-        self.train_step.follow(plan)
-        self.screen.change_total(plan.total_steps)
-        if self.setup.ranks.rank == 0:  # so that a resumed or repeated run makes the same steps
-            with disk_errors(self.log, self.run / "config.toml", step):
-                write_text(self.run / "config.toml", to_toml(self.setup.config.changed(**plan.as_settings())))
+def _between_steps(run: RunContext) -> bool:
+    """Evaluate, save and stop if due; returns whether the run ends early."""
+    began = time.perf_counter()
+    evaluates = run.state.evaluation_due
+    evaluation = _evaluate(run) if evaluates else None
+    step = run.state.step
+    last = step >= run.plan.total_steps
+    early = _out_of_patience(run)
+    # Read once: a signal that arrives later is handled after the next step, which then saves too.
+    signal, save_due = run.ranks.agree(run.stop.signal, run.save_timer.due(step, evaluates))
+    ends = last or early or bool(signal)
+    if save_due or ends:
+        run.update(skipped=run.checks.read(run))  # on CUDA, skipped steps are only detected here
+    saves = ends or (bool(save_due) and run.state.skipped == 0)
+    if saves:
+        _save(run)
+        run.step_log.restart(run)
+    if run.pacer is not None and evaluates:
+        run.pacer.evaluated(step, time.perf_counter() - began)
+    elif run.pacer is not None and saves:
+        run.pacer.restart(step)
+    if signal and (not last or run.state.evaluation_due):
+        run.log.write("event", step=step, event=f"stopped by signal {signal}")
+        raise Stopped(str(run.folder), step, signal)
+    if run.pacer is not None and (evaluates or run.plan.checks(step)):
+        _keep_to_the_clock(run)
+    if early and not last:
+        label = "the validation metric" if evaluation is None else evaluation.metric
+        reason = f"{run.state.stale} evaluations without improvement of {label}"
+        run.screen.say(f"stopped    after {reason}")
+        run.log.write("event", step=step, event="early stop", reason=reason)
+    return early
 
-    def _save(self) -> None:
-        if self.pacer is not None:
-            self.state.used_seconds = self.pacer.budget.used
-            self.state.evaluation_cost = self.pacer.costs.evaluation
-            self.state.closing_cost = self.pacer.costs.closing
-        self.writer.save(self.state, checkpoint_tensors(self.train_step, self.state))
 
-    def _out_of_patience(self) -> bool:
-        patience = self.setup.config.train.patience
-        return bool(patience) and self.state.stale >= patience
+def _evaluate(run: RunContext) -> Evaluation | None:
+    """Evaluate on the validation split; None without one, or after a signal, when the evaluation stays due."""
+    began = time.perf_counter()
+    evaluation = None
+    try:
+        with run.stop.interrupting(run.ranks.size == 1):  # one rank alone must not leave an exchange
+            if "val" in run.setup.splits:
+                evaluation = evaluate(run)
+                run.update(best=evaluation.best, best_step=evaluation.best_step, stale=evaluation.stale)
+        run.update(evaluation_due=False)
+    except Interrupted:
+        run.train_step.model.train()
+    run.training_began += time.perf_counter() - began  # not training time
+    run.step_log.restart(run)
+    return evaluation
 
-    def _evaluate_first(self) -> bool:
-        """Whether to evaluate before the first step: after an interrupted evaluation, or to score the --init model.
 
-        Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
-        """
-        state, transfer = self.state, self.setup.config.transfer
-        scores_start = (transfer.init is not None and transfer.wise_ft == "off") or self.setup.start.new_heads
-        if state.step == 0 and state.best_step < 0 and scores_start:
-            state.evaluation_due = True
-        return state.evaluation_due
+def _save(run: RunContext) -> None:
+    run.state = state_to_save(run)
+    write_checkpoint(run)
 
-    def _next(self, feed: Iterator[tuple[float, Batch]]) -> tuple[float, Batch]:
-        """The next batch; if loading fails, save a checkpoint before raising."""
-        try:
-            return next(feed)
-        except Interrupted:  # while waiting for a worker
-            if self.state.step:
-                self._between_steps()  # saves, and raises Stopped
+
+def _keep_to_the_clock(run: RunContext) -> None:
+    """Correct the number of steps if the run would not end with the time of --minutes."""
+    pacer = run.pacer
+    assert pacer is not None
+    step = run.state.step
+    before = run.plan
+    plan = run.ranks.first(lambda: pacer.check(before, step))
+    if plan == before:
+        return
+    run.log.write("plan", step=step, steps=plan.total_steps, before=before.total_steps)
+    run.plan = plan
+    run.train_step.follow(plan)
+    run.screen.change_total(plan.total_steps)
+    if run.ranks.rank == 0:  # so that a resumed or repeated run makes the same steps
+        path = run.folder / "config.toml"
+        with disk_errors(run.log, path, step):
+            write_text(path, run.spec.with_plan(plan).to_toml())
+
+
+def _restart_clocks(run: RunContext) -> None:
+    """Do not count the time since the last log line and the last check of the clock."""
+    run.step_log.restart(run)
+    if run.pacer is not None:
+        run.pacer.restart(run.state.step)
+
+
+def _out_of_patience(run: RunContext) -> bool:
+    patience = run.config.train.patience
+    return bool(patience) and run.state.stale >= patience
+
+
+def _evaluates_first(run: RunContext) -> bool:
+    """Whether to evaluate before the first step: after an interrupted evaluation, or to score the --init model.
+
+    Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
+    """
+    transfer = run.config.transfer
+    scores_init = (transfer.init is not None and transfer.wise_ft == "off") or run.setup.start.new_heads
+    is_new = run.state.step == 0 and run.state.best_step < 0
+    return run.state.evaluation_due or (is_new and scores_init)
+
+
+def _next_batch(run: RunContext, feed: Iterator[tuple[float, Batch]]) -> tuple[float, Batch]:
+    """The seconds that the loop waited for the next batch, and the batch; saves a checkpoint if loading fails."""
+    try:
+        return next(feed)
+    except Interrupted:  # while waiting for a worker
+        if run.state.step:
+            _between_steps(run)  # saves, and raises Stopped
+        raise
+    except UserError as error:
+        if run.state.step == 0 or run.train_step.shards is not None:  # a checkpoint needs all ranks
             raise
-        except UserError as error:
-            if self.state.step == 0 or self.train_step.shards is not None:  # a checkpoint needs all ranks
-                raise
-            self.recovery.read()
-            self._save()
-            raise UserError(
-                f"{error} (step {self.state.step:,} is saved; continue with: m1clip train --resume {self.run})"
-            ) from None
+        run.update(skipped=run.checks.read(run))
+        _save(run)
+        raise UserError(
+            f"{error} (step {run.state.step:,} is saved; continue with: m1clip train --resume {run.folder})"
+        ) from None
 
-    def _timed_batches(self) -> Generator[tuple[float, Batch], None, None]:
-        setup, rules = self.setup, self.setup.device.rules
-        start, workers = self.state.step, setup.config.data.workers
+
+def _timed_batches(run: RunContext) -> Generator[tuple[float, Batch], None, None]:
+    rules = run.setup.device.rules
+    feed = batches(
+        run.setup.training,
+        run.state.step,
         # With a clock the last step is not known: the loop leaves the feed when the time is over.
-        stop = self.plan.total_steps if self.pacer is None else ENDLESS
-        where = (start, stop, workers, rules.worker_start, rules.pin_memory)
+        run.plan.total_steps if run.pacer is None else ENDLESS,
+        run.config.data.workers,
+        rules.worker_start,
+        rules.pin_memory,
+        run.warn,
         # One rank alone must not leave a step.
-        interruptible = self.stop.interrupting if setup.ranks.size == 1 else contextlib.nullcontext
-        feed = batches(setup.training, *where, self._warn, interruptible)
-        with contextlib.closing(feed):
+        run.stop.interrupting if run.ranks.size == 1 else contextlib.nullcontext,
+    )
+    with contextlib.closing(feed):
+        begin = time.perf_counter()
+        for batch in feed:
+            yield time.perf_counter() - begin, batch
             begin = time.perf_counter()
-            for batch in feed:
-                yield time.perf_counter() - begin, batch
-                begin = time.perf_counter()
-
-    def _warn(self, text: str) -> None:
-        self.log.write("warning", step=self.state.step, text=text)
-        self.screen.warn(text)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from m1clip.config import Config
-from m1clip.data.augment import Augmentation, render
+from m1clip.data.augment import render
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
-from m1clip.data.prepare import Split, choose_augmentation, load_split, other_classes, stream_split, with_classes
+from m1clip.data.prepare import Split, load_split, other_classes, stream_split, with_classes
 from m1clip.data.sources.stream import StreamedSource
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
@@ -37,7 +37,6 @@ from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL, unfreeze
 from m1clip.model.weights import Tensors, assign_weights
 from m1clip.text.base import Tokenizer
-from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training.cca import fit_projections
 
 if TYPE_CHECKING:  # setup imports this module too
@@ -96,6 +95,14 @@ class Start:
         return model
 
 
+def parameter_counts(start: Start) -> tuple[int, int]:
+    """(trainable, all) parameters of the initial model, without allocating them."""
+    with torch.device("meta"):
+        model = start.build(load_weights=False)
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
 def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
     """The feature statistics of new heads on frozen towers, and their projections by CCA."""
     heads: dict[str, Head] = {}
@@ -126,20 +133,8 @@ def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
     return rows.mean(dim=0), rows.std(dim=0, correction=0)
 
 
-def augmentation_for(config: Config, captions: list[str], start: Start, tokenizer: Tokenizer) -> Augmentation:
-    """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
-    image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights)
-    patches = bool(image.patches)  # third-party towers do not support patch dropout
-    keep_patches = tuned or not patches or getattr(image, "stem", "") == "conv"
-    keep_words = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
-    found = choose_augmentation(config.data, captions, keep_patches, keep_words)
-    words = found.word_dropout if start.trainable.text else 0.0
-    if not start.trainable.image:
-        return Augmentation(word_dropout=words)
-    return dataclasses.replace(found, patch_dropout=found.patch_dropout if patches else 0.0, word_dropout=words)
-
-
 def open_feature_cache(
+    model: CLIP | None,
     start: Start,
     tokenizer: Tokenizer,
     preprocess: Preprocess,
@@ -149,7 +144,9 @@ def open_feature_cache(
     precision: Precision,
     plan: DecodePlan,
 ) -> FeatureCache:
-    model = start.build().to(device.torch).eval() if not all(start.trainable) else None
+    """The cache of the features of frozen towers; `model` is None if none is frozen."""
+    if model is not None:
+        model.to(device.torch).eval()
     sides = []
     for name, trained in zip(("image_tower", "text_tower"), start.trainable, strict=True):
         tower: Any = None if model is None or trained else getattr(model, name)

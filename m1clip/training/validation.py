@@ -1,7 +1,9 @@
 """Evaluation during training: score and analyze the validation split, save the best model."""
 
+from __future__ import annotations
+
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from m1clip.evaluation.analysis import analyze
 from m1clip.evaluation.evaluate import other_class_vectors
@@ -10,12 +12,11 @@ from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
-from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import TrainState, disk_errors
-from m1clip.training.process import Interrupted, StopRequest
-from m1clip.training.progress import Screen
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
+from m1clip.training.checkpoint import disk_errors
+
+if TYPE_CHECKING:
+    from m1clip.training.context import RunContext
+    from m1clip.training.setup import Setup
 
 
 def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
@@ -26,50 +27,39 @@ def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> 
     return encode_split(setup.bundle(model), data, images, (ranks.rank, ranks.size), ranks.concatenated)
 
 
-class Validator:
-    def __init__(
-        self, setup: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
-    ) -> None:
-        self.setup, self.train_step, self.state, self.run = setup, train_step, state, run
-        self.log, self.screen = log, screen
-        self.metric_label = ""  # of the metric that selects the best model
+class Evaluation(NamedTuple):
+    """The best model so far, after an evaluation."""
 
-    def run_due(self, stop: StopRequest) -> None:
-        """Evaluate; if interrupted by a signal, the evaluation stays due."""
-        state, ranks = self.state, self.setup.ranks
-        try:
-            with stop.interrupting(ranks.size == 1):  # one rank alone must not leave an exchange
-                if "val" in self.setup.splits:
-                    begin = time.perf_counter()
-                    model = self.setup.complete_model(self.train_step)
-                    features = encode(self.setup, model, "val")
-                    state.best, state.best_step, state.stale, self.metric_label = ranks.first(
-                        lambda: self._score(model, features, begin)
-                    )
-            state.evaluation_due = False
-        except Interrupted:
-            self.train_step.model.train()
+    best: float  # its score
+    best_step: int
+    stale: int  # evaluations since the best one
+    metric: str  # label of the metric that selects the best model
 
-    def _score(self, model: CLIP, features: SplitFeatures, begin: float) -> tuple[float, int, int, str]:
-        """Score the validation split, log all metrics, save the best model.
 
-        Returns the best score, its step, the evaluations since then, and the label of the metric.
-        """
-        state, data = self.state, self.setup.splits["val"]
-        scores = retrieval(*features, other_class_vectors(self.setup.bundle(model), data))
-        seconds = time.perf_counter() - begin
-        metric = selection_metric(scores)
-        analysis = analyze(*features[:4])
-        with disk_errors(self.log, self.run / "snapshots", state.step):
-            write_snapshot(self.run, state.step, "val", data, features)
-        values = {"split": "val", "seconds": round(seconds, 4), "analysis": analysis, **scores.as_dict()}
-        self.log.write("eval", step=state.step, **values)
-        earlier = None if metric.value > state.best else (state.best, state.best_step)
-        self.screen.evaluation(state.step, scores, metric, earlier)
-        if earlier is not None:
-            state.stale += 1
-        else:
-            with disk_errors(self.log, self.run / "best", state.step):
-                self.setup.bundle(model).save(self.run / "best")
-                state.best, state.best_step, state.stale = metric.value, state.step, 0
-        return state.best, state.best_step, state.stale, metric.label
+def evaluate(run: RunContext) -> Evaluation:
+    """Score and analyze the validation split, and save the best model; all ranks encode, rank 0 scores."""
+    began = time.perf_counter()
+    model = run.setup.complete_model(run.train_step)
+    features = encode(run.setup, model, "val")
+    return run.ranks.first(lambda: _score(run, model, features, began))
+
+
+def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) -> Evaluation:
+    """Score the features, log all metrics, and save the model if it is the best so far."""
+    state = run.state
+    data = run.setup.splits["val"]
+    scores = retrieval(*features, other_class_vectors(run.setup.bundle(model), data))
+    seconds = time.perf_counter() - began
+    metric = selection_metric(scores)
+    analysis = analyze(*features[:4])
+    with disk_errors(run.log, run.folder / "snapshots", state.step):
+        write_snapshot(run.folder, state.step, "val", data, features)
+    values = {"split": "val", "seconds": round(seconds, 4), "analysis": analysis, **scores.as_dict()}
+    run.log.write("eval", step=state.step, **values)
+    earlier = None if metric.value > state.best else (state.best, state.best_step)
+    run.screen.evaluation(state.step, scores, metric, earlier)
+    if earlier is not None:
+        return Evaluation(state.best, state.best_step, state.stale + 1, metric.label)
+    with disk_errors(run.log, run.folder / "best", state.step):
+        run.setup.bundle(model).save(run.folder / "best")
+    return Evaluation(metric.value, state.step, 0, metric.label)

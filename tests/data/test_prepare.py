@@ -11,7 +11,15 @@ from small_run import command, screen, small_config
 from m1clip.config import DataConfig
 from m1clip.data.cache import LiveImages, RowTable
 from m1clip.data.images import Preprocess
-from m1clip.data.prepare import Split, choose_augmentation, crop_margin, load_split, open_data, quick_check
+from m1clip.data.prepare import (
+    Split,
+    choose_augmentation,
+    crop_margin,
+    load_split,
+    often_mention_sides,
+    open_data,
+    quick_check,
+)
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.progress import decode_plan
@@ -129,6 +137,8 @@ def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, frac
 def test_captions_that_mention_left_and_right_disable_flips() -> None:
     photos = DataConfig(source=("photos",))
     everyday = ["a dog runs"] * 99 + ["a man turns left"]
-    assert choose_augmentation(photos, everyday).flip == 0.5
-    assert choose_augmentation(photos, ["two cats on the left", "a red car on the right"]).flip == 0.0
-    assert choose_augmentation(DataConfig(source=("photos",), flip=0.3), ["on the left"]).flip == 0.3
+    assert not often_mention_sides(everyday)
+    assert often_mention_sides(["two cats on the left", "a red car on the right"])
+    assert choose_augmentation(photos, mentions_sides=False).flip == 0.5
+    assert choose_augmentation(photos, mentions_sides=True).flip == 0.0
+    assert choose_augmentation(DataConfig(source=("photos",), flip=0.3), mentions_sides=True).flip == 0.3

@@ -18,8 +18,10 @@ from m1clip.formatting import steps_or_seconds
 from m1clip.io import remove_folder
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint
-from m1clip.training.checkpoint import TensorGroups, TrainState, checkpoint_folder, save, saved_steps, verify
+from m1clip.training.checkpoint import SaveTimer, TensorGroups, TrainState, checkpoint_folder, save, saved_steps, verify
+from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
+from m1clip.training.duration import step_plan
 from m1clip.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -183,33 +185,40 @@ def test_invalid_save_every_is_rejected(value: str) -> None:
         small_config({"train.save_every": value})
 
 
-def writer(run: Path, every: int | str | None) -> checkpoint.CheckpointWriter:
+def context(folder: Path, every: int | str | None, state: TrainState) -> RunContext:
+    """A run with a fake model, whose checkpoint has a tensor."""
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
-    return checkpoint.CheckpointWriter(SimpleNamespace(config=config, ranks=Ranks()), run, RunLog(run), screen())  # type: ignore[arg-type]
+    setup = SimpleNamespace(config=config, ranks=Ranks(), device=SimpleNamespace(kind="cpu"))
+    spec = SimpleNamespace(config=config, plan=step_plan(config.train))
+    model = torch.nn.Linear(2, 2)
+    optimizer = SimpleNamespace(tensors=dict)
+    step = SimpleNamespace(model=model, optimizer=optimizer, shards=None)
+    return RunContext(spec, setup, step, folder, RunLog(folder), screen(), state=state)  # type: ignore[arg-type]
 
 
 def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
-    timed = writer(tmp_path, "60s")
+    run = context(tmp_path, "60s", TrainState(step=7))
     for seconds, due in ((0, False), (59, False), (2, True), (3600, True)):
         now[0] += seconds
-        assert timed.due(7, evaluated=True) == due
-    timed.save(TrainState(step=7), tensors(7))
-    assert not timed.due(8, evaluated=False)
+        assert run.save_timer.due(7, evaluated=True) == due
+    checkpoint.write_checkpoint(run)
+    assert not run.save_timer.due(8, evaluated=False)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (0, []), (None, [3, 6, 9])])
-def test_saves_by_steps_or_after_evaluations(tmp_path: Path, every: int | None, expected: list[int]) -> None:
+def test_saves_by_steps_or_after_evaluations(every: int | None, expected: list[int]) -> None:
     """Without --save-every, a checkpoint follows each evaluation; the loop saves the last step in any case."""
-    due = [step for step in range(12) if writer(tmp_path, every).due(step, evaluated=step % 3 == 0)]
+    due = [step for step in range(12) if SaveTimer(every).due(step, evaluated=step % 3 == 0)]
     assert due == expected
 
 
 def test_save_stays_due_until_done(tmp_path: Path) -> None:
-    delayed = writer(tmp_path, 5)
+    run = context(tmp_path, 5, TrainState(step=7))
+    delayed = run.save_timer
     assert [delayed.due(step, False) for step in (4, 5, 6, 7)] == [False, True, True, True]
-    delayed.save(TrainState(step=7), tensors(7))
+    checkpoint.write_checkpoint(run)
     assert not delayed.due(8, False)
     (line,) = read_log(tmp_path)
     assert (line["kind"], line["step"]) == ("checkpoint", 7)
@@ -265,7 +274,7 @@ def train_step() -> TrainStep:
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_checkpoint_of_another_model_is_rejected_in_one_line(train_step: TrainStep, message: str) -> None:
-    groups = {name: dict(group) for name, group in checkpoint.checkpoint_tensors(train_step, TrainState()).items()}
+    groups = {name: dict(group) for name, group in checkpoint.checkpoint_tensors(train_step).items()}
     before = {name: t.clone() for name, t in train_step.model.state_dict().items()}
     checkpoint.restore(train_step, TrainState(step=7), groups)
     DAMAGES[message](groups)

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from small_run import environment, prepared, small_arguments, small_config
+from small_run import environment, prepared, screen, small_arguments, small_config
 from torch import Tensor
 from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
 
 from m1clip.config import NAMES
-from m1clip.errors import UserError
 from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
 from m1clip.training import distributed
@@ -26,7 +25,8 @@ from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, 
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
 from m1clip.training.oom import MemoryPressure, OOMHandler
-from m1clip.training.setup import Setup
+from m1clip.training.progress import decode_plan
+from m1clip.training.setup import Setup, Workbench
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Teacher
 from m1clip.training.validation import encode
@@ -212,7 +212,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
 
     step.parts.encoder.encode_image = encode_image
     step(batch, 0)
-    groups = checkpoint_tensors(step, TrainState(step=1))
+    groups = checkpoint_tensors(step)
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
     assert shared is not None
     restore(step, shared[0], shared[1])
@@ -270,7 +270,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
         rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
         results = [torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)]) for step in steps]
         state = TrainState(step=3)
-        saved = [copy.deepcopy(checkpoint_tensors(step, state)) for step in steps]
+        saved = [copy.deepcopy(checkpoint_tensors(step)) for step in steps]
         for step, groups in zip(steps, reversed(saved), strict=True):
             kept = share_checkpoint(step, lambda device, groups=groups: (state, copy.deepcopy(groups)))  # noqa: B023
             assert kept is not None
@@ -302,7 +302,7 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(fsdp=shard))
+        setup = dataclasses.replace(common, config=common.config.changed(precision=precision, fsdp=shard))
         setup = setup.divided(ranks)
         step = setup.make_step()
         loss = step.compute_gradients(setup.training[0], 0)
@@ -322,16 +322,14 @@ def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
         assert float((sharded_loss / loss - 1).abs()) < 0.02
 
 
-def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> None:
-    setup = prepared(small_config(TINY))
-    assert setup._sharding(2) == "off", "on the CPU"
-    for total, wanted in ((10**4, "on"), (10**12, "off")):
-        device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
-        assert dataclasses.replace(setup, device=device)._sharding(2) == wanted
-    config = setup.config.changed(fsdp="on")
-    assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
-    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
-        dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)
+@pytest.mark.parametrize(("total", "fits"), [(10**4, False), (10**12, True)])
+def test_predicted_memory_decides_whether_a_step_fits_one_gpu(
+    total: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workbench = Workbench(decode_plan(screen()), lambda line: None)
+    card = SimpleNamespace(kind="cuda", total_bytes=lambda: total)
+    monkeypatch.setattr(workbench, "_device", lambda config: card)
+    assert workbench._fits_one_gpu(small_config(TINY), 9) == fits
 
 
 def phases_while_waiting(ranks: Ranks) -> list[str]:

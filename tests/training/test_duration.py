@@ -17,7 +17,7 @@ from small_run import losses_of, resume_quietly, run_small, screen, small_config
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration, logger, loop, validation
+from m1clip.training import duration, logger, loop, setup, validation
 from m1clip.training import run as runs
 from m1clip.training.duration import Costs, Pacer, Segment, StepPlan, TimeBudget, log_interval, planned_steps
 from m1clip.training.schedule import lr_schedule
@@ -242,13 +242,13 @@ def test_resumed_run_keeps_the_rest_of_its_time(
 def test_preparing_that_takes_all_the_time_still_trains(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = runs._prepare
+    plain = setup.open_data
 
-    def slow_prepare(*args: Any, **options: Any) -> Any:
+    def slow_open(*args: Any, **options: Any) -> Any:
         on_clock.work(90.0)
         return plain(*args, **options)
 
-    monkeypatch.setattr(runs, "_prepare", slow_prepare)
+    monkeypatch.setattr(setup, "open_data", slow_open)
     shown = screen()
     runs.train_config(small_config(ONE_MINUTE), tmp_path / "run", shown)
     output = shown.console.file.getvalue()  # type: ignore[attr-defined]
@@ -280,3 +280,14 @@ def test_weights_do_not_depend_on_the_clock_without_minutes(tmp_path: Path, on_c
     run_small(tmp_path / "busy")
     one = torch.tensor(losses_of(tmp_path / "quiet"))
     assert torch.equal(one, torch.tensor(losses_of(tmp_path / "busy")))
+
+
+def test_purpose_of_a_step_is_known_before_it() -> None:
+    plan = StepPlan((Segment(0, 40),), eval_every=15)
+    purposes = {step: plan.purpose(step) for step in range(1, 41)}
+    assert [step for step, purpose in purposes.items() if purpose.evaluates] == [15, 30, 40]
+    assert all(purpose.logs and purpose.checks_clock for purpose in purposes.values()), "short runs log each step"
+    long = StepPlan((Segment(0, 10_000),), eval_every=0)
+    assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
+    assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]
+    assert long.purpose(10_000) == (True, True, True)

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from m1clip.config import OPTIMIZERS
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration
+from m1clip.training import duration, loop
+from m1clip.training.context import RunContext
 from m1clip.training.logger import check_sink, scalars, time_split
-from m1clip.training.loop import TrainLoop
-from m1clip.training.process import StopRequest
-from m1clip.training.validation import Validator
+from m1clip.training.validation import Evaluation
 
 
 class Reads(TorchDispatchMode):
@@ -32,22 +31,21 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     """The reads of a run do not grow with its steps, only with its lines."""
-    real = TrainLoop.run_until_stopped
+    real = loop.train
     counts = []
 
-    def counted(self: TrainLoop, stop: StopRequest) -> None:
-        self.train_step.parts.update.skip = (
-            "device"  # as on an accelerator: the CPU reads each step, where it costs nothing
-        )
+    def counted(run: RunContext) -> None:
+        # As on an accelerator: the CPU reads each step, where it costs nothing.
+        run.train_step.parts.update.skip = "device"
         with Reads() as reads:
-            real(self, stop)
+            real(run)
         counts.append(reads.count)
 
-    monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
+    monkeypatch.setattr(loop, "train", counted)
     # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale.
     common = {"train.eval_every": 0, "optim.optimizer": optimizer, "train.loss": "sigmoid"}
     monkeypatch.setattr(duration, "LOG_EVERY", 40)
-    monkeypatch.setattr(Validator, "run_due", lambda self, stop: setattr(self.state, "evaluation_due", False))
+    monkeypatch.setattr(loop, "evaluate", lambda run: Evaluation(0.0, -1, 0, "mean recall"))
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
         monkeypatch.setattr(duration, "LOG_LINES", lines)
         run_small(tmp_path / name, {**common, "train.steps": steps})

@@ -1,18 +1,22 @@
 """Ten steps give the same bits as five, a resume and five more, with any settings."""
 
+import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of, weights_sha256
+from small_run import assert_same_bits, resume_quietly, run_small, screen, tensors_of, weights_sha256
 
-from m1clip.config import load_config, to_toml
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
 from m1clip.runlog import read_log
+from m1clip.training import loop
+from m1clip.training.checkpoint import TrainState
 from m1clip.training.run import train_config
+from m1clip.training.spec import Settings, read_spec
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "no workers": {},
@@ -70,10 +74,11 @@ def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     open_questions = {"train.epochs": 1.5, "train.steps": None, "train.precision": "auto", "train.eval_every": None}
     run_small(first, open_questions)
-    config = load_config(first / "config.toml")
-    assert config.train.steps == 6
-    assert config.train.precision != "auto"
-    train_config(config, again, screen())
+    spec = read_spec(first)
+    assert spec.config.train.steps == 6
+    assert spec.config.train.precision != "auto"
+    assert (spec.chosen_by["steps"], spec.chosen_by["precision"]) == ("rule", "measurement")
+    train_config(Settings(file=first / "config.toml"), again, screen())
     assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
     assert weights_sha256(first) == weights_sha256(again)
     assert (first / "config.toml").read_text() == (again / "config.toml").read_text()
@@ -123,8 +128,8 @@ def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
 def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
-    config = small_config({"train.steps": 2, "data.synthetic_images": 80, "train.save_every": 2})
-    (run / "config.toml").write_text(to_toml(config))
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("synthetic_images = 72", "synthetic_images = 80"))
     for folder, message in ((run, "the training data has changed"), (tmp_path, "not a run folder")):
         with pytest.raises(UserError, match=message):
             resume_quietly(folder)
@@ -150,3 +155,16 @@ def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         write_bytes(thumbs / "99.jpg", b"an image", sync=False)
     assert {path.name for path in thumbs.iterdir()} == kept, "complete or absent"
+
+
+def test_state_of_a_run_is_written_by_the_loop_only() -> None:
+    """The state is frozen, so only an assignment can change it, and only loop.py assigns it."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainState().step = 1  # type: ignore[misc]
+    folder = Path(loop.__file__).parent
+    writers = {
+        path.name
+        for path in folder.glob("*.py")
+        if re.search(r"\brun\.(state|plan) = |\brun\.update\(", path.read_text())
+    }
+    assert writers == {"loop.py"}

@@ -20,7 +20,6 @@ from m1clip.training import parity
 from m1clip.training.checkpoint import checkpoint_tensors
 from m1clip.training.optim import OPTIMIZER_PARTS
 from m1clip.training.process import Stopped
-from m1clip.training.recovery import TrainState
 from m1clip.training.run import resume
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep, step_class
@@ -76,7 +75,7 @@ def test_gradients_and_updates_are_those_of_torch(recipe: str, tmp_path: Path, m
     for step in range(20):
         pairs = zip(cpu(setup.training[step], step), mlx(setup.training[step], step), strict=True)
         assert all(float(found) == pytest.approx(float(expected), rel=1e-3) for expected, found in pairs)
-    expected, found = (checkpoint_tensors(step, TrainState()) for step in (cpu, mlx))
+    expected, found = (checkpoint_tensors(step) for step in (cpu, mlx))
     assert found.keys() == expected.keys()
     assert worst(found["weights"], expected["weights"]) < 1e-3
     assert worst(found["optimizer"], expected["optimizer"]) < 0.02, "moments of tiny gradients round more"
@@ -85,7 +84,7 @@ def test_gradients_and_updates_are_those_of_torch(recipe: str, tmp_path: Path, m
 def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, _, mlx = two_steps(SCRATCH)
     mlx(setup.training[0], 0)
-    before = copy.deepcopy(checkpoint_tensors(mlx, TrainState()))
+    before = copy.deepcopy(checkpoint_tensors(mlx))
     inputs = type(mlx)._inputs
 
     def broken(self: Any, side: str, *rest: Any) -> Any:
@@ -96,7 +95,7 @@ def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.Monkey
         patched.setattr(type(mlx), "_inputs", broken)
         loss, _ = mlx(setup.training[1], 1)
     assert not loss.isfinite()
-    after = checkpoint_tensors(mlx, TrainState())
+    after = checkpoint_tensors(mlx)
     assert all(torch.equal(after[group][name], t) for group in before for name, t in before[group].items())
     assert mlx.nonfinite_rows(setup.training[1]) == []
     assert mlx(setup.training[1], 1)[0].isfinite()
@@ -104,16 +103,17 @@ def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.Monkey
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     """A signal during step `last`, counted from 1."""
-    from m1clip.training.loop import TrainLoop
+    from m1clip.training import loop
+    from m1clip.training.context import RunContext
 
-    between = TrainLoop._between_steps
+    between = loop._between_steps
 
-    def stopping(self: TrainLoop) -> bool:
-        if self.state.step == last:
-            self.stop.signal = 15
-        return between(self)
+    def stopping(run: RunContext) -> bool:
+        if run.state.step == last:
+            run.stop.signal = 15
+        return between(run)
 
-    monkeypatch.setattr(TrainLoop, "_between_steps", stopping)
+    monkeypatch.setattr(loop, "_between_steps", stopping)
 
 
 def test_run_moves_from_cpu_to_mlx_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

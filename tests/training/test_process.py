@@ -23,8 +23,9 @@ from small_run import (
 from m1clip.errors import UserError
 from m1clip.io import LOCK
 from m1clip.runlog import NAME, RunLog, read_log
-from m1clip.training import process, validation
-from m1clip.training.checkpoint import CheckpointWriter, TrainState, verify
+from m1clip.training import loop, process, validation
+from m1clip.training.checkpoint import verify
+from m1clip.training.context import RunContext
 from m1clip.training.process import Interrupted, Stopped, create_run_folder, lock_run, stop_on_signals
 
 
@@ -172,14 +173,14 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
 
 
 def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = CheckpointWriter.save
+    real = loop.write_checkpoint
 
-    def save(self: CheckpointWriter, state: TrainState, groups: Any) -> None:
-        real(self, state, groups)
-        if state.step == 3:
+    def save(run: RunContext) -> None:
+        real(run)
+        if run.state.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(CheckpointWriter, "save", save)
+    monkeypatch.setattr(loop, "write_checkpoint", save)
     with pytest.raises(Stopped):
         run_small(tmp_path / "run", {"train.save_every": 3})
     (event,) = [line for line in read_log(tmp_path / "run") if line["kind"] == "event"]

@@ -23,9 +23,12 @@ from m1clip.runlog import RunLog, read_log
 from m1clip.training import recovery
 from m1clip.training import step as update_module
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
+from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
-from m1clip.training.recovery import Recovery, Rollback, SpikeDetector
+from m1clip.training.duration import step_plan
+from m1clip.training.recovery import Rollback, SpikeDetector, roll_back
 from m1clip.training.run import train_config
+from m1clip.training.spec import RunSpec
 from m1clip.training.step import TrainStep
 from m1clip.training.update import skip_rule
 
@@ -82,7 +85,7 @@ def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str)
     changes = {"optim.optimizer": optimizer}
     setup, host = make(changes)
     _, device = make(changes)
-    device.skip = "device"
+    device.parts.update.skip = "device"
     for step in range(3):
         for update in (host, device):
             update(setup.training[step], step)
@@ -120,53 +123,55 @@ class Log:
         self.warnings.append(text)
 
 
-def checker(state: TrainState | None = None) -> tuple[Recovery, Log]:
-    """Recovery of a run with a fake model, in which sample 7 has non-finite features."""
+def checker(state: TrainState | None = None) -> tuple[RunContext, Log]:
+    """A run with a fake model, in which sample 7 has non-finite features."""
     batch = SimpleNamespace(sample_ids=torch.tensor([7]))
     samples = [SimpleNamespace(id=f"image {number}") for number in range(20)]
     setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
                             splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
                             ranks=Ranks())  # fmt: skip
+    spec = SimpleNamespace(config=setup.config, plan=step_plan(setup.config.train))
     parts = SimpleNamespace(update=SimpleNamespace(skip="device"))
     step = SimpleNamespace(parts=parts, scaler=None, shards=None, nonfinite_rows=lambda batch: [0])
     log: Any = Log()
-    return Recovery(setup, step, state or TrainState(), Path(), log, log), log  # type: ignore[arg-type]
+    return RunContext(spec, setup, step, Path(), log, log, state=state or TrainState()), log  # type: ignore[arg-type]
 
 
-def feed(recovery: Recovery, losses: list[float], norm: float = 1.0, first: int = 1) -> None:
-    for recovery.state.step, loss in enumerate(losses, start=first):
-        recovery.after_step(torch.tensor([recovery.state.step, 7]), torch.tensor(loss), torch.tensor(norm), read=False)
-    recovery.read()
+def feed(run: RunContext, losses: list[float], norm: float = 1.0, first: int = 1) -> None:
+    for step, loss in enumerate(losses, start=first):
+        run.update(step=step)
+        run.checks.record(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(norm))
+    run.update(skipped=run.checks.read(run))
 
 
 def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
-    checks, log = checker()
-    feed(checks, [1.0, NAN, math.inf, 1.0, NAN])
-    assert checks.state.skipped == 1
+    run, log = checker()
+    feed(run, [1.0, NAN, math.inf, 1.0, NAN])
+    assert run.state.skipped == 1
     assert [line["step"] for line in log.records if line["event"] == "update skipped"] == [2, 3, 5]
     assert log.records[0]["samples"] == ["image 2", "image 7"]
     assert log.records[0]["suspects"] == ["image 7"]
     assert len(log.warnings) == 2
     assert "samples with non-finite features: image 7" in log.warnings[0]
-    feed(checks, [NAN], first=6)
+    feed(run, [NAN], first=6)
     with pytest.raises(Rollback):
-        feed(checks, [NAN], first=7)
+        feed(run, [NAN], first=7)
 
 
 def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     scales = [512.0]
-    checks, log = checker()
-    checks.train_step.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
-    feed(checks, [1.0] * 3, norm=math.inf)
-    assert (checks.state.skipped, log.warnings) == (0, [])
+    run, log = checker()
+    run.train_step.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
+    feed(run, [1.0] * 3, norm=math.inf)
+    assert (run.state.skipped, log.warnings) == (0, [])
     assert [line["event"] for line in log.records] == ["loss scale lowered"] * 3
-    feed(checks, [NAN], first=4)
-    assert checks.state.skipped == 1, "a non-finite loss counts at any scale"
+    feed(run, [NAN], first=4)
+    assert run.state.skipped == 1, "a non-finite loss counts at any scale"
     scales[0] = 1.0
     with pytest.raises(Rollback):
-        feed(checks, [1.0], norm=math.inf, first=5)
+        feed(run, [1.0], norm=math.inf, first=5)
 
 
 def test_only_cuda_skips_on_the_device() -> None:
@@ -178,11 +183,11 @@ def test_only_cuda_skips_on_the_device() -> None:
 
 def test_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
-    checks, _ = checker(TrainState(rollbacks=3))
+    run, _ = checker(TrainState(rollbacks=3))
     with pytest.raises(Rollback):
-        feed(checks, [3.5, 3.25, NAN, NAN])
+        feed(run, [3.5, 3.25, NAN, NAN])
     with pytest.raises(UserError) as caught:
-        checks.roll_back()
+        roll_back(run)
     assert "\n" not in str(caught.value)
     for part in ("step 4", "3.5, 3.25", "image 7", "after 3 rollbacks", "--lr", "--precision fp32"):
         assert part in str(caught.value)
@@ -278,11 +283,11 @@ def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
     tmp_path: Path, saved: float, expected: float
 ) -> None:
     setup, update = make({"optim.optimizer": "adamw"})
-    groups = checkpoint_tensors(update, TrainState())
+    groups = checkpoint_tensors(update)
     save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
     update.parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    state, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
-    Recovery(setup, update, state, tmp_path, log, screen()).roll_back()
+    failed, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
+    state = roll_back(RunContext(RunSpec(setup.config), setup, update, tmp_path, log, screen(), state=failed))
     log.close()
     assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
     assert (state.scaler_scale, update.scaler.get_scale()) == (expected, expected)

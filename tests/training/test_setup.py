@@ -1,6 +1,5 @@
 """Resolving a run: recipes and their stages, options that do not apply, batch sizes, augmentation."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,27 +8,25 @@ import numpy as np
 import pytest
 import torch
 from image_sets import make_set
-from small_run import prepared, screen, small_config
-from tower_run import PIECES, frozen_config, frozen_options, patch_towers
+from small_run import prepared, screen, small_config, small_options
+from tower_run import frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, DataConfig, Recipe, TrainConfig, TransferConfig, is_clip, load_config
-from m1clip.data.augment import Augmentation, render
-from m1clip.data.types import Source
+from m1clip.config import Config, Recipe, TransferConfig, is_clip, load_config
+from m1clip.data.augment import render
 from m1clip.errors import UserError
-from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
-from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
+from m1clip.training import resolve as resolving
 from m1clip.training import run as runs
-from m1clip.training import setup
-from m1clip.training.transfer import Start, Trainable, augmentation_for
+from m1clip.training import setup, transfer
+from m1clip.training.spec import Settings
 
 
 def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
     """The configs of the runs that `train` would start."""
     made: list[Config] = []
 
-    def train_config(config: Config, *rest: Any, on_log: Any = None) -> Any:
-        made.append(config)
+    def train_config(settings: Settings, *rest: Any, **more: Any) -> Any:
+        made.append(settings.config)
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "train_config", train_config)
@@ -77,28 +74,34 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stage is told how much of the time the first one has used."""
-    clock = SimpleNamespace(now=100.0)
     used: list[float] = []
 
-    def stage(config: Config, *arguments: Any, **named: Any) -> Any:
-        used.append(arguments[4] if len(arguments) > 4 else 0.0)
-        clock.now += 600.0
-        return SimpleNamespace(path=Path("runs/x"))
+    def train_config(
+        settings: Settings,
+        run: Any,
+        screen: Any,
+        name: Any = None,
+        on_log: Any = None,
+        used_seconds: float = 0.0,
+        source: Any = None,
+    ) -> Any:
+        used.append(used_seconds)
+        now[0] += 600
+        return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(runs, "train_config", stage)
-    runs.train(recipe="finetune", minutes=30, screen=screen())
-    assert used == [0.0, 600.0]
+    now = [100.0]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(runs, "train_config", train_config)
+    runs.train(screen=screen(), recipe="finetune", minutes=30)
+    assert used == [0.0, 600.0], "the first stage has its own duration"
 
 
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
         stages(monkeypatch, recipe="finetune", out=tmp_path)
-    for recipe in ("auto", "finetune"):
-        with pytest.raises(UserError, match=f"--recipe {recipe} is resolved before a run"):
-            prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--recipe finetune has two stages"):
+        prepared(small_config({"transfer.recipe": "finetune"}))
 
 
 FINETUNE = {"wise_ft": "0.5", "unfreeze_image": 0, "unfreeze_text": 2}
@@ -120,38 +123,12 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
     assert recipes == (["frozen"] if name in TOWERS else ["frozen", "finetune"]), "auto chooses a recipe that it fits"
 
 
-@pytest.mark.parametrize(
-    ("images", "minutes", "installed", "recipe", "reason"),
-    [
-        (500, None, True, "frozen", "500 images are too few"),
-        (500, 60, True, "frozen", "500 images are too few"),
-        (5_000, 5, True, "frozen", "5,000 images are too few"),
-        (5_000, 30, True, "finetune", "30 minutes and 5,000 images are enough"),
-        (5_000, 30, False, "scratch", "pip install 'm1clip[towers]' would give about twice the recall"),
-        (2_000_000, 30, True, "scratch", "2,000,000 images are enough"),
-    ],
-)
-def test_recipe_auto_choice(
-    images: int, minutes: float | None, installed: bool, recipe: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Source("photos")
-    source.by_split["train"] = range(images)
-    monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
-    monkeypatch.setattr(setup, "open_data", lambda *rest: source)
-    monkeypatch.setattr(setup, "installed", lambda tower: installed)
-    found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)), {"minutes"})
-    assert found == recipe
-    assert reason in why
-    for option in ("model", "vision_width", "tokenizer"):
-        assert setup.choose_recipe(Config(), {option})[0] == "scratch"
-
-
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [config.transfer.recipe for config in stages(monkeypatch, init="runs/x")] == ["finetune"]
     assert stages(monkeypatch, init="runs/x", recipe="auto")[0].optim.layer_decay == 0.8
     assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
-    monkeypatch.setattr(runs, "choose_recipe", lambda config, given: ("frozen", ""))
+    monkeypatch.setattr(resolving, "choose_recipe", lambda *facts: ("frozen", ""))
     (chosen,) = stages(monkeypatch, batch_size=16)
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
 
@@ -184,47 +161,6 @@ def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) 
     assert lengths[0] == 40 > lengths[1]
 
 
-BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
-PRETRAINED = CLIPConfig(
-    image_tower=PretrainedImageConfig(),
-    text_tower=PretrainedTextConfig(),
-    image_head=HeadConfig(kind="adapter", hidden=8),
-)
-VIT = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig())
-CONV = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig(stem="conv"))
-OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
-
-
-def augmented(trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any) -> Augmentation:
-    tokenizer: Any = CharTokenizer("ab") if letters else wordpiece_tokenizer(PIECES)
-    start = Start(config, trainable=trainable, new_heads=True)
-    settings = Config(data=DataConfig(source=("photos",), **given))
-    return augmentation_for(settings, ["a dog runs", "the dog"], start, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("found", "patches", "words"),
-    [
-        (augmented(BOTH, PRETRAINED), 0.0, 0.0),
-        (augmented(BOTH, VIT), 0.5, 0.0),
-        (augmented(BOTH, CONV), 0.0, 0.0),
-        (augmented(BOTH, CONV, patch_dropout=0.4), 0.4, 0.0),
-        (augmented(BOTH, OWN_TEXT), 0.0, 0.3),
-        (augmented(BOTH, OWN_TEXT, letters=True), 0.0, 0.0),
-        (augmented(BOTH, PRETRAINED, word_dropout=0.2), 0.0, 0.2),
-        (augmented(IMAGE, OWN_TEXT), 0.0, 0.0),
-    ],
-)
-def test_augmentation_by_tower(found: Augmentation, patches: float, words: float) -> None:
-    assert (found.patch_dropout, found.word_dropout) == (patches, words)
-    assert (found.crop_min, found.flip) == (0.6, 0.5)
-
-
-def test_augmentation_with_a_frozen_image_tower() -> None:
-    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
-    assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)
-
-
 def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> None:
     found = prepared(small_config())
     filters = found.start.stem_filters
@@ -251,3 +187,53 @@ def test_cached_images_are_larger_for_crops_but_not_than_the_files(tmp_path: Pat
     found = prepared(small_config(changes))
     assert found.training[0].pixels().shape[1:] == (side, side, 3)
     assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (image_size, image_size, 3)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that open data and build models, in the order of their calls."""
+    names: list[str] = []
+
+    def count(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if name != "build_clip" or torch.get_default_device().type != "meta":  # counting parameters is free
+                names.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    count(setup, "open_data")
+    count(runs, "open_data")
+    count(transfer, "build_clip")
+    count(runs, "load")
+    return names
+
+
+# The best model is loaded at the end, for the test split.
+ONCE = ["open_data", "build_clip", "load"]
+
+
+def test_data_is_opened_and_the_model_built_once(tmp_path: Path, calls: list[str]) -> None:
+    """Also if the data is read to choose the recipe, and nothing is built to be described."""
+    data = make_set(tmp_path / "set")
+    options = small_options({"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None})
+    options = {name: value for name, value in options.items() if name not in SHAPE}
+    runs.train(out=tmp_path / "run", screen=screen(), **options)
+    assert calls == ONCE
+    calls.clear()
+    runs.resume(tmp_path / "run", screen())
+    assert calls == ONCE
+
+
+def test_model_with_frozen_towers_is_built_once(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that computes the features is the one that is trained."""
+    patch_towers(monkeypatch)
+    runs.train_config(frozen_config(tmp_path, **{"train.steps": 2}), tmp_path / "run", screen())
+    assert calls == ONCE
+
+
+SHAPE = ("image_size", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "embed_dim")

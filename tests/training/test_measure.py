@@ -10,25 +10,13 @@ import torch
 from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
-from m1clip.config import recipe_defaults
 from m1clip.errors import UserError
 from m1clip.hardware.choices import ROUNDS
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, with_fields
-from m1clip.training import autotune
-from m1clip.training.autotune import (
-    Candidate,
-    Choice,
-    Fit,
-    Measured,
-    candidates,
-    choose,
-    decide,
-    default_batch,
-    drop_contradicted,
-    fit_memory,
-)
+from m1clip.model.presets import clip_config, with_fields
+from m1clip.training import measure as measuring
+from m1clip.training.measure import Candidate, Choice, Measured, candidates, choose, drop_contradicted
 from m1clip.training.transfer import Start
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
@@ -72,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
         ]
         return Measured(tuple(found), batch, load["others"])
 
-    monkeypatch.setattr(autotune, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", measure)
     return table, calls, load
 
 
@@ -108,11 +96,11 @@ def test_choice_beside_other_programs_is_not_kept(tmp_path: Path, measured: Any)
 def test_default_of_the_hardware() -> None:
     with_bf16 = dataclasses.replace(XEON, cpu_bf16=True)
     both: list[Any] = [("cpu", "fp32"), ("cpu", "bf16")]
-    assert autotune.default_option(both, with_bf16) == ("cpu", "bf16")
-    assert autotune.default_option(both, XEON) == ("cpu", "fp32")
-    assert autotune.default_option([("cuda", "bf16"), *both], H200) == ("cuda", "bf16")
-    assert autotune.default_option([("mps", "fp32"), *both], M1) == ("mps", "fp32")
-    assert autotune.default_option([("cpu", "bf16")], XEON) == ("cpu", "bf16"), "asked for"
+    assert measuring.default_option(both, with_bf16) == ("cpu", "bf16")
+    assert measuring.default_option(both, XEON) == ("cpu", "fp32")
+    assert measuring.default_option([("cuda", "bf16"), *both], H200) == ("cuda", "bf16")
+    assert measuring.default_option([("mps", "fp32"), *both], M1) == ("mps", "fp32")
+    assert measuring.default_option([("cpu", "bf16")], XEON) == ("cpu", "bf16"), "asked for"
 
 
 def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured: Any) -> None:
@@ -153,79 +141,17 @@ def test_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) 
 def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[str] = []
     monkeypatch.setattr(Device, "reset_peak", lambda self: resets.append(self.kind) or True)
-    monkeypatch.setattr(autotune, "MAX_SECONDS", 1000.0)  # also on a busy machine
+    monkeypatch.setattr(measuring, "MAX_SECONDS", 1000.0)  # also on a busy machine
     facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
     found = choose(auto(), START, facts, 16, tmp_path)
     assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {("cpu", "fp32", ""), ("cpu", "bf16", "")}
     assert all((c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in found.candidates)
     assert resets == ["cpu"], "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())
-    monkeypatch.setattr(autotune, "gradient", lambda *_: (torch.ones(()), next(powers)))
+    monkeypatch.setattr(measuring, "gradient", lambda *_: (torch.ones(()), next(powers)))
     with pytest.raises(UserError, match="different from the CPU's"):
         choose(auto(), START, facts, 24, tmp_path)
-    monkeypatch.setattr(autotune, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "MAX_SECONDS", 0.0)
     hurried = choose(auto(), START, facts, 32, tmp_path)
     assert hurried.why == ""
-    assert (hurried.device, hurried.precision) == autotune.default_option([("cpu", "fp32"), ("cpu", "bf16")], facts)
-
-
-class Estimate:
-    """Bytes that are linear in the batch size."""
-
-    largest = autotune.MemoryEstimate.largest
-
-    def peak(self, batch: int, checkpointing: bool) -> float:
-        return 1e9 + batch * (4e6 if checkpointing else 1e7)
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "limit", "expected"),
-    [
-        (128, 0, 3e9, "batch 128 fits"),
-        (0, 0, 3e9, "batch 128 fits"),
-        (0, 0, 1e12, "batch 1024 fits"),
-        (128, 0, 2e9, "batch 128 fits with gradient checkpointing"),
-        (128, 0, 1.4e9, "batch 128 fits in micro-batches of 32"),
-        (128, 0, 1.015e9, "batch 128 fits in micro-batches of 2 with gradient checkpointing"),
-        (128, 16, 1.2e9, "batch 128 fits in micro-batches of 16"),
-        (128, 0, 0.9e9, "None"),
-        (0, 0, 0.9e9, "None"),
-    ],
-)
-def test_settings_for_a_memory_limit(batch: int, micro: int, limit: float, expected: str) -> None:
-    config = small_config({"train.batch_size": batch or "auto", "train.micro_batch": micro})
-    assert str(decide(config, 1024, limit, Estimate())) == expected  # type: ignore[arg-type]
-
-
-def test_memory_limit_is_respected_or_refused() -> None:
-    facts = read_facts()
-    host = Device("cpu", facts)
-    assert fit_memory(small_config(), START, host, "fp32", facts, 16, 100) is None
-    found = fit_memory(small_config({"train.batch_size": "auto"}), START, host, "fp32", facts, 16, 4000)
-    assert found is not None
-    assert found[0] == Fit(256, 0, False), "eight steps per epoch"
-    with pytest.raises(UserError, match=r"--memory 1MB: .* needs at least"):
-        fit_memory(small_config({"train.memory": "1MB"}), START, host, "fp32", facts, 16, 100)
-
-
-ADAPTERS = CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8))
-HEADS = Start(ADAPTERS, new_heads=True)
-WEIGHTS = {"logit_scale": torch.zeros(())}
-STARTS = {
-    "scratch": START,
-    "frozen": HEADS,
-    "finetune": Start(ADAPTERS, WEIGHTS),
-    "--init": Start(START.config, WEIGHTS),
-}
-
-
-@pytest.mark.parametrize(
-    ("images", "start", "batch"),
-    [(3, START, 3), (20, HEADS, 8), (274, HEADS, 32), (5_000, HEADS, 512), (5_000, START, 64)],
-)
-def test_default_batch_fits_the_images(images: int, start: Start, batch: int) -> None:
-    assert default_batch(start, images) == batch
-
-
-def test_default_batch_is_that_of_the_recipe() -> None:
-    assert {recipe: default_batch(start, 10**6) for recipe, start in STARTS.items()} == recipe_defaults("batch_size")
+    assert (hurried.device, hurried.precision) == measuring.default_option([("cpu", "fp32"), ("cpu", "bf16")], facts)

@@ -1,7 +1,10 @@
-"""Resolve `auto` settings: device and precision by measurement, batch sizes by predicted memory."""
+"""Measurements before a run: the fastest device and precision, the memory limit, the steps that fit in a time."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import statistics
@@ -9,47 +12,52 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from m1clip import __version__
-from m1clip.config import Config, read_recipe
+from m1clip.config import Config
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import Batch
+from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError, first_line
-from m1clip.formatting import amount, ceil_div, plural
+from m1clip.formatting import amount, ceil_div, clock, plural
 from m1clip.hardware import choices
 from m1clip.hardware.choices import Rounds, time_rounds
-from m1clip.hardware.device import (
-    Device,
-    Kind,
-    Precision,
-    available,
-    choose_device,
-    choose_precision,
-    default_precision,
-    rules,
-    threads,
-)
+from m1clip.hardware.device import Device, Kind, Precision, available, default_precision, rules
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
-from m1clip.hardware.timing import Load
+from m1clip.hardware.timing import Load, timing
 from m1clip.model.clip import CLIP, count_parameters
-from m1clip.training.memory import MemoryEstimate, power_of_two, process_bytes, random_batch
+from m1clip.training.duration import (
+    EVALUATIONS,
+    MAX_EVALUATION_FRACTION,
+    MIN_TRAINING_FRACTION,
+    Costs,
+    Segment,
+    StepPlan,
+    TimeBudget,
+    planned_steps,
+)
+from m1clip.training.memory import process_bytes, random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
 from m1clip.training.step import TrainStep
-from m1clip.training.transfer import Start
+from m1clip.training.transfer import WISE_FT_GRID, Start
+from m1clip.training.validation import encode
+
+if TYPE_CHECKING:
+    from m1clip.training.setup import Setup
 
 MAX_SECONDS = 30.0  # for measuring all candidates
 MINUTES_FRACTION = 0.05  # of --minutes, at most
+WARMUP_STEPS, TIMED_STEPS = 2, 5  # of a calibration
+CALIBRATION_FRACTION = 0.05  # of the time, at most, unless one step takes longer
+FEW_STEPS = 10  # a shorter run learns little
+SAMPLE_IMAGES = 64  # of the validation split, to time an evaluation
 BYTES_PER_NUMBER = 4  # of a float32
 MAX_MEMORY_FRACTION = 0.5  # of all memory that measuring may need
 PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
 SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
-MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
-MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
-SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 
 
 @dataclass(frozen=True)
@@ -311,90 +319,88 @@ def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
     )
 
 
-def choose_hardware(
-    config: Config, start: Start, facts: Facts, text_tokens: int, say: Callable[[str], None], record: dict[str, Any]
-) -> tuple[Device, Precision]:
-    """Choose device and precision, by measurement where they are `auto`; prints and records the reasons."""
-    torch.set_num_threads(threads(config.train.threads, facts))
-    if not candidates(config.train.device, config.train.precision, facts):
-        choose_precision(config.train.precision, choose_device(config.train.device, facts), facts)  # raises
-    found = choose(config, start, facts, text_tokens)
-    if found.candidates:
-        record["hardware"] = dataclasses.asdict(found)
-    device = Device(found.device, facts)
-    name = facts.cuda if device.kind == "cuda" else facts.cpu
-    cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""
-    if device.kind == "mlx":
-        cores = f", mlx {facts.mlx}" + ("" if device.has_gpu else " without a GPU: its build for the CPU, for tests")
-    why = f" ({found.why})" if found.why else ""
-    say(f"device     {device.kind}: {name}{cores}, {found.precision}{why}")
-    return device, found.precision
-
-
-def largest_batch(images: int) -> int:
-    """The largest batch size for this many images: an epoch has several steps, unless the batch would be too small."""
-    return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS_PER_EPOCH)))
-
-
-def default_batch(start: Start, images: int) -> int:
-    """The batch size of the recipe, or a smaller one for few images."""
-    if start.new_heads:
-        recipe = read_recipe("frozen")
-    elif start.weights:
-        recipe = read_recipe("finetune", clip=start.config.image_head.kind == "projection")
-    else:
-        recipe = read_recipe("scratch")
-    return min(recipe.batch_size, largest_batch(images))
+def memory_limit(config: Config, device: Device, facts: Facts) -> float:
+    """Bytes that a run may use: --memory, or most of the free memory."""
+    if config.train.memory:
+        return amount(config.train.memory, "B", "--memory")
+    used = process_bytes(facts) if device.kind == "cpu" else 0
+    return SAFE * device.free_bytes() + used
 
 
 @dataclass(frozen=True)
-class Fit:
-    batch_size: int
-    micro_batch: int
-    grad_checkpointing: bool
+class Calibration:
+    """Steps and evaluations that fit in a time, and the cost of what is not a step."""
 
-    def __str__(self) -> str:
-        how = [f"in micro-batches of {self.micro_batch}"] if self.micro_batch else []
-        how += ["with gradient checkpointing"] if self.grad_checkpointing else []
-        return " ".join([f"batch {self.batch_size} fits", *how])
+    steps: int
+    evaluations: int
+    costs: Costs
 
 
-def fit_memory(
-    config: Config, start: Start, device: Device, precision: Precision, facts: Facts, text_tokens: int, images: int
-) -> tuple[Fit, float] | None:
-    """Settings that fit in memory, and the limit; None if the batch size is given and there is no limit."""
-    train, on_cpu = config.train, device.kind == "cpu"
-    if train.batch_size_or(0) and not train.memory:
-        return None
-    used = process_bytes(facts) if on_cpu else 0
-    limit = amount(train.memory, "B", "--memory") if train.memory else SAFE * device.free_bytes() + used
-    data = images * start.config.image_size**2 * 3 if on_cpu and start.trainable.image else 0
-    estimate = MemoryEstimate(config, start, facts, device, precision, text_tokens, data)
-    fit = decide(config, max(2, min(MAX_AUTO_BATCH, largest_batch(images))), limit, estimate)
-    if fit is None:
-        where = f"--memory {train.memory}" if train.memory else "memory of this machine"
-        raise UserError(
-            f"{where}: {config.model.name} needs at least {estimate.peak(2, True) / 1e9:.1f} GB, "
-            f"more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
+def calibrate(setup: Setup, budget: TimeBudget, warn: Callable[[str], None]) -> Calibration:
+    """The number of steps that fit in the time, from a few steps and a part of an evaluation of a temporary model.
+
+    This is a first estimate: the run compares it with the clock and corrects it.
+    """
+    least = MIN_TRAINING_FRACTION * budget.seconds
+    if budget.left < least:
+        warn(
+            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of --minutes: training "
+            f"for {least:.0f} s more; what is cached now is not prepared again in the next run"
         )
-    return fit, limit
+        budget.exclude(least - budget.left)
+    train_step = setup.make_step()
+    step_seconds = _step_seconds(setup, train_step, budget)
+    evaluation_seconds = _evaluation_seconds(setup, train_step) if "val" in setup.splits else 0.0
+    train_step.reset_graph()
+    del train_step  # it is part of a reference cycle
+    gc.collect()
+    setup.device.release()
+    costs = Costs(evaluation_seconds / step_seconds)
+    costs.closing = closing_evaluations(setup) * costs.evaluation
+    train = setup.config.train
+    evaluations = train.evaluations or 0
+    if not evaluations:
+        affordable = int(MAX_EVALUATION_FRACTION * budget.left / max(evaluation_seconds, 1e-9)) - 1
+        evaluations = max(1, min(EVALUATIONS, affordable))
+    empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
+    steps = planned_steps(empty, 0, budget.left, step_seconds, costs)
+    if steps < FEW_STEPS:
+        warn(
+            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of {step_seconds:.1f} s each, too few "
+            f"to learn much; use more --minutes, a smaller --batch-size or a smaller --model"
+        )
+    return Calibration(steps, evaluations, costs)
 
 
-def decide(config: Config, most: int, limit: float, estimate: MemoryEstimate) -> Fit | None:
-    """What fits: the configured settings, else with gradient checkpointing, else in micro-batches, else with both."""
-    batch = config.train.batch_size_or(0)
-    micro = config.train.micro_batch
-    configured = config.model.grad_checkpointing
-    if not batch:
-        batch = estimate.largest(limit, most, configured)
-        if batch:
-            return Fit(batch, micro if micro <= batch else 0, configured)
-        batch = 2
-    for checkpointing in (configured, True):
-        if estimate.peak(micro or batch, checkpointing) <= limit:
-            return Fit(batch, micro, checkpointing)
-    for checkpointing in (configured, True):
-        micro = estimate.largest(limit, batch, checkpointing)
-        if micro:
-            return Fit(batch, micro, checkpointing)
-    return None
+def closing_evaluations(setup: Setup) -> float:
+    """What follows the last step, in evaluations of the validation split: the test split, and WiSE-FT's choice."""
+    if "val" not in setup.splits:
+        return 0.0
+    test = len(setup.splits["test"].samples) if "test" in setup.splits else len(setup.splits["val"].samples)
+    wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(setup.config.transfer.wise_ft, 1)
+    return test / max(len(setup.splits["val"].samples), 1) + wise_ft
+
+
+def _step_seconds(setup: Setup, train_step: TrainStep, budget: TimeBudget) -> float:
+    """Median seconds of a few steps, after some that warm up; within a small part of the time if one step is."""
+    # A compiled model recompiles for each shape, so its first steps are not representative.
+    least = WARMUP_STEPS + 1 if setup.config.model.compile else 1
+    limit = CALIBRATION_FRACTION * budget.left
+    begin = time.perf_counter()
+    taken: list[float] = []
+    for step, batch in enumerate(batches(setup.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)):
+        start = time.perf_counter()
+        if any(setup.ranks.agree(step >= least and start + taken[-1] - begin > limit)):
+            break
+        train_step(batch, step)
+        setup.device.synchronize()
+        taken.append(time.perf_counter() - start)
+    return timing(taken[WARMUP_STEPS:] or taken[-1:]).median
+
+
+def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
+    images = len(setup.splits["val"].samples)
+    sample = min(images, SAMPLE_IMAGES)
+    start = time.perf_counter()
+    encode(setup, setup.complete_model(train_step), "val", sample)
+    return (time.perf_counter() - start) * images / sample

@@ -1,0 +1,430 @@
+"""Decide a run: from what the user wrote, the data and the machine to a RunSpec.
+
+`resolve` is the only place where a run is decided. It is a pure function: what must be measured or read enters as
+functions (`Measurements`), so the same answers give the same spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from m1clip.config import Config, TransferConfig, read_recipe
+from m1clip.data.augment import Augmentation
+from m1clip.data.loader import BatchPlan
+from m1clip.data.prepare import choose_augmentation, is_synthetic
+from m1clip.errors import UserError
+from m1clip.formatting import plural
+from m1clip.hardware.device import choose_device, rules
+from m1clip.hardware.facts import Facts
+from m1clip.model.presets import CLIPConfig, model_config
+from m1clip.model.pretrained import remedy
+from m1clip.training.duration import EVALUATIONS
+from m1clip.training.measure import Choice
+from m1clip.training.memory import power_of_two
+from m1clip.training.schedule import warmup_steps
+from m1clip.training.spec import Origin, RunSpec, Settings, setting
+from m1clip.training.transfer import BOTH, Trainable
+
+TEXT_CONTRAST = 0.5  # docs/recipe.md
+MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
+MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
+MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
+SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
+# These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
+LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
+ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
+FEW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
+# Options of fine-tuning, and of pretrained towers with new heads.
+FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text")
+TOWER_OPTIONS = ("image_tower", "text_tower", "download")
+# Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
+SCRATCH_OPTIONS = (
+    *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),
+    "tokenizer",
+)
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a run's decisions need to know of its data."""
+
+    images: int  # of the training split, as listed; some may be unreadable
+    streamed: bool = False
+    median_captions: int = 1  # per image
+    fewest_captions: int = 1  # of any image
+    mentions_sides: bool = False  # whether many captions mention left and right
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """What a run's decisions need to know of the model that it starts from."""
+
+    shape: CLIPConfig
+    trainable: Trainable = BOTH
+    is_pretrained: bool = False  # has weights, of the towers at least
+    new_heads: bool = False
+    char_tokens: bool = False  # whether a token is a character
+
+
+class MemoryModel(Protocol):
+    """Predicts the memory of a step."""
+
+    def peak(self, batch: int, checkpointing: bool) -> float:
+        """Bytes of a step."""
+        ...
+
+    def largest(self, limit: float, most: int, checkpointing: bool) -> int:
+        """The largest power of two that fits; 0 if none does."""
+        ...
+
+
+class MemoryFacts(NamedTuple):
+    limit: float  # bytes that a run may use
+    steps: MemoryModel
+
+
+class Length(NamedTuple):
+    """Number of steps, and the number of evaluations unless configured."""
+
+    steps: int
+    evaluations: int = EVALUATIONS
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What is read or measured for a run; each function gets the settings that are decided so far."""
+
+    initial_model: Callable[[Config], InitialModel]
+    fastest: Callable[[Config], Choice]  # device and precision
+    memory: Callable[[Config], MemoryFacts]
+    fits_one_gpu: Callable[[Config, int], bool]  # whether so many rows of a batch train without FSDP
+    readable_images: Callable[[Config], int]  # of the training split
+    steps_in_time: Callable[[Config], Length]  # of --minutes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as far as decisions need it."""
+
+    facts: Facts
+    measure: Measurements
+    ranks: int = 1
+    is_installed: Callable[[str], bool] = lambda tower: False  # a pretrained tower
+    has_gpu: Callable[[str], bool] = lambda kind: True  # a build of MLX may have none
+    check_compile: Callable[[str], None] = lambda kind: None  # raises UserError if torch.compile cannot work
+
+
+class Draft:
+    """The settings while they are decided, and who chose them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.config = settings.config
+        self.chosen_by: dict[str, Origin] = dict(settings.chosen_by)
+
+    def decide(self, origin: Origin, **values: Any) -> None:
+        """Set values; one that stays the same keeps its origin."""
+        changed = [name for name, value in values.items() if setting(self.config, name) != value]
+        self.chosen_by |= dict.fromkeys(changed, origin)
+        self.config = self.config.changed(**values)
+
+
+def resolve(settings: Settings, dataset: Dataset, machine: Machine, tell: Tell = lambda line: None) -> RunSpec:
+    """Decide every value of a run, or raise UserError; `tell` gets what will happen and why, as it is decided."""
+    settings = with_recipe(settings, lambda: dataset, machine.is_installed, tell)
+    check_transfer(settings.config.transfer)
+    draft = Draft(settings)
+    measured: dict[str, Any] = {}
+    _decide_recipe(draft)
+    model = machine.measure.initial_model(draft.config)
+    _check_model(draft.config, model, dataset)
+    _decide_batch(draft, dataset, model)
+    _decide_device(draft, machine, measured, tell)
+    _decide_memory(draft, dataset, machine, measured, tell)
+    _decide_data(draft, dataset, model, machine.facts)
+    _decide_shape(draft, model)
+    images = machine.measure.readable_images(draft.config)
+    _limit_batch(draft, settings.config, images)
+    _decide_fsdp(draft, machine)
+    _decide_length(draft, images, machine)
+    return RunSpec(draft.config, draft.chosen_by, measured)
+
+
+def with_recipe(
+    settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool], tell: Tell
+) -> Settings:
+    """The settings with a recipe in place of `auto`; its values are below those of the user."""
+    transfer = settings.config.transfer
+    if transfer.recipe != "auto" or transfer.init is not None:  # a trained model is fine-tuned
+        return settings
+    recipe, reason = choose_recipe(settings, dataset, is_installed)
+    others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
+    tell(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
+    decided = settings.changed(recipe=recipe)
+    decided.chosen_by["recipe"] = "rule"
+    return decided
+
+
+def choose_recipe(
+    settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool]
+) -> tuple[str, str]:
+    """(recipe, reason): by the options that the user gave, else by the data, the installed towers and the time."""
+    config = settings.config
+    for recipe, names, reason in (
+        ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
+        ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
+        ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),
+    ):
+        if option := next((name for name in names if name in settings.given), None):
+            return recipe, f"--{option.replace('_', '-')} {reason}"
+    if is_synthetic(config.data):
+        return "scratch", "random weights, because pretrained towers were trained on photographs"
+    data = dataset()
+    if data.streamed:
+        return "scratch", "random weights, because the shards are streamed"
+    if data.images >= FEW_IMAGES:
+        return "scratch", f"random weights, because {data.images:,} images are enough"
+    if not (is_installed(config.transfer.image_tower) and is_installed(config.transfer.text_tower)):
+        fix = remedy(config.transfer.image_tower)
+        return "scratch", f"random weights; {fix} would give about twice the recall on photographs"
+    minutes = config.train.minutes or 0
+    if minutes >= LONG_MINUTES and data.images >= ENOUGH_TO_FINETUNE:
+        enough = f"{minutes:g} minutes and {data.images:,} images are enough"
+        return "finetune", f"pretrained towers, also trained: {enough}"
+    return "frozen", f"pretrained towers, because {data.images:,} images are too few to train from random weights"
+
+
+def check_transfer(transfer: TransferConfig) -> None:
+    """Reject options that do not apply to the recipe."""
+    default = TransferConfig()
+    tuned = transfer.init is not None
+    recipe = "--init" if tuned else f"--recipe {transfer.recipe}"
+    applicable = [
+        (FINETUNE_OPTIONS, tuned or transfer.recipe == "finetune", "--init or --recipe finetune"),
+        (TOWER_OPTIONS, not tuned and transfer.recipe != "scratch", "--recipe frozen or finetune"),
+    ]
+    for names, allowed, where in applicable:
+        for name in names:
+            if not allowed and getattr(transfer, name) != getattr(default, name):
+                raise UserError(f"--{name.replace('_', '-')} works with {where}, not with {recipe}")
+
+
+def _decide_recipe(draft: Draft) -> None:
+    """A run from a trained model is fine-tuning; without one, fine-tuning has a first stage."""
+    transfer = draft.config.transfer
+    if transfer.init is not None:
+        draft.decide("rule", recipe="finetune")
+    elif transfer.recipe == "finetune":
+        raise UserError("--recipe finetune has two stages, each with its own settings: use m1clip.train")
+
+
+def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
+    if dataset.streamed and not (all(model.trainable) and config.transfer.teacher is None):
+        raise UserError(
+            f"{', '.join(config.data.source)}: shards that are streamed train both towers; --recipe frozen and "
+            f"--teacher cache features of all images: use --recipe scratch, --init with a trained model, or smaller "
+            f"local shards"
+        )
+
+
+def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
+    """Captions per step, and the default batch size; `auto` stays until memory is known."""
+    captions = draft.config.data.captions_per_step or max(1, min(dataset.median_captions, MAX_CAPTIONS))
+    draft.decide("rule", captions_per_step=captions)
+    if draft.config.train.batch_size is None:
+        batch = default_batch(model, dataset.images)
+        micro_batch = draft.config.train.micro_batch
+        draft.decide("rule", batch_size=batch, micro_batch=micro_batch if micro_batch < batch else 0)
+
+
+def largest_batch(images: int) -> int:
+    """The largest batch size for this many images: an epoch has several steps, unless the batch would be too small."""
+    return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS_PER_EPOCH)))
+
+
+def default_batch(model: InitialModel, images: int) -> int:
+    """The batch size of the recipe, or a smaller one for few images."""
+    if model.new_heads:
+        recipe = read_recipe("frozen")
+    elif model.is_pretrained:
+        recipe = read_recipe("finetune", clip=model.shape.image_head.kind == "projection")
+    else:
+        recipe = read_recipe("scratch")
+    return min(recipe.batch_size, largest_batch(images))
+
+
+def _decide_device(draft: Draft, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
+    choice = machine.measure.fastest(draft.config)
+    origin: Origin = "rule"
+    if choice.candidates:
+        origin = "measurement"
+        measured["hardware"] = dataclasses.asdict(choice)
+    draft.decide(origin, device=choice.device, precision=choice.precision)
+    tell(describe_device(draft.config, machine, choice.why))
+    if draft.config.model.compile:
+        machine.check_compile(choice.device)
+
+
+def describe_device(config: Config, machine: Machine, why: str = "") -> str:
+    """One line about the device, the precision and why they were chosen."""
+    kind = config.train.device
+    facts = machine.facts
+    name = facts.cuda if kind == "cuda" else facts.cpu
+    more = ""
+    if kind == "cpu":
+        more = f", {plural(config.train.threads or facts.performance_cores, 'thread')}"
+    elif kind == "mlx":
+        more = f", mlx {facts.mlx}"
+        more += "" if machine.has_gpu(kind) else " without a GPU: its build for the CPU, for tests"
+    return f"device     {kind}: {name}{more}, {config.train.precision}" + (f" ({why})" if why else "")
+
+
+@dataclass(frozen=True)
+class Fit:
+    batch_size: int
+    micro_batch: int
+    grad_checkpointing: bool
+
+    def __str__(self) -> str:
+        how = [f"in micro-batches of {self.micro_batch}"] if self.micro_batch else []
+        how += ["with gradient checkpointing"] if self.grad_checkpointing else []
+        return " ".join([f"batch {self.batch_size} fits", *how])
+
+
+def _decide_memory(draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
+    """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be chosen."""
+    train = draft.config.train
+    if train.batch_size_or(0) and not train.memory:
+        return
+    limit, steps = machine.measure.memory(draft.config)
+    images = 0 if dataset.streamed else dataset.images
+    fit = fit_memory(draft.config, max(2, min(MAX_AUTO_BATCH, largest_batch(images))), limit, steps)
+    if fit is None:
+        where = f"--memory {train.memory}" if train.memory else "memory of this machine"
+        raise UserError(
+            f"{where}: {draft.config.model.name} needs at least {steps.peak(2, True) / 1e9:.1f} GB, "
+            f"more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
+        )
+    tell(f"memory     {fit}, within {limit / 1e9:.1f} GB")
+    measured["memory"] = dataclasses.asdict(fit)
+    draft.decide("measurement", **measured["memory"])
+
+
+def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> Fit | None:
+    """What fits: the configured settings, else with gradient checkpointing, else in micro-batches, else with both."""
+    batch = config.train.batch_size_or(0)
+    micro_batch = config.train.micro_batch
+    configured = config.model.grad_checkpointing
+    if not batch:
+        batch = steps.largest(limit, most, configured)
+        if batch:
+            return Fit(batch, micro_batch if micro_batch <= batch else 0, configured)
+        batch = 2
+    for checkpointing in (configured, True):
+        if steps.peak(micro_batch or batch, checkpointing) <= limit:
+            return Fit(batch, micro_batch, checkpointing)
+    for checkpointing in (configured, True):
+        micro_batch = steps.largest(limit, batch, checkpointing)
+        if micro_batch:
+            return Fit(batch, micro_batch, checkpointing)
+    return None
+
+
+def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: Facts) -> None:
+    """Augmentation, captions per step as the device needs them, and the loss between captions."""
+    augmentation = augmentation_for(draft.config, dataset.mentions_sides, model)
+    draft.decide("rule", **dataclasses.asdict(augmentation))
+    captions = draft.config.data.captions_per_step or 1
+    device = choose_device(draft.config.train.device, facts)
+    if rules(device, facts).fixed_shapes:  # images with fewer captions would change the batch shape
+        captions = min(captions, dataset.fewest_captions)
+    contrast = draft.config.train.text_contrast
+    if contrast is None:
+        contrast = TEXT_CONTRAST if captions > 1 and not model.is_pretrained else 0.0
+    draft.decide("rule", captions_per_step=captions, text_contrast=contrast)
+
+
+def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) -> Augmentation:
+    """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
+    image = model.shape.image_tower
+    has_patches = bool(image.patches)  # third-party towers do not support patch dropout
+    keep_patches = model.is_pretrained or not has_patches or getattr(image, "stem", "") == "conv"
+    keep_words = model.is_pretrained or model.shape.text_tower.kind != "transformer" or model.char_tokens
+    usual = choose_augmentation(config.data, mentions_sides, keep_patches, keep_words)
+    word_dropout = usual.word_dropout if model.trainable.text else 0.0
+    if not model.trainable.image:
+        return Augmentation(word_dropout=word_dropout)
+    patch_dropout = usual.patch_dropout if has_patches else 0.0
+    return dataclasses.replace(usual, patch_dropout=patch_dropout, word_dropout=word_dropout)
+
+
+def _decide_shape(draft: Draft, model: InitialModel) -> None:
+    """Write the sizes of the model into the settings."""
+    values = dataclasses.asdict(model_config(draft.config.model, model.shape))
+    values["model"] = values.pop("name")
+    draft.decide("rule", **values)
+
+
+def _limit_batch(draft: Draft, settings: Config, images: int) -> None:
+    """Unless the user gave the batch size, it is small enough for the readable images."""
+    if images < 2:
+        raise UserError(
+            f"only {plural(images, 'training image')} can be read, and contrastive training needs at least 2; "
+            f"m1clip data lint shows why"
+        )
+    batch = draft.config.train.batch_size_or(0)
+    if not settings.train.batch_size_or(0):
+        batch = min(batch, largest_batch(images))
+    draft.decide("rule", batch_size=batch, micro_batch=min(draft.config.train.micro_batch, batch))
+    BatchPlan(images, batch, draft.config.seed)  # raises if the images do not fill a batch
+
+
+def _decide_fsdp(draft: Draft, machine: Machine) -> None:
+    """Whether to shard weights among the ranks: on or off; UserError if that is requested, but not possible."""
+    config = draft.config
+    batch = config.train.batch_size_or(0)
+    if machine.ranks > batch:
+        raise UserError(f"--batch-size {batch} is less than one image for each of {machine.ranks} ranks")
+    requested = config.train.fsdp
+    excluded = {"--compile": config.model.compile, "--precision fp16": config.train.precision == "fp16"}
+    unsupported = next((name for name, given in excluded.items() if given), None)
+    if machine.ranks > 1 and requested == "on" and unsupported:
+        raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
+    if requested != "auto":
+        return
+    shard = False
+    if machine.ranks > 1 and config.train.device == "cuda" and not unsupported:
+        rows = config.train.micro_batch or -(-batch // machine.ranks)
+        shard = not machine.measure.fits_one_gpu(config, rows)
+    draft.decide("measurement" if shard else "rule", fsdp="on" if shard else "off")
+
+
+def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
+    """Convert the duration to steps, and decide the number of evaluations."""
+    train = draft.config.train
+    origin: Origin = "rule"
+    if train.steps is not None:
+        length = Length(train.steps)
+    elif train.minutes is not None:
+        origin = "measurement"
+        length = machine.measure.steps_in_time(draft.config)
+    else:
+        length = _steps_of_epochs(train.epochs, images // train.batch_size_or(1))
+    warmup_steps(draft.config.optim.warmup, length.steps)  # raises if the run would never leave warmup
+    if train.eval_every is None and train.evaluations is None:
+        draft.decide(origin, evaluations=length.evaluations)
+    draft.decide(origin, steps=length.steps, minutes=None, epochs=None)
+    for name in ("minutes", "epochs"):
+        draft.chosen_by.pop(name, None)
+
+
+def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:
+    if epochs is None:  # of settings made in Python, to which no recipe adds its own
+        epochs = read_recipe("scratch").settings["train"]["epochs"]
+    steps = round(epochs * steps_per_epoch)
+    if steps < 1:
+        raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")
+    return Length(steps)

@@ -1,0 +1,368 @@
+"""Deciding a run: the recipe, batch sizes, augmentation; a pure function of settings, data and machine."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import H200, M1, M4, TURING, XEON
+from small_run import small_config
+
+from m1clip.config import NAMES, Config, DataConfig, from_dict, recipe_defaults
+from m1clip.data.augment import Augmentation
+from m1clip.errors import UserError
+from m1clip.hardware.facts import Facts
+from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
+from m1clip.training.measure import Candidate, Choice, candidates
+from m1clip.training.memory import MemoryEstimate
+from m1clip.training.resolve import (
+    Dataset,
+    InitialModel,
+    Length,
+    Machine,
+    Measurements,
+    MemoryFacts,
+    augmentation_for,
+    choose_recipe,
+    default_batch,
+    fit_memory,
+    resolve,
+)
+from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_origins, read_spec, setting, undecided
+from m1clip.training.transfer import Trainable
+
+
+@pytest.mark.parametrize(
+    ("images", "minutes", "installed", "recipe", "reason"),
+    [
+        (500, None, True, "frozen", "500 images are too few"),
+        (500, 60, True, "frozen", "500 images are too few"),
+        (5_000, 5, True, "frozen", "5,000 images are too few"),
+        (5_000, 30, True, "finetune", "30 minutes and 5,000 images are enough"),
+        (5_000, 30, False, "scratch", "pip install 'm1clip[towers]' would give about twice the recall"),
+        (2_000_000, 30, True, "scratch", "2,000,000 images are enough"),
+    ],
+)
+def test_recipe_auto_choice(images: int, minutes: float | None, installed: bool, recipe: str, reason: str) -> None:
+    settings = Settings({"data": ("photos",), "minutes": minutes})
+    found, why = choose_recipe(settings, lambda: Dataset(images), lambda tower: installed)
+    assert found == recipe
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("option", "recipe"),
+    [
+        ({"model": "small"}, "scratch"),
+        ({"vision_width": 64}, "scratch"),
+        ({"tokenizer": "char"}, "scratch"),
+        ({"unfreeze_text": 2}, "finetune"),
+        ({"text_tower": "x"}, "frozen"),
+        ({}, "scratch"),  # synthetic images
+    ],
+)
+def test_options_decide_the_recipe_before_the_data_is_opened(option: dict[str, Any], recipe: str) -> None:
+    opened: Any = lambda: pytest.fail("the data was opened")  # noqa: E731
+    assert choose_recipe(Settings(option), opened, lambda tower: True)[0] == recipe
+
+
+BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
+PRETRAINED = CLIPConfig(
+    image_tower=PretrainedImageConfig(),
+    text_tower=PretrainedTextConfig(),
+    image_head=HeadConfig(kind="adapter", hidden=8),
+)
+VIT = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig())
+CONV = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig(stem="conv"))
+OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
+
+
+def augmented(trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any) -> Augmentation:
+    model = InitialModel(config, trainable, new_heads=True, char_tokens=letters)
+    settings = Config(data=DataConfig(source=("photos",), **given))
+    return augmentation_for(settings, False, model)
+
+
+@pytest.mark.parametrize(
+    ("found", "patches", "words"),
+    [
+        (augmented(BOTH, PRETRAINED), 0.0, 0.0),
+        (augmented(BOTH, VIT), 0.5, 0.0),
+        (augmented(BOTH, CONV), 0.0, 0.0),
+        (augmented(BOTH, CONV, patch_dropout=0.4), 0.4, 0.0),
+        (augmented(BOTH, OWN_TEXT), 0.0, 0.3),
+        (augmented(BOTH, OWN_TEXT, letters=True), 0.0, 0.0),
+        (augmented(BOTH, PRETRAINED, word_dropout=0.2), 0.0, 0.2),
+        (augmented(IMAGE, OWN_TEXT), 0.0, 0.0),
+    ],
+)
+def test_augmentation_by_tower(found: Augmentation, patches: float, words: float) -> None:
+    assert (found.patch_dropout, found.word_dropout) == (patches, words)
+    assert (found.crop_min, found.flip) == (0.6, 0.5)
+
+
+def test_augmentation_with_a_frozen_image_tower() -> None:
+    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
+    assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)
+
+
+class Estimate:
+    """Bytes that are linear in the batch size."""
+
+    largest: Any = MemoryEstimate.largest
+
+    def peak(self, batch: int, checkpointing: bool) -> float:
+        return 1e9 + batch * (4e6 if checkpointing else 1e7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "limit", "expected"),
+    [
+        (128, 0, 3e9, "batch 128 fits"),
+        (0, 0, 3e9, "batch 128 fits"),
+        (0, 0, 1e12, "batch 1024 fits"),
+        (128, 0, 2e9, "batch 128 fits with gradient checkpointing"),
+        (128, 0, 1.4e9, "batch 128 fits in micro-batches of 32"),
+        (128, 0, 1.015e9, "batch 128 fits in micro-batches of 2 with gradient checkpointing"),
+        (128, 16, 1.2e9, "batch 128 fits in micro-batches of 16"),
+        (128, 0, 0.9e9, "None"),
+        (0, 0, 0.9e9, "None"),
+    ],
+)
+def test_settings_for_a_memory_limit(batch: int, micro: int, limit: float, expected: str) -> None:
+    config = small_config({"train.batch_size": batch or "auto", "train.micro_batch": micro})
+    assert str(fit_memory(config, 1024, limit, Estimate())) == expected
+
+
+OWN = InitialModel(CLIPConfig())
+ADAPTERS = CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8))
+HEADS = InitialModel(ADAPTERS, new_heads=True)
+MODELS = {
+    "scratch": OWN,
+    "frozen": HEADS,
+    "finetune": InitialModel(ADAPTERS, is_pretrained=True),
+    "--init": InitialModel(CLIPConfig(), is_pretrained=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("images", "model", "batch"), [(3, OWN, 3), (20, HEADS, 8), (274, HEADS, 32), (5_000, HEADS, 512), (5_000, OWN, 64)]
+)
+def test_default_batch_fits_the_images(images: int, model: InitialModel, batch: int) -> None:
+    assert default_batch(model, images) == batch
+
+
+def test_default_batch_is_that_of_the_recipe() -> None:
+    assert {recipe: default_batch(model, 10**6) for recipe, model in MODELS.items()} == recipe_defaults("batch_size")
+
+
+def machine(
+    facts: Facts = XEON, ranks: int = 1, unreadable: int = 0, images: int = 1000, limit: float = 8e9
+) -> Machine:
+    """A machine that answers without measuring: the first device is the fastest."""
+
+    def initial_model(config: Config) -> InitialModel:
+        if config.transfer.recipe == "frozen":
+            return InitialModel(PRETRAINED, Trainable(False, False), is_pretrained=True, new_heads=True)
+        is_pretrained = config.transfer.init is not None
+        trainable = Trainable(config.transfer.unfreeze_image != 0, config.transfer.unfreeze_text != 0)
+        return InitialModel(CLIPConfig(), trainable, is_pretrained, char_tokens=config.model.tokenizer == "char")
+
+    def fastest(config: Config) -> Choice:
+        options = candidates(config.train.device, config.train.precision, facts)
+        if not options:
+            raise UserError("no such device")
+        measured = tuple(Candidate(*option, seconds=(1.0,)) for option in options)
+        return Choice(*options[0], candidates=measured if len(options) > 1 else ())
+
+    measurements = Measurements(
+        initial_model=initial_model,
+        fastest=fastest,
+        memory=lambda config: MemoryFacts(limit, Estimate()),
+        fits_one_gpu=lambda config, rows: rows < 100,
+        readable_images=lambda config: images - unreadable,
+        steps_in_time=lambda config: Length(int(100 * (config.train.minutes or 0)) + 1, 3),
+    )
+    return Machine(facts, measurements, ranks, is_installed=lambda tower: True)
+
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "data": st.sampled_from([("synthetic",), ("photos",)]),
+        "recipe": st.sampled_from(["auto", "scratch", "frozen", "finetune"]),
+        "init": st.sampled_from([None, "runs/x"]),
+        "unfreeze_image": st.sampled_from([-1, 0, 1]),
+        "batch_size": st.sampled_from([None, "auto", 2, 7, 64, 4096]),
+        "micro_batch": st.sampled_from([0, 2, 16]),
+        "memory": st.sampled_from([None, "1MB", "2GB", "64GB"]),
+        "captions_per_step": st.sampled_from([None, 1, 3]),
+        "text_contrast": st.sampled_from([None, 0.0, 0.3]),
+        "device": st.sampled_from(["auto", "cpu", "mps", "cuda"]),
+        "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+        "fsdp": st.sampled_from(["auto", "on", "off"]),
+        "loss": st.sampled_from(["infonce", "sigmoid", "multi"]),
+        "duration": st.sampled_from([("minutes", 0.01), ("minutes", 30.0), ("epochs", 0.001), ("steps", 500)]),
+        "often": st.sampled_from([("eval_every", 0), ("eval_every", 10), ("evaluations", 2)]),
+        "warmup": st.sampled_from([0.1, 100.0]),
+        "flip": st.sampled_from([None, 0.0, 0.5]),
+        "tokenizer": st.sampled_from(["char", "bpe"]),
+        "patience": st.sampled_from([0, 3]),
+        "seed": st.integers(0, 9),
+    },
+).map(lambda options: dict(options.pop(name, ("seed", 3)) for name in ("duration", "often")) | options)
+DATASETS = st.builds(
+    Dataset,
+    images=st.sampled_from([2, 20, 1000, 5_000, 2_000_000]),
+    streamed=st.booleans(),
+    median_captions=st.integers(1, 9),
+    fewest_captions=st.integers(1, 3),
+    mentions_sides=st.booleans(),
+)
+MACHINES = st.tuples(st.sampled_from([XEON, M1, M4, TURING, H200]), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1]))
+
+
+def decide(options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]) -> RunSpec | str:
+    """The spec, or the error line."""
+    facts, ranks, unreadable = where
+    try:
+        return resolve(Settings(options), dataset, machine(facts, ranks, unreadable, dataset.images))
+    except UserError as error:
+        return str(error)
+
+
+@given(options=OPTIONS, dataset=DATASETS, where=MACHINES)
+def test_any_settings_give_a_final_spec_or_one_line(
+    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+) -> None:
+    spec = decide(options, dataset, where)
+    assert decide(options, dataset, where) == spec, "the same input gives the same spec"
+    if isinstance(spec, str):
+        assert spec
+        assert "\n" not in spec
+        return
+    assert undecided(spec.config) == []
+    train = spec.config.train
+    assert 2 <= train.batch_size_or(0) <= dataset.images
+    assert train.micro_batch <= train.batch_size_or(0)
+    assert train.fsdp in ("on", "off")
+    assert spec.config.transfer.recipe != "auto"
+    for name, value in options.items():
+        if value is not None and spec.chosen_by.get(name) == "user":
+            assert setting(spec.config, name) == value
+    for name in NAMES:
+        if setting(spec.config, name) != setting(Config(), name):
+            assert name in spec.chosen_by, f"nobody chose {name}"
+
+
+@given(options=OPTIONS, dataset=DATASETS, where=MACHINES)
+def test_spec_is_read_back_from_toml_and_resolves_to_itself(
+    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+) -> None:
+    spec = decide(options, dataset, where)
+    if isinstance(spec, str):
+        return
+    values = tomllib.loads(spec.to_toml())
+    assert RunSpec(from_dict(values, "config.toml"), read_origins(values, "config.toml")) == spec
+    facts, ranks, unreadable = where
+    again = resolve(spec.as_settings(), dataset, machine(facts, ranks, unreadable, dataset.images))
+    assert again == spec
+
+
+def test_origin_of_values(tmp_path: Path) -> None:
+    options = {"data": ("photos",), "recipe": "frozen", "epochs": 2, "learning_rate": 1e-5}
+    spec = resolve(Settings(options), Dataset(5_000, median_captions=3), machine(images=5_000))
+    chosen = spec.chosen_by
+    expected = {
+        "data": "user",
+        "recipe": "user",
+        "lr": "user",
+        "optimizer": "recipe",
+        "batch_size": "rule",
+        "captions_per_step": "rule",
+        "steps": "rule",
+        "device": "measurement",
+    }
+    assert {name: chosen.get(name) for name in expected} == expected
+    assert "epochs" not in chosen
+    assert "workers" not in chosen, "a default"
+    assert (spec.config.train.batch_size, spec.config.train.steps) == (512, 2 * 9)
+
+    (tmp_path / "config.toml").write_text(spec.to_toml())
+    assert read_spec(tmp_path) == spec
+    repeated = resolve(
+        Settings({"flip": 0.1}, tmp_path / "config.toml"), Dataset(5_000), machine(images=5_000, facts=H200)
+    )
+    assert repeated.config == spec.config.changed(flip=0.1 if spec.config.data.flip else 0.0)
+    assert repeated.chosen_by["device"] == "measurement", "of the first run"
+
+
+def test_clock_corrects_the_steps_of_a_spec() -> None:
+    spec = resolve(Settings({"minutes": 2.0}), Dataset(1000), machine())
+    assert (spec.config.train.steps, spec.config.train.minutes, spec.chosen_by["steps"]) == (201, None, "measurement")
+    corrected = spec.with_plan(spec.plan.corrected(50, 120))
+    assert (corrected.plan.total_steps, corrected.config.train.plan) == (120, ((0, 201), (50, 120)))
+    assert corrected.chosen_by["plan"] == "measurement"
+
+
+def test_trained_model_is_finetuned_and_config_tells_it() -> None:
+    spec = resolve(Settings({"init": "runs/x", "steps": 5}), Dataset(1000), machine())
+    assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
+    explicit = resolve(
+        DecidedSettings(complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})),
+        Dataset(1000),
+        machine(),
+    )
+    assert explicit.config.transfer.recipe == "finetune"
+
+
+def test_batch_is_for_the_readable_images_unless_given() -> None:
+    few = machine(images=600, unreadable=100)
+    assert resolve(Settings({}), Dataset(600), few).config.train.batch_size == 32
+    assert resolve(Settings({"batch_size": 64}), Dataset(600), few).config.train.batch_size == 64
+    with pytest.raises(UserError, match="5 training images do not fill one batch of 64"):
+        resolve(Settings({"batch_size": 64}), Dataset(600), machine(images=600, unreadable=595))
+
+
+def test_weights_are_sharded_if_a_step_does_not_fit_one_gpu() -> None:
+    data = Dataset(10_000)
+    for batch, ranks, expected in ((512, 8, "off"), (512, 4, "on"), (512, 1, "off")):
+        spec = resolve(Settings({"batch_size": batch}), data, machine(H200, ranks, images=10_000))
+        assert spec.config.train.fsdp == expected
+    with pytest.raises(UserError, match="--batch-size 4 is less than one image for each of 8 ranks"):
+        resolve(Settings({"batch_size": 4}), data, machine(H200, 8, images=10_000))
+    with pytest.raises(UserError, match="--fsdp on does not support --compile"):
+        resolve(Settings({"fsdp": "on", "compile": True}), data, machine(H200, 2, images=10_000))
+    with pytest.raises(UserError, match="--fsdp on does not support --precision fp16"):
+        resolve(Settings({"fsdp": "on", "precision": "fp16", "device": "cuda"}), data, machine(H200, 2, images=10_000))
+
+
+def test_reasons_are_told_in_the_order_of_the_decisions() -> None:
+    lines: list[str] = []
+    photos = Settings({"data": ("photos",), "batch_size": "auto"})
+    resolve(photos, Dataset(1000), machine(limit=2.3e9), lines.append)
+    assert [line.split()[0] for line in lines] == ["recipe", "device", "memory"]
+    assert "1,000 images are too few" in lines[0]
+    assert lines[2] == "memory     batch 64 fits, within 2.3 GB"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nsteps = 5\n", "has no final value, so m1clip did not write this file"),
+        ("chosen_by = 3\n", "chosen_by must be a table"),
+        ("[chosen_by]\nnope = 'user'\n", "unknown setting 'nope'"),
+        ("[chosen_by]\nlr = 'magic'\n", "chosen_by.lr must be one of user, preset"),
+    ],
+)
+def test_damaged_spec_is_rejected_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    spec = resolve(Settings({}), Dataset(1000), machine())
+    path = tmp_path / "config.toml"
+    path.write_text(text if "steps" in text else text + spec.to_toml().partition("[chosen_by]")[0])
+    if "[chosen_by]" in text:
+        path.write_text(spec.to_toml().partition("[chosen_by]")[0] + text)
+    with pytest.raises(UserError, match=message):
+        read_spec(tmp_path)
