@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from m1clip.model.heads import build_head
 from m1clip.model.layers import Attention, Mlp, Transformer, drop_packed
 from m1clip.model.presets import AttentionKind, CLIPConfig
-from m1clip.model.pretrained import build_image_tower, build_text_tower
+from m1clip.model.pretrained.registry import build_image_tower, build_text_tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
 INITIAL_TEMPERATURE = 0.07

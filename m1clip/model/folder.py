@@ -16,7 +16,7 @@ from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
 from m1clip.model.presets import CLIPConfig
-from m1clip.model.pretrained import check_settings
+from m1clip.model.pretrained.transformers import check_settings
 from m1clip.model.weights import (
     Tensors,
     assign_weights,

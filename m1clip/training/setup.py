@@ -32,7 +32,8 @@ from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
-from m1clip.model.pretrained import installed, load_image_tower, load_text_tower, remedy, tower_image_size
+from m1clip.model.pretrained.packages import installed, remedy
+from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer

@@ -32,10 +32,9 @@ from m1clip.inference.features import encode_split
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
-from m1clip.model.pretrained import weights_hash
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL, unfreeze
-from m1clip.model.weights import Tensors, assign_weights
+from m1clip.model.weights import Tensors, assign_weights, weights_hash
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training.cca import fit_projections

@@ -37,10 +37,10 @@ from m1clip.inference.features import encode_split
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
-from m1clip.model import pretrained
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
-from m1clip.model.pretrained import BertSize
+from m1clip.model.pretrained import registry
+from m1clip.model.pretrained.minilm import BertSize
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
@@ -100,7 +100,7 @@ def pretrained_model() -> Model:
     towers = {"image_tower": PretrainedImageConfig(image_size=64), "text_tower": text}
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
+        patch.setattr(registry, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
         clip = build_clip(CLIPConfig(**towers, image_head=head, text_head=head, embed_dim=16)).eval()
     for parameter in clip.parameters():
         if parameter.ndim == 4:
