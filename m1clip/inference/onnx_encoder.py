@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     import torch
 
     from m1clip.config import TrainConfig
-    from m1clip.data.cache import Progress
     from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
-    from m1clip.data.types import ImageRef
+    from m1clip.data.types import ImageRef, Progress
     from m1clip.model.clip import CLIP
 
 IMAGE_BATCH = 8  # images that a graph takes at a time
@@ -106,7 +105,7 @@ class ArrayEncoder(ABC):
         self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
-        from m1clip.data.cache import decode_images  # not needed to load a model
+        from m1clip.data.decoding import decode_images  # not needed to load a model
 
         image_size, resize = self.preprocess.image_size, self.preprocess.resize
         blocks = decode_images(refs, image_size, resize, failures, progress, decode_threads())

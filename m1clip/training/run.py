@@ -19,7 +19,7 @@ import torch
 
 from m1clip import __version__
 from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_recipe, read_toml, to_toml
-from m1clip.data.cache import FailureLog
+from m1clip.data.failures import FailureLog
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
@@ -57,7 +57,7 @@ from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
-from m1clip.training.progress import Screen, decode_plan
+from m1clip.training.progress import Screen, decode_options
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import FINETUNE_OPTIONS, TOWER_OPTIONS, Setup, check_transfer, choose_recipe, prepare
 from m1clip.training.step import TrainStep
@@ -309,7 +309,7 @@ def _locked(folder: Path, ranks: Ranks) -> AbstractContextManager[None]:
 
 def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed: bool = False) -> Setup:
     """Resolve the settings on rank 0; the other ranks then open the same data with them."""
-    decode, found = decode_plan(screen, folder if ranks.rank == 0 else None), list[Setup]()
+    decode, found = decode_options(screen, folder if ranks.rank == 0 else None), list[Setup]()
 
     def on_first() -> tuple[Config, Tokenizer]:
         found.append(prepare(config, screen.say, decode, saved=folder if resumed else None))

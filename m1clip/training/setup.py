@@ -14,8 +14,8 @@ import torch
 
 from m1clip.config import Config, TransferConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import Split, crop_margin, is_synthetic, open_data, quick_check
@@ -176,7 +176,7 @@ class Setup:
 
 
 def prepare(
-    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Path | None = None
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodeOptions], saved: Path | None = None
 ) -> Setup:
     """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
     if config.transfer.recipe == "auto" or (config.transfer.recipe == "finetune" and config.transfer.init is None):
@@ -267,7 +267,7 @@ def _check_supported(config: Config, start: Start, source: Source) -> None:
 
 
 def _open(
-    config: Config, facts: Facts, plan: DecodePlan, saved: Path | None
+    config: Config, facts: Facts, plan: DecodeOptions, saved: Path | None
 ) -> tuple[Source, Start, Tokenizer, Preprocess]:
     """The data and the initial model; what can be checked without the data is checked first."""
     if config.transfer.init is not None:
@@ -295,7 +295,7 @@ def _image_size(config: Config) -> int:
     return clip_config(config.model).image_size
 
 
-def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
+def open_training_data(config: Config, image_size: int, plan: DecodeOptions) -> Source:
     """Open the data of a run; UserError if the images cannot fill a batch."""
     with plan.progress("reading the data") as show:
         source = open_data(config.data, image_size, config.seed, show)
@@ -351,7 +351,7 @@ def _training_set(
     blocks = train.samples.blocks() if isinstance(train.samples, ShardSamples) else None
     return TrainingSet(
         None if cached_features else train.images,
-        train.live_captions or train.captions,
+        train.lazy_captions or train.captions,
         BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation,
         image_features=train.image_features,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from m1clip.config import Config
 from m1clip.data.augment import Augmentation, render
-from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
+from m1clip.data.cache import cache_folder, data_folders
 from m1clip.data.captions import CaptionTable
+from m1clip.data.decoding import DecodeOptions, read_or_replace
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split, choose_augmentation, load_split, other_classes, stream_split, with_classes
 from m1clip.data.sources.stream import StreamedSource
@@ -146,7 +147,7 @@ def open_feature_cache(
     source: Source,
     device: Device,
     precision: Precision,
-    plan: DecodePlan,
+    plan: DecodeOptions,
 ) -> FeatureCache:
     model = start.build().to(device.torch).eval() if not all(start.trainable) else None
     sides = []
@@ -205,7 +206,7 @@ class Teacher:
 
 
 def load_teacher(
-    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodePlan
+    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodeOptions
 ) -> Teacher:
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind)

@@ -26,8 +26,8 @@ from tiny_model import tiny_clip
 from tower_run import PIECES
 
 import m1clip
-from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import LazyImages
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
@@ -284,7 +284,7 @@ def test_equal_texts_are_encoded_once() -> None:
 
 def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
-    refs = LiveImages([FileImage(str(path)) for path in images], 32)
+    refs = LazyImages([FileImage(str(path)) for path in images], 32)
     split = Split(refs, tokenize_captions(CAPTIONS, model.tokenizer, 24), [])
     model.clip.train()
     image, text, image_index, *_ = encode_split(model, split)
