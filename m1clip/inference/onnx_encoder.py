@@ -19,7 +19,8 @@ from m1clip.errors import UserError
 from m1clip.hardware.facts import decode_threads
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
-from m1clip.io import format_version, matches_schema, read_small
+from m1clip.io import read_small
+from m1clip.schema import format_version, matches_schema
 from m1clip.text.base import FILE_NAME, Tokenizer, by_length
 from m1clip.text.tokenizers import MAX_BYTES, from_record
 

@@ -33,10 +33,11 @@ from m1clip.hardware.timing import timing
 from m1clip.inference import load
 from m1clip.inference.features import SplitFeatures
 from m1clip.inference.model import Model
-from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
+from m1clip.io import read_small, remove_leftovers, write_json, write_text
 from m1clip.model.clip import empty_clip
 from m1clip.model.presets import CLIPConfig
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
+from m1clip.schema import matches_schema
 from m1clip.text.base import Tokenizer
 from m1clip.training import process
 from m1clip.training.autotune import drop_contradicted

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.errors import UserError
-from m1clip.io import LIMITS
 from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig
 from m1clip.model.towers import Tower
 from m1clip.model.weights import Tensors
+from m1clip.schema import LIMITS
 
 TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
 HF_REMEDY = "pip install 'm1clip[hf]'"
