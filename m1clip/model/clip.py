@@ -97,7 +97,7 @@ class CLIP(nn.Module):
     def use_triton(self, on: bool = True) -> None:
         """Use our Triton kernels for bf16 on CUDA in our own towers; needs triton, as torch.compile does."""
         if on:
-            from m1clip.model import triton_ops  # noqa: F401  imported now: the compiler should not meet the import
+            from m1clip.cuda import kernels  # noqa: F401  imported now: the compiler should not meet the import
         for module in self.modules():
             if isinstance(module, Attention | Mlp):
                 module.use_triton = on
