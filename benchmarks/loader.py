@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from m1clip.config import Config, DataConfig, TrainConfig
 from m1clip.data.augment import render
-from m1clip.data.cache import LiveImages
+from m1clip.data.decoding import LazyImages
 from m1clip.data.loader import TrainingSet, batches
 from m1clip.hardware.timing import Timing, timing
 from m1clip.training.setup import Setup
@@ -167,14 +167,14 @@ def main() -> None:
         job = set_up(Config(data=data, train=TrainConfig(batch_size=options.batch_size, steps=1)))
         trained = job.training
         refs = [sample.image for sample in job.splits["train"].samples]
-        images = LiveImages(refs, trained.images.read(np.array([0])).shape[1])
-        live = TrainingSet(
+        images = LazyImages(refs, trained.images.read(np.array([0])).shape[1])
+        lazy = TrainingSet(
             images, trained.captions, trained.plan, trained.augmentation, full_length=trained.full_length
         )
         rounds: dict[str, Round] = {
             "cached, float batch": ours(job, trained, 0, 20, True),
             "cached, uint8 batch": ours(job, trained, 0, 200, False),
-            **{f"uncached, float batch, {w} workers": ours(job, live, w, 5, True) for w in (0, 2)},
+            **{f"uncached, float batch, {w} workers": ours(job, lazy, w, 5, True) for w in (0, 2)},
             **{f"torch + PIL, {w} workers": plain_torch(job, w, 8) for w in (0, 2)},
             "tiny training step": tiny_step(job, 3),
         }

@@ -77,11 +77,11 @@ def variables_for(python: str) -> dict[str, str]:
 
 def set_up(config: Config) -> Setup:
     """Everything that a run of this config needs, as `m1clip train` prepares it."""
-    from m1clip.training.progress import Screen, decode_plan
+    from m1clip.training.progress import Screen, decode_options
     from m1clip.training.setup import prepare
 
     config = dataclasses.replace(config, transfer=TransferConfig(recipe="scratch"))
-    return prepare(config, lambda line: None, decode_plan(Screen()))
+    return prepare(config, lambda line: None, decode_options(Screen()))
 
 
 def training_step(job: Setup) -> TrainStep:

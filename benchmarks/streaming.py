@@ -24,7 +24,7 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.prepare import open_data, stream_split
@@ -82,9 +82,9 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
     config = DataConfig(source=(str(folder),), cache="stream")
     source = open_data(config, SIDE, 0)
     assert isinstance(source, StreamedSource)
-    plan = DecodePlan(2, 2**33, lambda title: nullcontext(lambda done, total: None), print)
+    plan = DecodeOptions(2, 2**33, lambda title: nullcontext(lambda done, total: None), print)
     split = stream_split(source, config, BpeTokenizer(), 32, Preprocess(image_size=SIDE), 1.0, plan)
-    samples, captions = split.samples, split.live_captions
+    samples, captions = split.samples, split.lazy_captions
     assert isinstance(samples, ShardSamples)
     assert captions is not None
     data = TrainingSet(

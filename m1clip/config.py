@@ -24,8 +24,9 @@ from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
 from m1clip.formatting import amount, did_you_mean, steps_or_seconds
-from m1clip.io import LIMITS, converted, read_small
+from m1clip.io import read_small
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
+from m1clip.schema import LIMITS, converted
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the registry
     LossName = str

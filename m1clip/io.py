@@ -1,8 +1,7 @@
-"""Files: bounded reads, atomic writes, validation of what was read, locks."""
+"""Files: bounded reads, atomic writes, links that are not followed, run locks."""
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import platform
@@ -11,11 +10,10 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -279,14 +277,6 @@ def read_start(path: str | Path, count: int) -> bytes:
         return file.read(count)
 
 
-def format_version(record: Any) -> int:
-    """The "format" field of a file that m1clip wrote; KeyError, TypeError or ValueError if it is missing or invalid."""
-    version = record["format"]
-    if type(version) is not int or version < 1:
-        raise ValueError(f"format must be an integer of at least 1, not {str(version)[:40]}")
-    return version
-
-
 def sync_folder(path: Path) -> None:
     """Make a rename in this folder survive a power loss."""
     handle = os.open(path, os.O_RDONLY)
@@ -320,119 +310,6 @@ def remove_leftovers(folder: Path) -> list[str]:
         else:
             item.unlink(missing_ok=True)
     return names
-
-
-# Larger than any published model: anything above is a mistake, or a malicious file.
-LIMITS: dict[str, float] = {
-    **{"image_size": 4096, "patch_size": 1024, "context_length": 4096, "vocab_size": 2**21, "mlp_ratio": 64},
-    **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
-    **dict.fromkeys(("layers", "vision_layers", "text_layers"), 256),
-    **dict.fromkeys(("heads",), 1024),
-}
-
-
-def check_limits(values: object, prefix: str) -> None:
-    """Raise UserError for a size above LIMITS, before anything is built from it."""
-    for name, most in LIMITS.items():
-        value = getattr(values, name, None)
-        if value is not None and value > most:
-            raise UserError(f"{prefix}{name} must be at most {most:,}, not {value:,}")
-
-
-def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
-    """The arguments of a dataclass; a missing or unknown key or a wrong type is a UserError that names it."""
-    hints = get_type_hints(cls)
-    odd = sorted(set(values) ^ set(hints))
-    if odd:
-        raise UserError(f"{what} has missing or unknown keys: {', '.join(map(ascii, odd))}")
-    return {name: converted(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
-
-
-KINDS = {str: "text in quotes", bool: "true or false", int: "an integer", float: "a finite number", dict: "a table"}
-
-
-def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
-    """The value as its type annotation says, or UserError; `words`, such as `auto`, are accepted too.
-
-    Lists become tuples, integers floats and paths text.
-    """
-    if type(value) is str and value in words:
-        return value
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return converted(parts[0], value, where)
-    if origin in (Union, UnionType):
-        if value is None and NoneType in parts:
-            return None
-        kinds = [part for part in parts if part is not NoneType]
-        chosen = next((kind for kind in kinds if type(value) is kind), kinds[0])
-        others = [word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)]
-        return converted(chosen, value, where, others)
-    expected, kind = KINDS.get(hint, ""), type(value)
-    if origin is tuple:
-        items = (value,) if kind is str else value
-        each = parts[:1] * len(items) if isinstance(items, list | tuple) and parts[-1] is ... else parts
-        if isinstance(items, list | tuple) and len(items) == len(each):
-            return tuple(converted(part, item, where) for part, item in zip(each, items, strict=True))
-        expected = "a list" if parts[-1] is ... else f"{len(parts)} numbers"
-    elif origin is Literal:
-        if any(kind is type(part) and value == part for part in parts):  # True == 1
-            return value
-        expected = f"one of {', '.join(map(str, parts))}"
-    elif hint is float and kind in (int, float) and abs(value) <= MAX_FLOAT:  # NaN is not
-        return float(value)
-    elif hint is str and isinstance(value, Path):
-        return str(value)
-    elif hint is int and kind is int and abs(value) >= 2**63:
-        expected = "a smaller integer"
-    elif not expected or (kind is hint and hint is not float):
-        return value
-    text = ascii(value)
-    expected = " or ".join((expected, *words))
-    raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
-
-
-MAX_FLOAT = sys.float_info.max
-LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
-
-
-def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
-    """Whether a value is safe to process: no number beyond 1e100, lone surrogate or deep nesting."""
-    if isinstance(value, bool) or value is None:
-        return True
-    if isinstance(value, int | float):  # False for NaN, too
-        return value == 0 or SMALLEST <= abs(value) <= LARGEST
-    if isinstance(value, str):
-        return value.isascii() or value == value.encode("utf-8", "replace").decode("utf-8")
-    if depth == 0 or not isinstance(value, dict | list):
-        return False
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(is_well_formed(part, depth - 1) for part in parts)
-
-
-def matches_schema(value: Any, schema: Any) -> bool:
-    """Whether a JSON value matches: a type, a predicate, [schema of each item], (schema, schema) or {key: schema}.
-
-    float accepts any number, int a non-negative integer. {str: schema} accepts any keys; other dicts may have
-    more keys than the schema.
-    """
-    if isinstance(schema, list):
-        return isinstance(value, list) and all(matches_schema(item, schema[0]) for item in value)
-    if isinstance(schema, tuple):
-        return isinstance(value, list) and len(value) == len(schema) and all(map(matches_schema, value, schema))
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return False
-        if str in schema:
-            return all(matches_schema(item, schema[str]) for item in value.values())
-        return all(key in value and matches_schema(value[key], part) for key, part in schema.items())
-    if not isinstance(schema, type):
-        return bool(schema(value))
-    if isinstance(value, bool):
-        return schema is bool
-    if schema is int:
-        return isinstance(value, int) and 0 <= value < 2**53
-    return isinstance(value, int | float) if schema is float else isinstance(value, schema)
 
 
 LOCK = "run.lock"
@@ -496,15 +373,6 @@ def first_writable(places: Iterable[Path], purpose: str, remedy: str) -> Path:
         except OSError as error:
             reason = f"{place}: {error.strerror or error}"
     raise UserError(f"no folder for the {purpose} ({reason}); {remedy}")
-
-
-def require(module: str, purpose: str, extra: str = "data") -> Any:
-    """Import an optional library; UserError with install instructions if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'") from error
 
 
 def user_cache() -> Path:

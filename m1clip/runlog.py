@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.io import PARTIAL, is_well_formed, matches_schema, open_for_write, open_regular, read_small
+from m1clip.io import PARTIAL, open_for_write, open_regular, read_small
+from m1clip.schema import is_well_formed, matches_schema
 
 VERSION = 1  # incremented when the meaning of a field changes, not for a new field
 NAME = "run.jsonl"

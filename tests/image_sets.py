@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from m1clip.data.cache import DecodePlan
+from m1clip.data.decoding import DecodeOptions
 
 
 def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix: str = "jpg") -> Path:
@@ -58,6 +58,6 @@ def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)
 
 
-def plan(warn: Callable[[str], None] = lambda line: None) -> DecodePlan:
+def plan(warn: Callable[[str], None] = lambda line: None) -> DecodeOptions:
     """A decode plan without progress display."""
-    return DecodePlan(2, 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)
+    return DecodeOptions(2, 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)

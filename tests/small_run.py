@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from m1clip.config import NAMES, Config, from_dict
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.progress import Screen, decode_plan
+from m1clip.training.progress import Screen, decode_options
 from m1clip.training.run import Run, resume, train_config
 from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
@@ -93,7 +93,7 @@ def screen() -> Screen:
 
 
 def prepared(config: Config, shown: Screen | None = None) -> Setup:
-    return prepare(config, lambda line: None, decode_plan(shown or screen()))
+    return prepare(config, lambda line: None, decode_options(shown or screen()))
 
 
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:

@@ -8,8 +8,9 @@ import torch
 from small_run import small_config, small_options
 
 from m1clip.config import Config
-from m1clip.model import pretrained
-from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite
+from m1clip.model.pretrained import registry
+from m1clip.model.pretrained.efficientnet import EfficientNetLite
+from m1clip.model.pretrained.minilm import BertSize, BertTower
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]
@@ -23,10 +24,10 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.nn.init.kaiming_normal_(weight)  # with torch's default initialization the signal would vanish
     # As deep as MiniLM, but narrow: saving a full-size one would take most of the test's time.
     thin = BertSize(width=48, heads=4, hidden=96, positions=64)
-    monkeypatch.setattr(pretrained, "MINILM", thin)
+    monkeypatch.setattr(registry, "MINILM", thin)
     text = BertTower(len(PIECES), size=thin).state_dict()
-    monkeypatch.setattr(pretrained, "package_weights", lambda name: dict(text if name == "minilm" else image))
-    monkeypatch.setattr(pretrained, "wordpieces", lambda: PIECES)
+    monkeypatch.setattr(registry, "package_weights", lambda name: dict(text if name == "minilm" else image))
+    monkeypatch.setattr(registry, "wordpieces", lambda: PIECES)
 
 
 def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:

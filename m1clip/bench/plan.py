@@ -8,7 +8,7 @@ import torch
 
 from m1clip.bench.steps import ASSUMED_GEMM_FRACTION, Configuration, load_measured, model_shape, predict, size_of
 from m1clip.bench.worker import GEMM_SIZE
-from m1clip.data.cache import RAM_FRACTION
+from m1clip.data.image_cache import RAM_FRACTION
 from m1clip.errors import UserError
 from m1clip.formatting import amount, clock, duration, size
 from m1clip.hardware.choices import matmul_precision

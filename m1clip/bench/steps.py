@@ -11,14 +11,13 @@ from typing import Any, Self
 import numpy as np
 
 from m1clip.config import Config, ModelConfig
-from m1clip.data.cache import user_cache
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.device import Kind, Precision
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.timing import Timing
-from m1clip.io import read_small, write_json
+from m1clip.io import read_small, user_cache, write_json
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import CLIPConfig, clip_config, flops_per_pair, preset
 from m1clip.text.tokenizers import LETTERS, make_tokenizer

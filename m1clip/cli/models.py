@@ -69,7 +69,7 @@ def evaluate(
     from m1clip.formatting import table
     from m1clip.inference import load
     from m1clip.io import write_json
-    from m1clip.training.progress import Screen, decode_plan
+    from m1clip.training.progress import Screen, decode_options
 
     screen = Screen()
     folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
@@ -81,7 +81,7 @@ def evaluate(
             screen.warn(f"skipped {reason}")
         screen.say(f"\n{model}, classes of {classes}\n\n{result}")
         return
-    evaluator = open_split(model, source, split, device, decode_plan(screen))
+    evaluator = open_split(model, source, split, device, decode_options(screen))
     features = evaluator.encode()
     name = f"{split}{'-other-data' if source else ''}"
     screen.say(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
@@ -242,11 +242,11 @@ def export(
         Keep the export even if it differs from the original.
     """
     from m1clip.export.layouts import export as write
-    from m1clip.training.progress import Screen, decode_plan
+    from m1clip.training.progress import Screen, decode_options
 
     if int8 and fp16:
         raise UserError("choose one of --int8 and --fp16")
     screen = Screen()
     precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
-    folder = write(model, to, out, image_size, source, precision, force, screen.say, decode_plan(screen))
+    folder = write(model, to, out, image_size, source, precision, force, screen.say, decode_options(screen))
     screen.say(f"exported   {folder}")

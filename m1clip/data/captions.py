@@ -8,10 +8,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from m1clip.data.cache import RowTable
+from m1clip.data.array_view import ArrayView
 from m1clip.text.base import Tokenizer
 
-MAX_LIVE = 256  # captions of an image
+MAX_LAZY_CAPTIONS = 256  # captions of an image
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CaptionTable:
     first: np.ndarray  # (images + 1,)
     pad_id: int
     classes: bool = False  # made from class names: equal first captions are one class
-    features: RowTable | None = None  # of a frozen text tower, one row per caption
+    features: ArrayView | None = None  # of a frozen text tower, one row per caption
     numbers: np.ndarray | None = None  # (captions,) by which word dropout is drawn; None: the rows
     other_classes: CaptionTable | None = None  # of the classes without an image here, which are candidates too
 
@@ -54,7 +54,7 @@ class CaptionTable:
 
 
 @dataclass(frozen=True)
-class LiveCaptions:
+class LazyCaptions:
     """Captions that are read and tokenized for each batch. `read` returns the captions of an image."""
 
     read: Callable[[int], tuple[str, ...]]
@@ -63,10 +63,12 @@ class LiveCaptions:
 
     def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
         """A table of the captions of some images; numbers and ids do not depend on the other images of the batch."""
-        texts = [self.read(image)[:MAX_LIVE] for image in images.tolist()]
+        texts = [self.read(image)[:MAX_LAZY_CAPTIONS] for image in images.tolist()]
         table = tokenize_captions(texts, self.tokenizer, self.context_length)
         keys = [blake2b(text.strip().lower().encode(), digest_size=8).digest() for group in texts for text in group]
-        numbers = np.concatenate([image * MAX_LIVE + np.arange(len(g)) for image, g in zip(images, texts, strict=True)])
+        numbers = np.concatenate(
+            [image * MAX_LAZY_CAPTIONS + np.arange(len(g)) for image, g in zip(images, texts, strict=True)]
+        )
         ids = np.frombuffer(b"".join(keys), "<i8")
         return replace(table, caption_ids=ids, numbers=numbers), np.arange(len(images))
 

@@ -28,7 +28,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 from m1clip.data import raw
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.io import check_limits, open_regular, validated
+from m1clip.io import open_regular
+from m1clip.schema import check_limits, validated
 
 if TYPE_CHECKING:
     from torch import Tensor

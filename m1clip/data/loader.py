@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from m1clip.data import randomness as rnd
+from m1clip.data.array_view import ArrayView
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
-from m1clip.data.cache import Failure, Images, RowTable, follow_parent, read_or_replace
-from m1clip.data.captions import CaptionTable, LiveCaptions, drop_tokens
+from m1clip.data.captions import CaptionTable, LazyCaptions, drop_tokens
+from m1clip.data.decoding import Images, read_or_replace
+from m1clip.data.failures import Failure
 from m1clip.errors import UserError
 from m1clip.text.base import rounded
 
@@ -142,10 +144,10 @@ class TrainingSet:
     """Makes the batch of a step, from `image_features`, `device_images` or `images`. Picklable, for workers."""
 
     images: Images | None
-    captions: CaptionTable | LiveCaptions
+    captions: CaptionTable | LazyCaptions
     plan: BatchPlan
     augmentation: Augmentation
-    image_features: RowTable | None = None
+    image_features: ArrayView | None = None
     device_images: Tensor | None = None
     full_length: bool = False  # of texts, for fixed shapes
     identity: np.ndarray | None = None  # the id of each sample; copies of one image share an id
@@ -425,9 +427,23 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _follow_parent() -> None:
+    """Initialize a worker process: ignore Ctrl-C, and exit when the parent does."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
 def _make_pieces(pipe: Connection, number: int, pieces: int, data: TrainingSet | None) -> None:
     """Run a worker: receive the data unless it is forked, then numbers of steps; send its pieces of their batches."""
-    follow_parent()
+    _follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the process group: the parent needs batches for its step
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork

@@ -10,8 +10,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from m1clip.config import DataConfig
-from m1clip.data.cache import DecodePlan, Failure, Images, Progress, RowTable, cache_split, stream_images
-from m1clip.data.captions import CaptionTable, LiveCaptions, tokenize_captions
+from m1clip.data.array_view import ArrayView
+from m1clip.data.captions import CaptionTable, LazyCaptions, tokenize_captions
+from m1clip.data.decoding import DecodeOptions, Images
+from m1clip.data.failures import Failure
+from m1clip.data.image_cache import cache_split, stream_images
 from m1clip.data.images import BadImage, Preprocess, opened
 from m1clip.data.lint import QUICK, lint
 from m1clip.data.sources import open_sources
@@ -19,7 +22,7 @@ from m1clip.data.sources.base import Options
 from m1clip.data.sources.stream import StreamedSource
 from m1clip.data.synthetic.drawing import LARGEST
 from m1clip.data.synthetic.source import SyntheticSource
-from m1clip.data.types import Sample, Source
+from m1clip.data.types import Progress, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.text.base import Tokenizer
@@ -44,8 +47,8 @@ class Split:
     samples: Sequence[Sample]
     failures: tuple[Failure, ...] = ()  # images found unreadable before training
     cache: str = "ram"  # ram, disk or off
-    image_features: RowTable | None = None  # of a frozen image tower
-    live_captions: LiveCaptions | None = None  # of streamed training images; `captions` is empty
+    image_features: ArrayView | None = None  # of a frozen image tower
+    lazy_captions: LazyCaptions | None = None  # of streamed training images; `captions` is empty
 
 
 def is_synthetic(config: DataConfig) -> bool:
@@ -109,11 +112,11 @@ def load_split(
     context_length: int,
     preprocess: Preprocess,
     margin: float,
-    plan: DecodePlan,
+    options: DecodeOptions,
 ) -> Split:
     """Cache the images of a split, `margin` larger than the model's images, and tokenize its captions."""
     side = round(preprocess.image_size * margin)
-    images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, plan)
+    images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, options)
     if not len(images):
         total = len(source.samples(split))
         raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint shows why")
@@ -131,12 +134,12 @@ def stream_split(
     context_length: int,
     preprocess: Preprocess,
     margin: float,
-    plan: DecodePlan,
+    options: DecodeOptions,
 ) -> Split:
     """The training images of streamed shards with their captions, which are read for each batch."""
     samples, side = source.parts["train"], round(preprocess.image_size * margin)
-    images, failures = stream_images(samples.images(), side, preprocess.resize, config, plan, source.threads)
-    captions = LiveCaptions(samples.captions, tokenizer, context_length)
+    images, failures = stream_images(samples.images(), side, preprocess.resize, config, options, source.threads)
+    captions = LazyCaptions(samples.captions, tokenizer, context_length)
     return Split(images, tokenize_captions([], tokenizer, context_length), samples, failures, "off", None, captions)
 
 

@@ -1,7 +1,7 @@
 """Sample and Source: what every source of data provides."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from m1clip.data.images import ImageRef
 from m1clip.errors import UserError
 
 SPLITS = ("train", "val", "test")
+Progress = Callable[[int, int], None]  # (done, total)
+Warn = Callable[[str], None]  # prints a line
 
 
 @dataclass(frozen=True, slots=True)

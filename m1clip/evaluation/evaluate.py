@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from m1clip.config import Config, load_config
-from m1clip.data.cache import DecodePlan
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.sources.folders import class_name
 from m1clip.data.synthetic.captions import negatives
@@ -36,9 +36,9 @@ def evaluate(
     return evaluator.scores(evaluator.encode())
 
 
-def quiet_decoding(facts: Facts) -> DecodePlan:
+def quiet_decoding(facts: Facts) -> DecodeOptions:
     """Decode images without reporting progress."""
-    return DecodePlan(decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
+    return DecodeOptions(decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
 
 
 def _ignore(*_: object) -> None:
@@ -50,7 +50,7 @@ def open_split(
     data: tuple[str, ...] = (),
     split: str = "test",
     device_name: str = "auto",
-    decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
+    decoding: Callable[[Facts], DecodeOptions] = quiet_decoding,
 ) -> Evaluator:
     """A model on the device, and a split of `data` or of the data its run was trained on."""
     run = None if isinstance(model, Model) else Path(model)

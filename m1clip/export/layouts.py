@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from m1clip.data.cache import DecodePlan
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
@@ -101,7 +101,7 @@ def export(
     precision: Precision = "fp32",
     force: bool = False,
     say: Say = lambda line: None,
-    decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
+    decoding: Callable[[Facts], DecodeOptions] = quiet_decoding,
 ) -> Path:
     """Convert a model, compare the result with the original and write the comparison to export.json.
 

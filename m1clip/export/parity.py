@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from m1clip.config import Config, DataConfig, load_config
-from m1clip.data.cache import DecodePlan
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess, to_square
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
@@ -59,7 +59,7 @@ class Examples:
 
     source: Source
     data: DataConfig
-    plan: DecodePlan
+    plan: DecodeOptions
     real: bool  # whether recall means something
 
     def split(self, model: Model) -> Split:
@@ -75,7 +75,9 @@ class Examples:
         return np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
 
 
-def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodePlan]) -> Examples:
+def open_examples(
+    path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodeOptions]
+) -> Examples:
     """The validation split of `data` or of the run's data; synthetic images where neither is known."""
     run = path / "config.toml"
     config = load_config(run) if run.is_file() else Config()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from m1clip.data.augment import render
-from m1clip.data.cache import Progress, decode_images
+from m1clip.data.decoding import decode_images
 from m1clip.data.images import Preprocess
-from m1clip.data.types import ImageRef
+from m1clip.data.types import ImageRef, Progress
 from m1clip.hardware.device import DTYPES, Precision
 from m1clip.hardware.facts import decode_threads
 from m1clip.hardware.memory import keep_freed_memory

@@ -9,18 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from m1clip.data.cache import (
-    Computed,
-    DecodePlan,
-    Failure,
-    LiveImages,
-    RowCache,
-    RowTable,
-    check_failures,
-    image_names,
-    row_name,
-)
+from m1clip.data.array_view import ArrayView
+from m1clip.data.cache import Computed, RowCache, image_keys, row_key
 from m1clip.data.captions import CaptionTable, tokenize_captions
+from m1clip.data.decoding import DecodeOptions, LazyImages
+from m1clip.data.failures import Failure, check_failures
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
@@ -52,7 +45,7 @@ class FeatureCache:
     roots: tuple[str, ...]
     device: torch.device
     precision: Precision
-    plan: DecodePlan
+    plan: DecodeOptions
 
     @property
     def towers(self) -> TowerRunner:
@@ -61,7 +54,7 @@ class FeatureCache:
 
     def images(
         self, samples: Sequence[Sample], split: str, max_unreadable: float
-    ) -> tuple[LiveImages, RowTable, list[Sample], tuple[Failure, ...]]:
+    ) -> tuple[LazyImages, ArrayView, list[Sample], tuple[Failure, ...]]:
         """(images, their features, the samples that can be read, the failures)."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
         cache = self._cache("image", self.image, seen)
@@ -72,18 +65,18 @@ class FeatureCache:
                 for items, vectors in self.towers.files([refs[item] for item in wanted], failed, show):
                     yield items, vectors.numpy()
 
-        rows, bad = cache.fill(image_names(samples, self.roots), compute, self.plan.warn)
+        rows, bad = cache.fill(image_keys(samples, self.roots), compute, self.plan.warn)
         failures = check_failures(bad, refs, split, len(samples), max_unreadable, self.plan.warn)
         good = np.flatnonzero(rows >= 0).tolist()
         if not good:
             raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")
-        images = LiveImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
-        return images, cache.table(rows[good]), [samples[item] for item in good], failures
+        images = LazyImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
+        return images, cache.view(rows[good]), [samples[item] for item in good], failures
 
     def captions(self, samples: Sequence[Sample], split: str) -> CaptionTable:
         """The captions of the samples with their features."""
         table = self.tokens(samples)
-        names = [row_name(caption) for sample in samples for caption in sample.captions]
+        names = [row_key(caption) for sample in samples for caption in sample.captions]
         cache = self._cache("text", self.text, f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}")
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
@@ -95,7 +88,7 @@ class FeatureCache:
                     done += len(rows)
                     show(done, len(wanted))
 
-        return replace(table, features=cache.table(cache.fill(names, compute, self.plan.warn)[0]))
+        return replace(table, features=cache.view(cache.fill(names, compute, self.plan.warn)[0]))
 
     def tokens(self, samples: Sequence[Sample]) -> CaptionTable:
         """The captions of the samples as tokens, for a text tower that is trained."""

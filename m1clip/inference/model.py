@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     import torch
 
     from m1clip.config import TrainConfig
-    from m1clip.data.cache import Progress
     from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
-    from m1clip.data.types import ImageRef
+    from m1clip.data.types import ImageRef, Progress
     from m1clip.inference.inputs import ImageInput
     from m1clip.model.clip import CLIP
 

@@ -19,7 +19,8 @@ from m1clip.errors import UserError
 from m1clip.hardware.facts import decode_threads
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
-from m1clip.io import format_version, matches_schema, read_small
+from m1clip.io import read_small
+from m1clip.schema import format_version, matches_schema
 from m1clip.text.base import FILE_NAME, Tokenizer, by_length
 from m1clip.text.tokenizers import MAX_BYTES, from_record
 
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from m1clip.config import TrainConfig
-    from m1clip.data.cache import Progress
     from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
-    from m1clip.data.types import ImageRef
+    from m1clip.data.types import ImageRef, Progress
     from m1clip.model.clip import CLIP
 
 IMAGE_BATCH = 8  # images that a graph takes at a time
@@ -106,7 +106,7 @@ class ArrayEncoder(ABC):
         self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
-        from m1clip.data.cache import decode_images  # not needed to load a model
+        from m1clip.data.decoding import decode_images  # not needed to load a model
 
         image_size, resize = self.preprocess.image_size, self.preprocess.resize
         blocks = decode_images(refs, image_size, resize, failures, progress, decode_threads())

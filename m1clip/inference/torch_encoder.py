@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from m1clip.config import TrainConfig
-from m1clip.data.cache import Progress, RowTable
+from m1clip.data.array_view import ArrayView
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split
-from m1clip.data.types import ImageRef
+from m1clip.data.types import ImageRef, Progress
 from m1clip.errors import UserError
 from m1clip.hardware.choices import matmul_precision
 from m1clip.hardware.device import Device, Kind, Precision, choose_device, choose_precision, threads
@@ -144,7 +144,7 @@ class TorchEncoder:
             if training:
                 self.clip.train()
 
-    def _project(self, head: Tower, table: RowTable, rows: range, towers: TowerRunner) -> Tensor:
+    def _project(self, head: Tower, table: ArrayView, rows: range, towers: TowerRunner) -> Tensor:
         """(rows, embed_dim) vectors from the cached features of a tower."""
         batches = np.array_split(np.array(rows), -(-len(rows) // HEAD_BATCH))
         with towers.autocast():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from m1clip.model.heads import build_head
 from m1clip.model.layers import Attention, Mlp, Transformer, drop_packed
 from m1clip.model.presets import AttentionKind, CLIPConfig
-from m1clip.model.pretrained import build_image_tower, build_text_tower
+from m1clip.model.pretrained.registry import build_image_tower, build_text_tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
 INITIAL_TEMPERATURE = 0.07
@@ -97,7 +97,7 @@ class CLIP(nn.Module):
     def use_triton(self, on: bool = True) -> None:
         """Use our Triton kernels for bf16 on CUDA in our own towers; needs triton, as torch.compile does."""
         if on:
-            from m1clip.model import triton_ops  # noqa: F401  imported now: the compiler should not meet the import
+            from m1clip.cuda import kernels  # noqa: F401  imported now: the compiler should not meet the import
         for module in self.modules():
             if isinstance(module, Attention | Mlp):
                 module.use_triton = on

@@ -12,11 +12,11 @@ import torch
 from m1clip.config import device_name
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError, first_line, hub_hint
-from m1clip.io import atomic_folder, format_version, read_small, write_json
+from m1clip.io import atomic_folder, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
 from m1clip.model.presets import CLIPConfig
-from m1clip.model.pretrained import check_settings
+from m1clip.model.pretrained.transformers import check_settings
 from m1clip.model.weights import (
     Tensors,
     assign_weights,
@@ -27,6 +27,7 @@ from m1clip.model.weights import (
     read_tensors,
     write_tensors,
 )
+from m1clip.schema import format_version
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer

@@ -289,11 +289,11 @@ class Mlp(nn.Module):
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
             return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm))
         if self.use_triton and not self.quick:
-            from m1clip.model import triton_ops
+            from m1clip.cuda import kernels
 
-            if triton_ops.takes(x):
+            if kernels.takes(x):
                 y = x if norm is None else normalized(x, norm)
-                y = triton_ops.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+                y = kernels.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
         # The activation is the block's largest tensor and the cheapest to recompute (docs/speed.md).
@@ -391,11 +391,11 @@ class Attention(nn.Module):
         """The output of all heads, side by side: (n, length, width)."""
         n, length, width = x.shape
         if self.use_triton and self.kind != "bmm":
-            from m1clip.model import triton_ops
+            from m1clip.cuda import kernels
 
-            if triton_ops.takes_attention(x, self.heads):
+            if kernels.takes_attention(x, self.heads):
                 y = x if norm is None else normalized(x, norm)
-                return triton_ops.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
+                return kernels.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
         qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)

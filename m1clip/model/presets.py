@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
 from m1clip.formatting import did_you_mean
-from m1clip.io import check_limits, validated
+from m1clip.schema import check_limits, validated
 
 if TYPE_CHECKING:
     from m1clip.text.base import Tokenizer

@@ -3,7 +3,7 @@
 from torch import nn
 
 from m1clip.errors import UserError
-from m1clip.model.pretrained import SideBySide
+from m1clip.model.pretrained.efficientnet import ConcatTower
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 ALL = -1
@@ -11,7 +11,7 @@ ALL = -1
 
 def layer_groups(tower: nn.Module) -> list[NamedParameters]:
     """The parameters from the input to the output: [before the blocks, block 1, ..., block n, after the blocks]."""
-    if isinstance(tower, SideBySide):  # the same depth of both
+    if isinstance(tower, ConcatTower):  # the same depth of both
         sides = [layer_groups(part) for part in (tower.first, tower.second)]
         return [
             [(f"{part}.{name}", p) for part, group in zip(("first", "second"), depth, strict=True) for name, p in group]

@@ -1,5 +1,6 @@
 """Tensor files: safe reading, writing, validation against a model, and adapting to another shape."""
 
+import hashlib
 import json
 import os
 import re
@@ -138,3 +139,12 @@ def replace_tokens(weights: Tensors, sources: Sequence[Sequence[int]]) -> Tensor
     starts = torch.tensor([0, *(len(group) for group in sources[:-1])], device=table.device).cumsum(0)
     rows = torch.nn.functional.embedding_bag(flat, table.float(), starts, mode="mean")
     return {**weights, TOKENS: rows.to(table.dtype)}
+
+
+def weights_hash(weights: Tensors) -> str:
+    """A hash of tensors and their names, for the key of a cache."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from m1clip.io import is_well_formed, matches_schema, open_regular, read_small
+from m1clip.io import open_regular, read_small
 from m1clip.runlog import NAME, Record, parse, selection_metric
+from m1clip.schema import is_well_formed, matches_schema
 
 BLOCK = 1 << 20  # bytes read at a time
 LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record

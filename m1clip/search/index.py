@@ -35,8 +35,9 @@ import m1clip
 from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.errors import UserError, hub_hint
+from m1clip.extras import require
 from m1clip.hardware.facts import decode_threads
-from m1clip.io import first_writable, open_regular, read_small, require, unlink_beneath, write_bytes
+from m1clip.io import first_writable, open_regular, read_small, unlink_beneath, write_bytes
 from m1clip.search import vectors
 
 FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"

@@ -20,8 +20,9 @@ import m1clip
 from m1clip.data.duplicates import near_duplicates
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
+from m1clip.extras import require
 from m1clip.formatting import ceil_div, one_line
-from m1clip.io import PARTIAL, require
+from m1clip.io import PARTIAL
 from m1clip.search.concepts import TEXT_ONLY, Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import (
     DATABASE,

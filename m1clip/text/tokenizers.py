@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import BertPreTokenizer, Split
 from tokenizers.processors import BertProcessing
 
 from m1clip.errors import UserError
-from m1clip.io import format_version, read_small
+from m1clip.io import read_small
+from m1clip.schema import format_version
 from m1clip.text.base import FILE_NAME, FORMAT, Tokenizer
 from m1clip.text.bpe import BASE_COUNT, END, FULL_SOT_ID, START, BpeTokenizer, with_ends
 

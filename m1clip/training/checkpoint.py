@@ -18,18 +18,10 @@ from torch import Tensor, nn
 
 from m1clip.errors import UserError
 from m1clip.formatting import plural, size, steps_or_seconds, table
-from m1clip.io import (
-    atomic_folder,
-    format_version,
-    read_small,
-    remove_folder,
-    remove_leftovers,
-    restore_folders,
-    validated,
-    write_json,
-)
+from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, restore_folders, write_json
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
+from m1clip.schema import format_version, validated
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext

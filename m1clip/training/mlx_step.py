@@ -22,9 +22,9 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.losses.positives import ALL, captions_with_positives
 from m1clip.losses.registry import Ids, text_contrast_rows
 from m1clip.losses.run_loss import RunLoss
+from m1clip.mlx.model import Array, Arrays, encoder
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
-from m1clip.model.mlx import Array, Arrays, encoder
 from m1clip.training.encode import normalized_pixels, split
 from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS

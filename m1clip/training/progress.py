@@ -27,7 +27,7 @@ from m1clip.hardware.facts import Facts, decode_threads
 from m1clip.runlog import MEAN_RECALL, PREPARING, write_preparing
 
 if TYPE_CHECKING:
-    from m1clip.data.cache import DecodePlan
+    from m1clip.data.decoding import DecodeOptions
     from m1clip.evaluation.statistics import Metric, Scores
 
 RECENT = 25  # log lines whose speed predicts the time left
@@ -201,9 +201,9 @@ class _SafeOutput:
                 os.close(null)
 
 
-def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
+def decode_options(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodeOptions]:
     """Image decoding settings for this machine, with progress on the screen and in the run folder."""
-    from m1clip.data.cache import DecodePlan
+    from m1clip.data.decoding import DecodeOptions
 
     counter = functools.partial(screen.counter, run=run)
-    return lambda facts: DecodePlan(decode_threads(), facts.memory_bytes, counter, screen.warn)
+    return lambda facts: DecodeOptions(decode_threads(), facts.memory_bytes, counter, screen.warn)

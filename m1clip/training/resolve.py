@@ -20,7 +20,7 @@ from m1clip.formatting import plural
 from m1clip.hardware.device import choose_device, rules
 from m1clip.hardware.facts import Facts
 from m1clip.model.presets import CLIPConfig, model_config
-from m1clip.model.pretrained import remedy
+from m1clip.model.pretrained.packages import remedy
 from m1clip.training.duration import EVALUATIONS
 from m1clip.training.measure import Choice
 from m1clip.training.memory import power_of_two

@@ -18,7 +18,7 @@ import torch
 
 from m1clip import __version__
 from m1clip.config import NAMES, Config, load_config, make_config
-from m1clip.data.cache import FailureLog
+from m1clip.data.failures import FailureLog
 from m1clip.data.prepare import open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -33,11 +33,13 @@ from m1clip.hardware.timing import timing
 from m1clip.inference import load
 from m1clip.inference.features import SplitFeatures
 from m1clip.inference.model import Model
-from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
+from m1clip.io import read_small, remove_leftovers, write_json, write_text
 from m1clip.model.clip import CLIP, empty_clip
 from m1clip.model.presets import CLIPConfig
-from m1clip.model.pretrained import installed, tower_image_size
+from m1clip.model.pretrained.packages import installed
+from m1clip.model.pretrained.registry import tower_image_size
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
+from m1clip.schema import matches_schema
 from m1clip.training import loop, process
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.context import RunContext
@@ -47,7 +49,7 @@ from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.measure import drop_contradicted
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
-from m1clip.training.progress import Screen, decode_plan
+from m1clip.training.progress import Screen, decode_options
 from m1clip.training.resolve import FINETUNE_OPTIONS, TOWER_OPTIONS, Dataset, check_transfer, with_recipe
 from m1clip.training.setup import Setup, Workbench
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
@@ -108,7 +110,7 @@ def train_config(
         try:
             if budget is not None:
                 screen.say(f"time       {clock(budget.seconds)} {TIME_INCLUDES}")
-            decode = decode_plan(screen, folder if ranks.rank == 0 else None)
+            decode = decode_options(screen, folder if ranks.rank == 0 else None)
             workbench = Workbench(decode, screen.say, ranks, budget, source=source)
             spec = workbench.resolve(settings)
             setup = workbench.setup(spec.config, dict(spec.measured))
@@ -158,7 +160,7 @@ def resume(
     with _locked(folder, ranks), process.stop_on_signals() as stop:
         for part in (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ():
             remove_leftovers(part)
-        decode = decode_plan(screen, folder if ranks.rank == 0 else None)
+        decode = decode_options(screen, folder if ranks.rank == 0 else None)
         workbench = Workbench(decode, screen.say, ranks, saved=folder)
         changed = {name: value for name, value in changes.items() if setting(saved.config, name) != value}
         if changed:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from m1clip.config import Config
-from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import Split, crop_margin, is_synthetic, often_mention_sides, open_data, quick_check
@@ -35,7 +35,8 @@ from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
-from m1clip.model.pretrained import installed, load_image_tower, load_text_tower, tower_image_size
+from m1clip.model.pretrained.packages import installed
+from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
@@ -179,7 +180,7 @@ class Workbench:
 
     def __init__(
         self,
-        decode: Callable[[Facts], DecodePlan],
+        decode: Callable[[Facts], DecodeOptions],
         say: Callable[[str], None],
         ranks: Ranks | None = None,
         budget: TimeBudget | None = None,
@@ -471,7 +472,7 @@ class Rank0Estimate:
         return self.ranks.first(lambda: self.estimate.largest(limit, most, checkpointing))
 
 
-def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> Setup:
+def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodeOptions]) -> Setup:
     """Decide a run of one process and open what it needs."""
     workbench = Workbench(decode, say)
     spec = workbench.resolve(DecidedSettings(complete=config))
@@ -523,7 +524,7 @@ def _image_size(config: Config) -> int:
     return clip_config(config.model).image_size
 
 
-def read_data(config: Config, image_size: int, decode: DecodePlan) -> Source:
+def read_data(config: Config, image_size: int, decode: DecodeOptions) -> Source:
     """Open the data of a run, with progress."""
     with decode.progress("reading the data") as show:
         return open_data(config.data, image_size, config.seed, show)
@@ -549,7 +550,7 @@ def _training_set(config: Config, train: Split, device: Device, patches: int) ->
     blocks = train.samples.blocks() if isinstance(train.samples, ShardSamples) else None
     return TrainingSet(
         None if cached_features else train.images,
-        train.live_captions or train.captions,
+        train.lazy_captions or train.captions,
         BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation_of(config),
         image_features=train.image_features,

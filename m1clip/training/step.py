@@ -24,7 +24,7 @@ from m1clip.hardware.timing import Phases
 from m1clip.losses.registry import LOSSES, Ids
 from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import CLIP, Features
-from m1clip.model.pretrained import weights_hash
+from m1clip.model.weights import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import JointBatch, Ranks
 from m1clip.training.duration import StepPlan, step_plan

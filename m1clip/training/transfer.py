@@ -15,8 +15,9 @@ from torch import Tensor
 
 from m1clip.config import Config
 from m1clip.data.augment import render
-from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
+from m1clip.data.cache import cache_folder, data_folders
 from m1clip.data.captions import CaptionTable
+from m1clip.data.decoding import DecodeOptions, read_or_replace
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split, load_split, other_classes, stream_split, with_classes
 from m1clip.data.sources.stream import StreamedSource
@@ -32,10 +33,9 @@ from m1clip.inference.features import encode_split
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
-from m1clip.model.pretrained import weights_hash
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL, unfreeze
-from m1clip.model.weights import Tensors, assign_weights
+from m1clip.model.weights import Tensors, assign_weights, weights_hash
 from m1clip.text.base import Tokenizer
 from m1clip.training.cca import fit_projections
 
@@ -142,7 +142,7 @@ def open_feature_cache(
     source: Source,
     device: Device,
     precision: Precision,
-    plan: DecodePlan,
+    plan: DecodeOptions,
 ) -> FeatureCache:
     """The cache of the features of frozen towers; `model` is None if none is frozen."""
     if model is not None:
@@ -203,7 +203,7 @@ class Teacher:
 
 
 def load_teacher(
-    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodePlan
+    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodeOptions
 ) -> Teacher:
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind)

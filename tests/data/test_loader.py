@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import assert_same_batch
 
+from m1clip.data.array_view import ArrayView
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import Failure, LiveImages, RowTable
 from m1clip.data.captions import CaptionTable, tokenize_captions
+from m1clip.data.decoding import LazyImages
+from m1clip.data.failures import Failure
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.types import Sample, sample_ids_of
@@ -50,12 +52,12 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, color_jitter=0.3)
     captions = tokenize_captions(groups, tokenizer, 64)
-    return TrainingSet(RowTable(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
+    return TrainingSet(ArrayView(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
 
 
-def mapped(images: RowTable, folder: Path) -> RowTable:
+def mapped(images: ArrayView, folder: Path) -> ArrayView:
     images.array.tofile(folder / "rows.bin")
-    return RowTable.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
+    return ArrayView.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
 
 
 @pytest.mark.slow
@@ -198,7 +200,7 @@ def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in joined.tensors().items())
 
 
-class RecordedImages(LiveImages):
+class RecordedImages(LazyImages):
     """Images that are drawn; each read appends how many images it was asked for to a file of its process."""
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
@@ -222,7 +224,7 @@ def test_workers_share_each_batch_so_that_the_first_comes_soon(tmp_path: Path) -
     assert {size for worker in reads for size in worker} == {2}
 
 
-class MeetingImages(LiveImages):
+class MeetingImages(LazyImages):
     """Images that, when a worker unpickles them, wait until two workers do so."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,7 +255,7 @@ def test_workers_start_at_the_same_time(tmp_path: Path) -> None:
 def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
     captions = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
-    images = RowTable(np.zeros((12, 4, 4, 3), np.uint8))
+    images = ArrayView(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(fraction: float) -> TrainingSet:
         return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=fraction))
@@ -274,14 +276,14 @@ FEATURE_IMAGES, FEATURE_CAPTIONS = 12, 2
 def feature_set() -> TrainingSet:
     draw = np.random.default_rng(0)
     texts = FEATURE_IMAGES * FEATURE_CAPTIONS
-    images = RowTable(draw.standard_normal((FEATURE_IMAGES, 7)).astype(np.float16), draw.permutation(FEATURE_IMAGES))
+    images = ArrayView(draw.standard_normal((FEATURE_IMAGES, 7)).astype(np.float16), draw.permutation(FEATURE_IMAGES))
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
         caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, FEATURE_CAPTIONS),
         pad_id=0,
-        features=RowTable(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
+        features=ArrayView(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
     )
     plan = BatchPlan(FEATURE_IMAGES, 4, 0)
     return TrainingSet(

@@ -9,7 +9,8 @@ from image_sets import break_files, make_set, plan
 from small_run import command, screen, small_config
 
 from m1clip.config import DataConfig
-from m1clip.data.cache import LiveImages, RowTable
+from m1clip.data.array_view import ArrayView
+from m1clip.data.decoding import LazyImages
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import (
     Split,
@@ -22,7 +23,7 @@ from m1clip.data.prepare import (
 )
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.training.progress import decode_plan
+from m1clip.training.progress import decode_options
 from m1clip.training.setup import prepare
 
 
@@ -33,7 +34,7 @@ def loaded(folder: Path | None, split: str, **more: object) -> Split:
     return load_split(source, split, config, BpeTokenizer(), 32, preprocess, 1.15, plan())
 
 
-@pytest.mark.parametrize(("cache", "kind"), [("disk", RowTable), ("ram", RowTable), ("off", LiveImages)])
+@pytest.mark.parametrize(("cache", "kind"), [("disk", ArrayView), ("ram", ArrayView), ("off", LazyImages)])
 def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [1], split="val")
@@ -43,8 +44,8 @@ def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type)
     assert [failure.index for failure in split.failures] == [1]
     assert len(split.images) == len(split.samples) == len(split.captions.first) - 1 == 7
     assert split.samples[1].id == "images/val-0002.jpg"
-    live = LiveImages([sample.image for sample in split.samples], 28)
-    np.testing.assert_array_equal(split.images.read(np.arange(7)), live.read(np.arange(7)))
+    lazy = LazyImages([sample.image for sample in split.samples], 28)
+    np.testing.assert_array_equal(split.images.read(np.arange(7)), lazy.read(np.arange(7)))
 
 
 def test_uncached_training_split_keeps_bad_images_and_names_them(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_commands_lint_and_pack(tmp_path: Path) -> None:
 def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, fraction: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
-    setup = prepare(config, lambda line: None, decode_plan(screen()))
+    setup = prepare(config, lambda line: None, decode_options(screen()))
     assert setup.config.data.word_dropout == setup.training.augmentation.word_dropout == fraction
 
 

@@ -26,8 +26,8 @@ from tiny_model import tiny_clip
 from tower_run import PIECES
 
 import m1clip
-from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import LazyImages
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
@@ -37,10 +37,10 @@ from m1clip.inference.features import encode_split
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
-from m1clip.model import pretrained
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
-from m1clip.model.pretrained import BertSize
+from m1clip.model.pretrained import registry
+from m1clip.model.pretrained.minilm import BertSize
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
@@ -100,7 +100,7 @@ def pretrained_model() -> Model:
     towers = {"image_tower": PretrainedImageConfig(image_size=64), "text_tower": text}
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
+        patch.setattr(registry, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
         clip = build_clip(CLIPConfig(**towers, image_head=head, text_head=head, embed_dim=16)).eval()
     for parameter in clip.parameters():
         if parameter.ndim == 4:
@@ -284,7 +284,7 @@ def test_equal_texts_are_encoded_once() -> None:
 
 def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
-    refs = LiveImages([FileImage(str(path)) for path in images], 32)
+    refs = LazyImages([FileImage(str(path)) for path in images], 32)
     split = Split(refs, tokenize_captions(CAPTIONS, model.tokenizer, 24), [])
     model.clip.train()
     image, text, image_index, *_ = encode_split(model, split)

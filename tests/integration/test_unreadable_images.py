@@ -10,8 +10,8 @@ from image_sets import break_files, make_set
 from small_run import assert_same_batch, run_small
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import LazyImages
 from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -21,11 +21,11 @@ from m1clip.text.tokenizers import CharTokenizer
 STEPS = 12
 
 
-def live_set(folder: Path, batch: int = 8) -> TrainingSet:
+def lazy_set(folder: Path, batch: int = 8) -> TrainingSet:
     samples = open_source(str(folder)).samples("train")
     captions = [sample.captions for sample in samples]
     table = tokenize_captions(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
-    images = LiveImages([sample.image for sample in samples], 24)
+    images = LazyImages([sample.image for sample in samples], 24)
     return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2))
 
 
@@ -44,7 +44,7 @@ BROKEN = {0, 7, 8, 10, 20, 30, 40, 50}
 
 @pytest.mark.slow
 def test_same_batches_for_any_number_of_workers(broken_set: Path) -> None:
-    data = live_set(broken_set)
+    data = lazy_set(broken_set)
     data.report = lambda failed: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
     for one, other in zip(alone[5:], batches(data, 5, STEPS, 8, "fork", False), strict=True):
@@ -52,7 +52,7 @@ def test_same_batches_for_any_number_of_workers(broken_set: Path) -> None:
 
 
 def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
-    data = live_set(broken_set)
+    data = lazy_set(broken_set)
     seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
     assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(_left_over(data))
     for batch in seen:
@@ -73,7 +73,7 @@ def _left_over(data: TrainingSet) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_disk_is_a_one_line_error(tmp_path: Path, workers: int) -> None:
     folder = make_set(tmp_path / "set")
-    data = live_set(folder)
+    data = lazy_set(folder)
     for file in (folder / "images").iterdir():
         file.unlink()
     with pytest.raises(

@@ -5,7 +5,8 @@ from tiny_model import tiny_clip
 from torch import nn
 
 from m1clip.config import OPTIMIZERS, OptimConfig
-from m1clip.model.pretrained import LITE0, LITE2, BertSize, BertTower, EfficientNetLite, SideBySide
+from m1clip.model.pretrained.efficientnet import LITE0, LITE2, ConcatTower, EfficientNetLite
+from m1clip.model.pretrained.minilm import BertSize, BertTower
 from m1clip.model.unfreeze import find_blocks, layer_groups, layer_lr_factors
 from m1clip.training.optim import PARTS, Optimizer
 
@@ -33,7 +34,7 @@ def test_every_parameter_is_in_one_layer_group() -> None:
     for tower in (
         tiny_clip(vision_layers=3).text_tower,
         EfficientNetLite(),
-        SideBySide(LITE0, LITE2),
+        ConcatTower(LITE0, LITE2),
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     ):
         placed = [name for group in layer_groups(tower) for name, _ in group]

@@ -16,7 +16,7 @@ from PIL import Image
 from small_run import PATIENCE, run_small
 
 from m1clip.data import images
-from m1clip.data.cache import LiveImages, decode_images, read_or_replace
+from m1clip.data.decoding import LazyImages, decode_images, read_or_replace
 from m1clip.data.images import BadImage, decode, map_with_timeout
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
@@ -125,8 +125,8 @@ def test_other_errors_are_raised() -> None:
 @pytest.mark.usefixtures("hangs_without_waiting")
 def test_hanging_image_is_replaced_and_reported() -> None:
     lost = Hanging()
-    live = LiveImages([Grey(), lost, Grey(), Grey()], 16, timeout=HANGS)
-    members, pixels, failed = read_or_replace(live, np.array([0, 1, 2]), 0, 0)
+    lazy = LazyImages([Grey(), lost, Grey(), Grey()], 16, timeout=HANGS)
+    members, pixels, failed = read_or_replace(lazy, np.array([0, 1, 2]), 0, 0)
     lost.released.set()
     assert 1 not in members.tolist()
     assert len(pixels) == 3
@@ -136,11 +136,11 @@ def test_hanging_image_is_replaced_and_reported() -> None:
 
 def test_lost_disk_is_a_one_line_error() -> None:
     lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
-    live = LiveImages(lost, 16, timeout=0.05)
+    lazy = LazyImages(lost, 16, timeout=0.05)
     with pytest.raises(
         UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with --resume"
     ):
-        live.try_read(np.arange(30))
+        lazy.try_read(np.arange(30))
     for each in lost:
         each.released.set()
 
@@ -227,7 +227,7 @@ def test_shards_truncated_anywhere(tmp_path: Path, part: int, counts: dict[str, 
 @pytest.mark.long("Bad data")
 def test_hanging_reads(counts: dict[str, float]) -> None:
     lost = [Hanging(f"lost-{number}") for number in range(5)]
-    assert len(LiveImages(lost, 16, timeout=0.3).try_read(np.arange(5))[1]) == 5
+    assert len(LazyImages(lost, 16, timeout=0.3).try_read(np.arange(5))[1]) == 5
     for each in lost:
         each.released.set()
     counts["hanging reads"] = len(lost)

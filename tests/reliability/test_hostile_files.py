@@ -34,7 +34,7 @@ from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.folder import read_model
 from m1clip.model.presets import PretrainedTextConfig
-from m1clip.model.pretrained import check_settings
+from m1clip.model.pretrained.transformers import check_settings
 from m1clip.model.weights import read_checkpoint, write_tensors
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer

@@ -144,7 +144,7 @@ def test_wordpiece_is_greedy_and_uncased() -> None:
 
 
 def test_minilm_ids_match_transformers() -> None:
-    from m1clip.model.pretrained import installed, package_folder, wordpieces
+    from m1clip.model.pretrained.packages import installed, package_folder, wordpieces
 
     transformers = pytest.importorskip("transformers")
     if not installed("minilm"):

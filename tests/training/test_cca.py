@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from m1clip.data.cache import RowTable
+from m1clip.data.array_view import ArrayView
 from m1clip.model.heads import Head
 from m1clip.model.presets import HeadConfig
 from m1clip.training import cca
@@ -14,8 +14,8 @@ from m1clip.training import cca
 
 def split(image: np.ndarray, text: np.ndarray, counts: list[int]) -> Any:
     first = np.concatenate([[0], np.cumsum(counts)])
-    captions = SimpleNamespace(first=first, features=RowTable(text))
-    return SimpleNamespace(samples=range(len(image)), image_features=RowTable(image), captions=captions)
+    captions = SimpleNamespace(first=first, features=ArrayView(text))
+    return SimpleNamespace(samples=range(len(image)), image_features=ArrayView(image), captions=captions)
 
 
 def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:

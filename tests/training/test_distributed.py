@@ -25,7 +25,7 @@ from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, 
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
 from m1clip.training.oom import MemoryPressure, OOMHandler
-from m1clip.training.progress import decode_plan
+from m1clip.training.progress import decode_options
 from m1clip.training.setup import Setup, Workbench
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Teacher
@@ -326,7 +326,7 @@ def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
 def test_predicted_memory_decides_whether_a_step_fits_one_gpu(
     total: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workbench = Workbench(decode_plan(screen()), lambda line: None)
+    workbench = Workbench(decode_options(screen()), lambda line: None)
     card = SimpleNamespace(kind="cuda", total_bytes=lambda: total)
     monkeypatch.setattr(workbench, "_device", lambda config: card)
     assert workbench._fits_one_gpu(small_config(TINY), 9) == fits

@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from m1clip.config import Config, DataConfig
-from m1clip.data.cache import cache_split
+from m1clip.data.image_cache import cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample, Source
 from m1clip.hardware.facts import read_facts
@@ -27,7 +27,7 @@ from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training import progress as screen_module
 from m1clip.training import setup
 from m1clip.training.process import check_unused, lock_run, remove_unused_folder
-from m1clip.training.progress import Screen, decode_plan
+from m1clip.training.progress import Screen, decode_options
 
 COUNT, FIRST = 600, r"\d+ of 600, [\d,.]+/s, \d+:\d\d left"
 
@@ -68,7 +68,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     waiting = Waiting(run)
-    plan = decode_plan(Screen(Console(file=waiting.printed, width=200)), run)(read_facts())
+    plan = decode_options(Screen(Console(file=waiting.printed, width=200)), run)(read_facts())
     image_wait = waiting.wait if work != "caption features" else lambda: None
     samples = [Sample(Ref(n, image_wait), (f"caption {n}",), str(n)) for n in range(COUNT)]
     finished: list[int] = []  # batches; the tower runs in several threads
@@ -179,7 +179,7 @@ def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
         return opened(*words)
 
     monkeypatch.setattr(setup, "open_data", slow)
-    plan = decode_plan(Screen(Console(file=printed)), tmp_path)(read_facts())
+    plan = decode_options(Screen(Console(file=printed)), tmp_path)(read_facts())
     data = dataclasses.replace(Config().data, synthetic_images=200)
     setup.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
     assert "reading the data" in printed.getvalue()

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device
-from m1clip.model import pretrained
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, clip_config
+from m1clip.model.pretrained import registry
+from m1clip.model.pretrained.minilm import BertSize
 from m1clip.training.memory import random_batch
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Start, Trainable
@@ -95,7 +96,7 @@ def walk(recipe: str, **changes: Any) -> WrongProducts:
     device = Device("mps", M1)
     device.torch = torch.device("meta")
     device.rules = dataclasses.replace(device.rules, fused_optimizer=False, **changes)
-    with torch.device("meta"), mock.patch.object(pretrained, "MINILM", pretrained.BertSize(layers=1)):
+    with torch.device("meta"), mock.patch.object(registry, "MINILM", BertSize(layers=1)):
         model = start.build(load_weights=False)
         step = TrainStep(model, config, device, "fp32", Preprocess(image_size=start.config.image_size))
         step.parts.update.skip = "never"  # meta tensors have no values to check

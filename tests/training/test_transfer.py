@@ -22,8 +22,8 @@ from m1clip.inference.feature_cache import FeatureCache
 from m1clip.inference.features import encode_split
 from m1clip.losses import run_loss
 from m1clip.losses.run_loss import distillation
-from m1clip.model import pretrained
 from m1clip.model.clip import Features
+from m1clip.model.pretrained import registry
 from m1clip.runlog import read_log
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
@@ -87,7 +87,7 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = tmp_path / "run", frozen_config(tmp_path)
     train_config(config, run, screen())
     saved = weights(run)
-    for name, tensor in pretrained.package_weights("efficientnet-lite0").items():
+    for name, tensor in registry.package_weights("efficientnet-lite0").items():
         assert torch.equal(saved[f"image_tower.{name}"], tensor)
     setup = prepared(config)
     fresh = setup.build_model().state_dict()
@@ -118,11 +118,11 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_bits(tensors_of(tmp_path / "again", 6), kept)
     assert_resumes_exactly(run, 6)
 
-    other = {name: tensor + 1 for name, tensor in pretrained.package_weights("efficientnet-lite0").items()}
-    real = pretrained.package_weights
+    other = {name: tensor + 1 for name, tensor in registry.package_weights("efficientnet-lite0").items()}
+    real = registry.package_weights
     monkeypatch.undo()
     patch_towers(monkeypatch)
-    monkeypatch.setattr(pretrained, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    monkeypatch.setattr(registry, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
     with pytest.raises(UserError, match="the frozen weights have changed since the run started"):
         resume_quietly(run)
 

@@ -10,7 +10,7 @@ from m1clip.data.images import BadImage, FileImage, ImageRef, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Row, user_error
 from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
-from m1clip.io import require
+from m1clip.extras import require
 
 HUB = "hf:"
 # What `datasets` and pyarrow raise for a damaged dataset.

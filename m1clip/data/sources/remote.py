@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 from m1clip.data.images import one_line
 from m1clip.data.sources.base import user_error
 from m1clip.errors import UserError
-from m1clip.io import open_regular, require
+from m1clip.extras import require
+from m1clip.io import open_regular
 
 TRIES, TRY_SECONDS, BACKOFF_SECONDS = 3, 15.0, 0.5
 BROKEN_AFTER = 3  # failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS

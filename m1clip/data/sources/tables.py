@@ -19,7 +19,8 @@ from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_li
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error
 from m1clip.errors import UserError
-from m1clip.io import open_regular, read_small, read_start, require
+from m1clip.extras import require
+from m1clip.io import open_regular, read_small, read_start
 
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (

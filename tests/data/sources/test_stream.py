@@ -22,7 +22,7 @@ from source_helpers import image_bytes, shard_samples, write_tar
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import FailureLog
+from m1clip.data.failures import FailureLog
 from m1clip.data.images import BadImage, Preprocess
 from m1clip.data.lint import lint
 from m1clip.data.loader import BatchPlan, TrainingSet, batches
@@ -61,10 +61,10 @@ def training(*paths: Path | str, part: tuple[int, int] = (0, 1), **augmentation:
     source = open_data(config, 24, 0)
     assert isinstance(source, StreamedSource)
     split = stream_split(source, config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
-    assert split.live_captions is not None
+    assert split.lazy_captions is not None
     order = BatchPlan(len(split.samples), 8, 5, part, split.samples.blocks())  # type: ignore[attr-defined]
     return TrainingSet(
-        split.images, split.live_captions, order, Augmentation(0.6, 0.5, 0.2, **augmentation), captions_per_image=2
+        split.images, split.lazy_captions, order, Augmentation(0.6, 0.5, 0.2, **augmentation), captions_per_image=2
     )
 
 

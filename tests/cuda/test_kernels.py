@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("the kernels are for CUDA, and there is no such card here", allow_module_level=True)
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from m1clip.model import triton_ops as kernels
+from m1clip.cuda import kernels
 
 SLACK = 1.5  # of torch's own distance from fp32: both round to bf16, at other places
 

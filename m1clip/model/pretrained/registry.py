@@ -1,0 +1,100 @@
+"""Finds a tower by its name or config: builds it, and loads its weights, preprocessing or tokenizer."""
+
+from typing import Any
+
+from m1clip.data.images import Preprocess
+from m1clip.errors import UserError
+from m1clip.io import read_small
+from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
+from m1clip.model.pretrained.efficientnet import LITE, LITE0, ConcatTower, EfficientNetLite
+from m1clip.model.pretrained.minilm import MINILM, BertTower
+from m1clip.model.pretrained.packages import PACKAGES, package_weights, wordpieces
+from m1clip.model.pretrained.transformers import (
+    TransformersImageTower,
+    TransformersTextTower,
+    load_transformers,
+    tower_file,
+)
+from m1clip.model.towers import TextTower, Tower, VisionTower
+from m1clip.model.weights import Tensors, read_json
+from m1clip.text.base import Tokenizer
+from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, wordpiece_tokenizer
+
+
+def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Tower:
+    """The image tower of a config, without particular weights."""
+    if isinstance(config, VisionTowerConfig):
+        return VisionTower(config)
+    if config.kind in LITE:
+        sizes = LITE[config.kind]
+        return EfficientNetLite(sizes[0]) if len(sizes) == 1 else ConcatTower(*sizes)
+    return TransformersImageTower(config.settings)
+
+
+def build_text_tower(config: TextTowerConfig | PretrainedTextConfig) -> Tower:
+    """The text tower of a config, without particular weights."""
+    if isinstance(config, TextTowerConfig):
+        return TextTower(config)
+    if config.kind == "minilm":
+        return BertTower(config.vocab_size, config.pad_id, MINILM)
+    return TransformersTextTower(config.settings, config.pad_id)
+
+
+HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
+
+
+def tower_image_size(tower: str) -> int:
+    """The side of the images that an image tower was trained on, where we know it."""
+    return max(size.image_size for size in LITE.get(tower, (LITE0,)))
+
+
+def load_image_tower(
+    name: str, image_size: int = 224, download: bool = False
+) -> tuple[PretrainedImageConfig, Tensors, Preprocess]:
+    """The config, weights and preprocessing of an image tower: one of `LITE`, or a model of transformers.
+
+    From the hub, uses only what is already on this machine, unless `download`.
+    """
+    if name in PACKAGES:
+        config = PretrainedImageConfig(kind=name, name=name, image_size=image_size)  # type: ignore[arg-type]
+        return config, package_weights(name), _preprocess({}, image_size)
+    settings, weights, _ = load_transformers(name, "vision", download)
+    file = tower_file(name, "preprocessor_config.json", download)
+    preprocess = _preprocess(read_json(file) if file else {}, image_size)
+    config = PretrainedImageConfig(kind="transformers", name=name, settings=settings, image_size=preprocess.image_size)
+    return config, weights, preprocess
+
+
+def load_text_tower(
+    name: str, context_length: int = 64, download: bool = False
+) -> tuple[PretrainedTextConfig, Tensors, Tokenizer]:
+    """The config, weights and tokenizer of a text tower: minilm, or a model of transformers."""
+    if name in PACKAGES:
+        tokenizer = wordpiece_tokenizer(wordpieces())
+        settings, weights = "", package_weights(name)
+    else:
+        settings, weights, pad_id = load_transformers(name, "text", download)
+        file = tower_file(name, "tokenizer.json", download)
+        if file is None:
+            raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
+        try:
+            tokenizer = FastTokenizer(read_small(file, MAX_BYTES).decode("utf-8"), pad_id)
+        except ValueError as error:
+            raise UserError(f"{file}: {error}") from None
+    config = PretrainedTextConfig(
+        kind="minilm" if name in PACKAGES else "transformers",
+        name=name,
+        settings=settings,
+        context_length=context_length,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+    )
+    return config, weights, tokenizer
+
+
+def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
+    """The pixels that a tower was trained on. Images are squashed: a caption describes their edges too."""
+    size = found.get("crop_size", found.get("size"))
+    size = next(iter(size.values()), None) if isinstance(size, dict) else size
+    mean, std = (tuple(found.get(key, HALF)) for key in ("image_mean", "image_std"))
+    return Preprocess(image_size=size if isinstance(size, int) else image_size, mean=mean, std=std, resize="squash")

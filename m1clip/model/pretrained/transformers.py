@@ -1,0 +1,158 @@
+"""Towers that the library transformers builds, from a folder or the hub.
+
+No code that comes with weights is executed, and the hub is used only with --download.
+"""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from m1clip.errors import UserError
+from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig
+from m1clip.model.towers import Tower
+from m1clip.model.weights import Tensors
+from m1clip.schema import LIMITS
+
+TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
+HF_REMEDY = "pip install 'm1clip[hf]'"
+PROBE_SIZE = 64  # side of a dummy image, to find the feature width of a tower
+
+
+def transformers() -> Any:
+    """The library, or how to install it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UserError(f"this tower needs transformers: {HF_REMEDY} ({error})") from None
+
+
+def _transformers_model(settings: str) -> nn.Module:
+    """A model with the right parameters and arbitrary values in them."""
+    library, values = transformers(), json.loads(settings)
+    try:
+        config = library.AutoConfig.for_model(values.pop("model_type"), **values)
+        model: nn.Module = library.AutoModel.from_config(config)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"transformers cannot build this tower: {str(error).splitlines()[0][:120]}") from None
+    return model
+
+
+@torch.inference_mode()
+def _feature_width(tower: Tower, example: Tensor) -> int:
+    return int(tower(example.to(next(tower.parameters()).device)).shape[1])
+
+
+class TransformersImageTower(Tower):
+    """Images to features: class token and mean of the patches side by side, or the mean over a feature map."""
+
+    def __init__(self, settings: str) -> None:
+        super().__init__()
+        self.model = _transformers_model(settings)
+        size = getattr(self.model.config, "image_size", None) or PROBE_SIZE
+        size = size if isinstance(size, int) else size[0]
+        rows: list[int] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, inputs: rows.append(inputs[0].numel() // layer.in_features))
+            for layer in self.modules()
+            if isinstance(layer, nn.Linear)
+        ]
+        self.width = _feature_width(self, torch.zeros(1, 3, size, size))
+        self.tokens_per_image = max(rows, default=1)
+        for hook in hooks:
+            hook.remove()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(n, 3, h, w) normalized pixels -> (n, width)."""
+        last: Tensor = self.model(pixel_values=pixels).last_hidden_state
+        if last.ndim == 4:  # (n, channels, h, w)
+            return last.mean(dim=(2, 3))
+        return torch.cat([last[:, 0], last[:, 1:].mean(dim=1)], dim=1)
+
+
+class TransformersTextTower(Tower):
+    """Token ids to the mean of the last layer over the tokens, or to the pooler's output where that was trained."""
+
+    def __init__(self, settings: str, pad_id: int) -> None:
+        super().__init__()
+        self.model, self.pad_id = _transformers_model(settings), pad_id
+        self.pooled = str(json.loads(settings)["model_type"]).startswith(TRAINED_POOLER)
+        self.width = _feature_width(self, torch.ones(1, 3, dtype=torch.long))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(n, length) token ids -> (n, width)."""
+        if self.pooled:
+            pooled: Tensor = self.model(input_ids=tokens).pooler_output
+            return pooled
+        real = tokens != self.pad_id
+        last = self.model(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        weight = real[..., None].to(last.dtype)
+        mean: Tensor = (last * weight).sum(dim=1) / weight.sum(dim=1)
+        return mean
+
+
+MODULE_COUNT = re.compile("layers|depth|blocks|stages|groups|experts")  # settings that create one module each
+SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
+MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
+
+
+def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str) -> None:
+    """Raise UserError for sizes in a library's settings that do not match the weights, before building the tower."""
+    try:
+        settings = json.loads(config.settings)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: the settings of {config.name} must be a JSON object")
+    largest = max((side for tensor in weights.values() for side in tensor.shape), default=0)
+    pending: list[tuple[str, Any]] = list(settings.items())
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict | list):
+            pending += value.items() if isinstance(value, dict) else [(key, item) for item in value]
+        elif isinstance(value, int):
+            most: float = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
+            if MODULE_COUNT.search(key):
+                most = max(64, len(weights))
+            elif SIZE.search(key) and key != "image_size":
+                most = max(1024, largest)
+            if value > most:
+                raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
+
+
+NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
+
+def load_transformers(name: str, part: Literal["vision", "text"], download: bool) -> tuple[str, Tensors, int]:
+    """(settings, weights, padding id) from a folder, or by a name on the hub; for a CLIP, only the requested part."""
+    library, local = transformers(), {"local_files_only": not download}
+    try:
+        config = library.AutoConfig.from_pretrained(name, **local)
+        config = getattr(config, f"{part}_config", None) or config
+        # Safetensors alone: other weight files could run code when they are read.
+        model = library.AutoModel.from_pretrained(name, config=config, use_safetensors=True, **local)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        hint = "" if download or Path(name).is_dir() else "; --download fetches it from the hub"
+        raise UserError(f"{name}: no {part} tower that transformers can load ({reason}){hint}") from None
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    settings = {key: value for key, value in values.items() if key not in NOT_SETTINGS and value is not None}
+    weights = {f"model.{key}": tensor.float() for key, tensor in model.state_dict().items()}
+    return json.dumps(settings, sort_keys=True), weights, getattr(model.config, "pad_token_id", None) or 0
+
+
+def tower_file(name: str, file: str, download: bool) -> Path | None:
+    """A file next to a tower's weights, if there is one."""
+    if Path(name).is_dir():
+        return Path(name) / file if (Path(name) / file).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(name, file, local_files_only=not download))
+    except (HfHubHTTPError, OSError, ValueError):
+        return None
