@@ -57,7 +57,8 @@ def _open(data: DataPath) -> DataSource | StreamedSource:
         raise user_error(f"{data.path}: neither a file nor a folder")
     data_format = FORMATS[data.format_name] if data.format_name else detect_format(data)
     path = data_format.locate(data)
-    if data_format.open_stream and (stream := data_format.open_stream(data)):
+    stream = data_format.open_stream(data) if data_format.open_stream else None
+    if stream is not None:
         return stream
     if data.options.stream:
         raise user_error(f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS writes them")

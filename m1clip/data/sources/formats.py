@@ -18,7 +18,7 @@ from m1clip.data.sources.tables import (
 )
 from m1clip.errors import UserError
 
-# One line per format. Its module has its name, help, detection and priority.
+# One entry per format; its module has its name, help, detection and priority.
 FORMATS: dict[str, DataFormat] = {
     data_format.name: data_format
     for data_format in (*TABLE_FORMATS, HUGGING_FACE, WEBDATASET, TEXT_FILES, CLASS_FOLDERS, FILE_NAMES)
