@@ -6,9 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, open_for_write, open_regular, read_small
@@ -134,35 +136,107 @@ def _analysis(value: Any) -> bool:
     return matches_schema(difficulty, {str: (float, int)})
 
 
-FIGURES = (
-    *("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
-    *("memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch"),
-    "gradient_difference",
+def _time(value: Any) -> bool:
+    return matches_schema(value, float) and 0 <= value < LATEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogField:
+    """A field that readers of the log use: how it is checked, and where it is shown."""
+
+    name: str  # path/in/a/dict for one inside another field, which then has the schema
+    schema: Any = _figure  # in each record, for `matches_schema`; None: not checked
+    schema_by_kind: Mapping[str, Any] = dataclass_field(default_factory=dict)  # where a kind of record differs
+    required_in: tuple[str, ...] = ()  # kinds of record that are invalid without it
+    curve: Literal["step", "eval"] | None = None  # kind of record that gives the points of its curve
+    title: str = ""  # of its plot in the report and, for steps, on the page; empty: no plot
+    factor: float = 1.0  # from the log to the unit of the plot
+    unit: str = ""  # after a value on the page
+    log_scale: bool = False  # in the report
+    about_machine: bool = False  # whether the page shows it below "Machine"
+
+    def schema_in(self, kind: str) -> Any:
+        """Return the schema of the field in records of a kind."""
+        return self.schema_by_kind.get(kind, self.schema)
+
+
+def _by_name(*fields: LogField) -> dict[str, LogField]:
+    return {field.name: field for field in fields}
+
+
+# All fields that readers use. Plots are shown in this order.
+FIELDS = _by_name(
+    # curves of the steps
+    LogField(name="loss", curve="step", title="Loss", log_scale=True),
+    LogField(name="grad_norm", curve="step", title="Gradient norm", log_scale=True),
+    LogField(name="temperature", curve="step", title="Temperature"),
+    LogField(name="lr", curve="step", title="Learning rate"),
+    LogField(name="images_per_second", curve="step", title="Images per second"),
+    LogField(name="data_fraction", curve="step", title="Loading data, % of a step", factor=100.0, unit="%"),
+    LogField(name="memory_bytes", curve="step", title="Memory, GB", factor=1e-9, unit=" GB", about_machine=True),
+    LogField(name="watts", curve="step", title="Power, W", unit=" W", about_machine=True),
+    LogField(name="celsius", curve="step", title="Temperature of the machine, °C", unit=" °C", about_machine=True),
+    LogField(name="step_seconds", curve="step"),
+    LogField(name="elapsed", curve="step"),
+    # curves of the evaluations; _valid checks metrics
+    LogField(name="text_to_image/recall@1", schema=None, curve="eval", title="Recall@1 text to image, %", factor=100.0),
+    LogField(name="image_to_text/recall@1", schema=None, curve="eval", title="Recall@1 image to text, %", factor=100.0),
+    LogField(
+        name="analysis/difficulty/hard",
+        schema=None,
+        curve="eval",
+        title="Accuracy against similar captions, %",
+        factor=100.0,
+    ),
+    LogField(name="analysis/modality_gap", schema=None, curve="eval", title="Modality gap"),
+    # other fields
+    LogField(name="step", schema=int, required_in=("step", "eval")),
+    LogField(name="steps", schema=int),
+    LogField(name="best_step", schema=int),
+    LogField(name="back_to", schema=int),
+    LogField(name="epoch"),
+    LogField(name="time", schema=_time),
+    LogField(name="seconds", schema=None, schema_by_kind={"step": {str: float}, "eval": float}),
+    LogField(name="rank_seconds", schema=[float]),
+    LogField(name="cores", schema=[float]),
+    LogField(name="joules"),
+    LogField(name="joules_per_epoch"),
+    LogField(name="peak", schema=float),
+    LogField(name="peak_bytes", schema=float),
+    LogField(name="gradient_difference"),
+    LogField(name=TOP1, schema=float),
+    LogField(name=MEAN_RECALL, schema=float),
+    LogField(name="analysis", schema=_analysis),
+    LogField(name="split", schema=str),
+    LogField(name="event", schema=str),
+    LogField(name="text", schema=str),
+    LogField(name="where", schema=str),
+    LogField(name="version", schema=str),
 )
-# The schema of each field that readers use, and of those that differ between kinds of record.
-SCHEMAS: dict[str, Any] = {
-    **dict.fromkeys(FIGURES, _figure),
-    **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
-    **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float),
-    **dict.fromkeys(("split", "event", "text", "where", "version"), str),
-    "time": lambda value: matches_schema(value, float) and 0 <= value < LATEST,
-    **{"cores": [float], "rank_seconds": [float], "analysis": _analysis},
-}
-OWN_SCHEMAS: dict[str, dict[str, Any]] = {
-    "step": {"step": int, "seconds": {str: float}},
-    "eval": {"step": int, "seconds": float},
-}
+
+
+def curve_fields(kind: Literal["step", "eval"]) -> list[LogField]:
+    """Return the fields with a curve over the records of a kind, in the order of their plots."""
+    return [field for field in FIELDS.values() if field.curve == kind]
+
+
+def plotted_fields(kind: Literal["step", "eval"]) -> list[LogField]:
+    """Return the fields whose curve is shown in a plot."""
+    return [field for field in curve_fields(kind) if field.title]
 
 
 def _valid(record: Record) -> bool:
     """Whether the fields that readers use have the types that they expect."""
-    own = OWN_SCHEMAS.get(record["kind"], {})
-    schemas = {**SCHEMAS, **own}
-    given = {name: value for name, value in record.items() if name in schemas and value is not None}
-    if not all(matches_schema(value, schemas[name]) for name, value in given.items()):
-        return False
-    if "step" in own and record.get("step") is None:
-        return False
+    kind = record["kind"]
+    for field in FIELDS.values():
+        value = record.get(field.name)
+        if value is None:
+            if kind in field.required_in:
+                return False
+            continue
+        schema = field.schema_in(kind)
+        if schema is not None and not matches_schema(value, schema):
+            return False
     parts = {"": float, "/low": float, "/high": float, "/chance": float, "/n": int}
     metrics = {name.rpartition("/")[0] for name in record if name.endswith(tuple(parts)[1:])}
     return all(matches_schema(record.get(name + part), schema) for name in metrics for part, schema in parts.items())

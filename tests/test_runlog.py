@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.runlog import Record, RunLog, read_log
+from m1clip.runlog import FIELDS, LogField, Record, RunLog, curve_fields, parse, plotted_fields, read_log
 
 
 @pytest.fixture
@@ -63,3 +63,39 @@ def test_non_finite_numbers_are_written_as_valid_json(log: RunLog, tmp_path: Pat
     record = json.loads((tmp_path / "run.jsonl").read_text(), parse_constant=pytest.fail)
     assert (record["loss"], record["deep"]) == ("nan", {"list": ["inf", 1.0, ["-inf"]]})
     assert seen == list(read_log(tmp_path)) == [record]
+
+
+def is_valid(kind: str, **values: object) -> bool:
+    return parse(json.dumps({"v": 1, "kind": kind, "step": 1, **values}).encode()) is not None
+
+
+@pytest.mark.parametrize("field", FIELDS.values(), ids=lambda field: field.name)
+def test_record_with_a_field_of_another_type_is_invalid(field: LogField) -> None:
+    for kind in ("step", "eval", "end"):
+        # No field is a boolean; one without a schema may contain anything.
+        assert is_valid(kind, **{field.name: False}) == (field.schema_in(kind) is None)
+        assert is_valid(kind, **{field.name: None}) == (kind not in field.required_in)
+
+
+def test_schema_of_a_field_may_depend_on_the_kind_of_record() -> None:
+    assert is_valid("step", seconds={"data": 0.5})
+    assert is_valid("eval", seconds=0.5)
+    assert not is_valid("step", seconds=0.5)
+    assert not is_valid("eval", seconds={"data": 0.5})
+
+
+def test_new_entry_in_table_of_fields_is_validated_and_listed_for_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_valid("step", sharpness="high")
+    plotted = LogField(name="sharpness", curve="step", title="Sharpness")
+    unplotted = LogField(name="rank", schema=int, schema_by_kind={"eval": str}, required_in=("eval",), curve="eval")
+    for field in (plotted, unplotted):
+        monkeypatch.setitem(FIELDS, field.name, field)
+    assert not is_valid("step", sharpness="high")
+    assert is_valid("step", sharpness=2.0)
+    assert is_valid("step", sharpness="nan")
+    assert is_valid("eval", rank="first")
+    assert not is_valid("eval", rank=1)
+    assert not is_valid("eval")
+    assert curve_fields("step")[-1] is plotted_fields("step")[-1] is plotted
+    assert curve_fields("eval")[-1] is unplotted
+    assert unplotted not in plotted_fields("eval")

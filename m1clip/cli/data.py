@@ -1,4 +1,4 @@
-"""data make, template, lint, index and pack."""
+"""data formats, make, template, lint, index and pack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
-from m1clip.formatting import one_line, plural, printable
+from m1clip.formatting import one_line, plural, printable, table
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 data = App(name="data", help="Make, check and pack image-caption datasets.")
 app.command(data)
 
-Data = Annotated[str, Parameter(help="A file or folder in any format that --data accepts.")]
+Data = Annotated[str, Parameter(help="A file or folder in any format that m1clip data formats lists.")]
 NewFolder = Annotated[Path, Parameter(help="A new or empty folder.")]
 ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the image path.")]
 CaptionColumn = Annotated[
@@ -30,6 +30,15 @@ def _open(path: str, image_column: str | None, caption_columns: tuple[str, ...])
     from m1clip.data.sources import Options, open_sources
 
     return open_sources([path], options=Options(image_column, caption_columns))
+
+
+@data.command(name="formats")
+def data_formats() -> None:
+    """List the formats of --data, in the order in which they are tried; csv:PATH names one."""
+    from m1clip.data.sources.formats import formats_by_priority
+
+    rows = [(data_format.name, data_format.help) for data_format in formats_by_priority()]
+    print(table(("name", "reads"), rows))
 
 
 @data.command(name="make")
@@ -67,16 +76,17 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
     from m1clip.data.sources.base import walk_images
     from m1clip.io import write_text
 
-    table, path = io.StringIO(newline=""), folder / "captions.csv"
+    text = io.StringIO(newline="")
+    path = folder / "captions.csv"
     if path.exists():
         raise UserError(f"{path}: already exists; write the captions into it, or rename it to start again")
     names = [name for name in walk_images(folder) if name.isprintable()]  # a table cannot name others
     if not names:
         raise UserError(f"{folder}: no images found in this folder or below it")
-    csv.writer(table).writerows([("image", "caption"), *((name, "") for name in names)])
-    write_text(path, "\ufeff" + table.getvalue())  # the mark tells spreadsheets that it is UTF-8
-    text = f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}"
-    print(f"wrote      {one_line(text)}")
+    csv.writer(text).writerows([("image", "caption"), *((name, "") for name in names)])
+    write_text(path, "\ufeff" + text.getvalue())  # the mark tells spreadsheets that it is UTF-8
+    message = f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}"
+    print(f"wrote      {one_line(message)}")
 
 
 @data.command(name="lint")

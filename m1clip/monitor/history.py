@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from m1clip.io import open_regular, read_small
-from m1clip.runlog import NAME, Record, parse, selection_metric
+from m1clip.runlog import FIELDS, NAME, Record, curve_fields, parse, selection_metric
 from m1clip.schema import is_well_formed, matches_schema
 
 BLOCK = 1 << 20  # bytes read at a time
@@ -20,24 +20,6 @@ LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
 POINTS, EVALUATIONS, EVENTS, RECENT, FIRST = 2000, 500, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
 PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "step", "rest")
-STEP_FIGURES = (  # name, title, factor
-    ("loss", "Loss", 1.0),
-    ("grad_norm", "Gradient norm", 1.0),
-    ("temperature", "Temperature", 1.0),
-    ("lr", "Learning rate", 1.0),
-    ("images_per_second", "Images per second", 1.0),
-    ("data_fraction", "Loading data, % of a step", 100.0),
-    ("memory_bytes", "Memory, GB", 1e-9),
-    ("watts", "Power, W", 1.0),
-    ("celsius", "Temperature of the machine, °C", 1.0),
-)
-EVALUATION_FIGURES = (
-    ("text_to_image/recall@1", "Recall@1 text to image, %", 100.0),
-    ("image_to_text/recall@1", "Recall@1 image to text, %", 100.0),
-    ("analysis/difficulty/hard", "Accuracy against similar captions, %", 100.0),
-    ("analysis/modality_gap", "Modality gap", 1.0),
-)
-CURVES = (*(name for name, _, _ in STEP_FIGURES), "step_seconds", "elapsed")
 EVENT_KINDS = ("start", "checkpoint", "event", "warning", "skipped", "parity")
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
@@ -209,7 +191,9 @@ class History:
         return _number(facts.get("memory_bytes"))
 
     def curve(self, name: str, factor: float) -> list[tuple[int, float]]:
-        rows = self.steps if name in CURVES else self.evaluations
+        """The points (step, factor x value) of a field of the steps or evaluations."""
+        field = FIELDS.get(name)
+        rows = self.steps if field and field.curve == "step" else self.evaluations
         found = ((row["step"], figure_of(row, name)) for row in rows)
         return [(step, factor * value) for step, value in found if value is not None]
 
@@ -219,9 +203,15 @@ class History:
 
 
 def curve_row(record: Record) -> Row:
-    phases = {f"seconds/{name}": value for name, value in (record.get("seconds") or {}).items() if name in PHASES}
-    values = {name: _number(value) for name, value in ({name: record.get(name) for name in CURVES} | phases).items()}
-    return {"step": record["step"], **{name: value for name, value in values.items() if value is not None}}
+    """The figures of a step that are kept for curves; those that are not finite numbers are left out."""
+    row: Row = {"step": record["step"]}
+    values = {field.name: record.get(field.name) for field in curve_fields("step")}
+    seconds = record.get("seconds") or {}
+    phases = {f"seconds/{name}": value for name, value in seconds.items() if name in PHASES}
+    for name, value in (values | phases).items():
+        if (figure := _number(value)) is not None:
+            row[name] = figure
+    return row
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:

@@ -21,9 +21,9 @@ from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, one_line, percent, size
 from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import diagnose
-from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
+from m1clip.monitor.history import PHASES, History, numbers
 from m1clip.monitor.status import elapsed, status_of
-from m1clip.runlog import SELECTION, label
+from m1clip.runlog import SELECTION, LogField, label, plotted_fields
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
 COLORS, GRAY = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"), "#868e96"
@@ -93,12 +93,15 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
 def curve_plots(histories: Sequence[History]) -> str:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
+    best_title = f"{metrics} on validation, % (selects the best model)"
+    best = LogField(name="", curve="eval", title=best_title, factor=100.0)  # the metric depends on the run
+    loss, *other_fields = plotted_fields("step")
     plots = ""
-    best = ("", f"{metrics} on validation, % (selects the best model)", 100.0)
-    for name, title, factor in (STEP_FIGURES[0], best, *EVALUATION_FIGURES, *STEP_FIGURES[1:]):
-        curves = [(history.name, history.curve(name or history.metric, factor)) for history in histories]
-        curves.append((CHANCE, histories[0].curve(f"{name or histories[0].metric}/chance", factor)))
-        plots += plot(title, curves, log=name in ("loss", "grad_norm"))
+    for field in (loss, best, *plotted_fields("eval"), *other_fields):
+        curves = [(history.name, history.curve(field.name or history.metric, field.factor)) for history in histories]
+        chance = f"{field.name or histories[0].metric}/chance"
+        curves.append((CHANCE, histories[0].curve(chance, field.factor)))
+        plots += plot(field.title, curves, log=field.log_scale)
     return plots
 
 

@@ -21,9 +21,9 @@ from rich.text import Text
 from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size, when
 from m1clip.monitor.diagnostics import describe, diagnose
-from m1clip.monitor.history import PHASES, STEP_FIGURES, History, numbers
+from m1clip.monitor.history import PHASES, History, numbers
 from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
-from m1clip.runlog import SELECTION, Record
+from m1clip.runlog import FIELDS, SELECTION, Record
 
 SMALLEST = (40, 10)
 STYLES = {
@@ -96,8 +96,8 @@ class Chart:
 
 def charts(history: History, width: int) -> Layout:
     """The loss and, if there is space, the metric that selects the best model."""
-    name, title, factor = STEP_FIGURES[0]
-    shown = [Chart(title, history.curve(name, factor))]
+    loss = FIELDS["loss"]
+    shown = [Chart(loss.title, history.curve(loss.name, loss.factor))]
     if width >= 70:
         chance = numbers([history.evaluations.last or {}], f"{history.metric}/chance")
         words = f" (chance {percent(chance[0]).removesuffix('%')})" if chance else ""

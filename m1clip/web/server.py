@@ -27,7 +27,7 @@ from m1clip.formatting import one_line
 from m1clip.monitor.diagnostics import describe, diagnose
 from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
 from m1clip.monitor.status import find_runs, is_run, require_run, summary
-from m1clip.runlog import json_safe
+from m1clip.runlog import json_safe, plotted_fields
 
 SCAN_SECONDS = 2.0  # between two searches for new runs
 DEFAULT = Path("runs")  # may not exist yet: the first run creates it
@@ -89,6 +89,13 @@ def rows(history: History, cursor: str) -> dict[str, Any]:
     return {"cursor": f"{history.generation}.{history.records}", "reset": reset, **new}
 
 
+def fields_script() -> bytes:
+    """The script that gives the page the fields of the steps with their plots, in their order."""
+    names = ("name", "title", "factor", "unit", "about_machine")
+    fields = [{name: getattr(field, name) for name in names} for field in plotted_fields("step")]
+    return f'"use strict";\nconst STEP_FIELDS = {json.dumps(fields)};\n'.encode()
+
+
 def key_of(run: Path) -> str:
     """A stable key of a folder, so that an open page finds its run again after a server restart."""
     return hashlib.blake2s(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
@@ -101,6 +108,7 @@ NUMBER = re.compile(r"[0-9]{1,12}")
 INDEX, SEARCH = "index.html", "search.html"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 SCRIPTS = ("common.js", "app.js", "plots.js", "views.js", "search.js", "uplot.js")
+FIELDS_SCRIPT = "fields.js"  # written from the table of logged fields
 FILES = (INDEX, SEARCH, *SCRIPTS, "style.css", "search.css", "uplot.css")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -207,6 +215,9 @@ class Handler(BaseHTTPRequestHandler):
             parts = ("head.html", name) if name.endswith(".html") else (name,)
             data = b"".join((resources.files("m1clip.web") / "page" / part).read_bytes() for part in parts)
             self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
+            return
+        if name == FIELDS_SCRIPT:
+            self._send(200, f"{TYPES['js']}; charset=utf-8", fields_script())
             return
         if path == "/api/update":
             self._send_json({"search": photos is not None, **store.update(values)})

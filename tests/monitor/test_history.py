@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from m1clip.monitor.history import History, figure_of
+from m1clip.runlog import FIELDS, LogField
 
 from .made_runs import append, evaluation, line, make_run, step
 
@@ -78,3 +79,12 @@ def test_evaluation_figure_by_name() -> None:
     assert figure_of(row, "analysis/modality_gap") == 0.5
     assert figure_of(row, "analysis/difficulty/hard") == 0.6
     assert figure_of(row, "analysis/difficulty") is figure_of(row, "nothing") is None
+
+
+def test_new_entry_in_table_of_fields_has_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (("sharpness", "step"), ("analysis/rank", "eval")):
+        monkeypatch.setitem(FIELDS, name, LogField(name=name, schema=None, curve=kind, title=name))
+    records = [step(1, sharpness=2.0), step(2), step(3, sharpness="nan"), step(4, sharpness=3)]
+    history = History(make_run(tmp_path, [*records, evaluation(4, 0.5, analysis={"rank": 7})])).poll()
+    assert history.curve("sharpness", 10.0) == [(1, 20.0), (4, 30.0)]
+    assert history.curve("analysis/rank", 1.0) == [(4, 7.0)]

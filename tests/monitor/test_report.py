@@ -12,8 +12,9 @@ from small_run import exit_code
 from m1clip.errors import UserError
 from m1clip.monitor import report
 from m1clip.monitor.report import plot, write_report
+from m1clip.runlog import FIELDS, LogField, plotted_fields
 
-from .made_runs import full_run, make_run, step
+from .made_runs import append, full_run, make_run, step
 
 needs_matplotlib = pytest.mark.skipif(not report.has_matplotlib(), reason="needs matplotlib (pip install m1clip[plot])")
 
@@ -130,3 +131,16 @@ def test_name_of_a_run_cannot_control_the_terminal(tmp_path: Path, capsys: pytes
     output = "".join(capsys.readouterr())
     assert HOSTILE.encode("unicode_escape").decode() in output
     assert all(line.isprintable() for line in output.split("\n"))
+
+
+@needs_matplotlib
+def test_each_plotted_field_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharpness = LogField(name="sharpness", curve="step", title="Sharpness, %", factor=100.0)
+    monkeypatch.setitem(FIELDS, sharpness.name, sharpness)
+    run = full_run(tmp_path / "run")
+    append(run, [step(number, sharpness=0.5, watts=20.0, celsius=50.0) for number in (101, 102)])
+    page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    alts = parsed(page).alts
+    for field in (*plotted_fields("step"), *plotted_fields("eval")):
+        assert any(alt.startswith(f"{field.title}: ") for alt in alts), field.title
+    assert "Sharpness, %: run from 50 to 50" in alts

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from monitor.made_runs import append, full_run, line, step
 
+from m1clip.runlog import FIELDS, LogField
 from m1clip.web.server import Handler, Server, Store, key_of
 from web.client import ask, connect, running
 
@@ -43,7 +44,7 @@ def test_page_files_are_served_with_strict_headers(server: Server) -> None:
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert headers["Referrer-Policy"] == "no-referrer"
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
-    for name in ("/app.js", "/plots.js", "/views.js", "/uplot.js", "/style.css", "/uplot.css"):
+    for name in ("/app.js", "/fields.js", "/plots.js", "/views.js", "/uplot.js", "/style.css", "/uplot.css"):
         assert f'"{name}"'.encode() in body
         assert ask(server, name)[0] == 200
     assert "innerHTML" not in ask(server, "/views.js")[1].decode() + ask(server, "/app.js")[1].decode()
@@ -143,3 +144,22 @@ def test_500_parallel_requests_are_answered(server: Server) -> None:
 
     with ThreadPoolExecutor(500) as pool:
         assert set(pool.map(request, range(500))) == {200}
+
+
+def test_page_receives_plotted_fields_of_the_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharpness = LogField(name="sharpness", curve="step", title="Sharpness", unit=" °")
+    monkeypatch.setitem(FIELDS, sharpness.name, sharpness)
+    status, body, headers = ask(server, "/fields.js")
+    assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
+    names, fields = body.decode().removesuffix(";\n").split(" = ", 1)
+    assert names.endswith("const STEP_FIELDS")
+    listed = json.loads(fields)
+    assert listed[0]["name"] == "loss"
+    assert listed[-1] == {
+        "name": "sharpness",
+        "title": "Sharpness",
+        "factor": 1.0,
+        "unit": " °",
+        "about_machine": False,
+    }
+    assert "step_seconds" not in {field["name"] for field in listed}

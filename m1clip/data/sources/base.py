@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from m1clip.data.images import SUFFIXES, ImageRef, one_line
 from m1clip.data.sources import splits
@@ -17,8 +17,12 @@ from m1clip.data.types import Problem, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 
+if TYPE_CHECKING:
+    from m1clip.data.sources.stream import StreamedSource
+
 NO_CAPTION = "no caption"
 Place = tuple[str, int]  # file and row number; row 0 means the file itself
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +49,63 @@ class Row(NamedTuple):
     id: str
 
 
+class DataPath:
+    """A path to data, as formats see it when they are asked whether it is theirs."""
+
+    def __init__(self, path: Path, options: Options = DEFAULT, format_name: str | None = None) -> None:
+        self.path = path
+        self.options = options
+        self.format_name = format_name  # if the user named the format, as in csv:PATH
+        self._answers: dict[Callable[..., Any], Any] = {}
+
+    def ask(self, find: Callable[[Path, Options], Answer]) -> Answer:
+        """Return find(path, options), computed once however many formats ask for it."""
+        if find not in self._answers:
+            self._answers[find] = find(self.path, self.options)
+        answer: Answer = self._answers[find]
+        return answer
+
+
+def same_path(data: DataPath) -> Path:
+    """Return the path unchanged: most formats read the path that the user gave."""
+    return data.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFormat:
+    """How data of one format is recognized and read: an entry of the table in formats.py.
+
+    A new format is a module with such an entry, and its line in the table.
+    """
+
+    name: str  # the prefix in `name:PATH`
+    help: str  # what it reads, for `m1clip data formats`
+    read: Callable[[DataSource], Iterator[Row]]
+    # Whether a path looks like this format; None: only by its name.
+    matches: Callable[[DataPath], bool] | None = None
+    priority: int = 100  # where several formats match, the lowest wins
+    class_captions: bool = False  # whether captions are made from class names
+    locate: Callable[[DataPath], Path] = same_path  # what to read, such as the only table in a folder
+    # The data as a stream, if it is too large to load; None: it is always loaded.
+    open_stream: Callable[[DataPath], StreamedSource | None] | None = None
+
+
 def user_error(message: str) -> UserError:
     """An error on one printable line, regardless of the file names and library messages in it."""
     return UserError(one_line(message))
 
 
 class DataSource(Source):
-    """All samples of a file or folder. `read` yields the rows of its format."""
+    """All samples of a file or folder."""
 
-    def __init__(
-        self, path: Path, format_name: str, read: Callable[[DataSource], Iterator[Row]], options: Options = DEFAULT
-    ) -> None:
+    def __init__(self, path: Path, data_format: DataFormat, options: Options = DEFAULT) -> None:
         super().__init__(str(path), [path])
-        self.path, self.format, self.options = path, format_name, options
-        self.class_captions = format_name == "classes"
+        self.path = path
+        self.format = data_format.name
+        self.options = options
+        self.class_captions = data_format.class_captions
         self._places: dict[str, list[Place]] = {}
-        self._gather(read(self))
+        self._gather(data_format.read(self))
 
     def origin(self, id_: str, caption: int = 0) -> str:
         places = self._places[id_]

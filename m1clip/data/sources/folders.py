@@ -8,8 +8,9 @@ from pathlib import Path
 
 from m1clip.data.images import FileImage
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, walk_images
+from m1clip.data.sources.base import DataFormat, DataSource, Row, walk_images
 from m1clip.data.sources.splits import clean_text
+from m1clip.data.sources.tables import text_tables
 from m1clip.formatting import plural
 from m1clip.io import read_small
 
@@ -71,6 +72,8 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
         yield Row((name, 0), TEMPLATE.format(label), _split_of(name), image, name)
     names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (", ..." if len(classes) > _CLASSES_SHOWN else "")
     source.note(f"captions are generated from the names of {plural(len(classes), 'folder')}: {names}")
+    for table in text_tables(source.path) if classes else ():
+        source.note(f"{table} was not read; if it contains the captions, use --data {table}")
 
 
 def class_name(caption: str) -> str:
@@ -104,3 +107,23 @@ def _class_of(name: str) -> str | None:
     if _split_of(name):
         folders = folders[1:]
     return clean_text(folders[-1].replace("_", " ").replace("-", " ")) or None if folders else None
+
+
+TEXT_FILES = DataFormat(
+    name="txt",
+    help="images with a .txt file next to each, one caption per line",
+    read=text_file_rows,
+    matches=lambda data: has_text_files(data.path),
+    priority=40,
+)
+CLASS_FOLDERS = DataFormat(
+    name="classes",
+    help="one folder of images per class; captions are generated from the class names",
+    read=class_folder_rows,
+    matches=lambda data: is_class_folders(data.path),
+    priority=50,
+    class_captions=True,
+)
+FILE_NAMES = DataFormat(
+    name="filenames", help="images whose file names are the captions; only if you name it", read=file_name_rows
+)

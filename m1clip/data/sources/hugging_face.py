@@ -8,7 +8,7 @@ from typing import Any
 
 from m1clip.data.images import BadImage, FileImage, ImageRef, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, user_error
+from m1clip.data.sources.base import DataFormat, DataPath, DataSource, Row, user_error
 from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
 from m1clip.extras import require
 
@@ -24,6 +24,10 @@ def is_saved_dataset(path: Path) -> bool:
     """A folder that `save_to_disk` wrote."""
     names = [name for name in ("dataset_dict.json", "state.json", "dataset_info.json") if (path / name).is_file()]
     return "dataset_dict.json" in names or len(names) == 2
+
+
+def _folder_or_hub_name(data: DataPath) -> Path:
+    return data.path if data.path.exists() else Path(f"{HUB}{data.path}")
 
 
 def hugging_face_rows(source: DataSource) -> Iterator[Row]:
@@ -90,3 +94,13 @@ class HubImage(ImageRef):
 
     def __str__(self) -> str:
         return one_line(f"{self.name} {self.split} row {self.row + 1}")
+
+
+HUGGING_FACE = DataFormat(
+    name="hf",
+    help="a folder written by save_to_disk, or owner/name on the Hugging Face hub",
+    read=hugging_face_rows,
+    matches=lambda data: is_saved_dataset(data.path),
+    priority=10,
+    locate=_folder_or_hub_name,
+)

@@ -20,9 +20,10 @@ import numpy as np
 from filelock import FileLock
 
 from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp, one_line
-from m1clip.data.sources.base import NO_CAPTION, Options, Place, captions_of, user_error
+from m1clip.data.sources.base import NO_CAPTION, DataFormat, DataPath, Options, Place, captions_of, user_error
 from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
-from m1clip.data.sources.shards import captions_in, read_texts, samples_in, split_of
+from m1clip.data.sources.shards import captions_in, is_shards, read_texts, samples_in, shard_paths, shard_rows, split_of
+from m1clip.data.sources.tables import TABLE_NAMES, find_tables
 from m1clip.data.types import Problem, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural, size
@@ -374,3 +375,32 @@ class StreamedSource(Source):
         """Of the names, sizes and counts of all shards."""
         facts = [[os.path.basename(shard.name), *(getattr(shard, name) for name in COUNTS)] for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, len(samples)]).encode()).hexdigest()
+
+
+def _is_webdataset(data: DataPath) -> bool:
+    """Whether a path has shards, and no captions.csv or the like.
+
+    Other tables do not matter: img2dataset writes one next to each shard.
+    """
+    if not is_shards(data.path):
+        return False
+    return not any(table.name in TABLE_NAMES for table in data.ask(find_tables))
+
+
+def _open_stream(data: DataPath) -> StreamedSource | None:
+    """Open the shards at a path, if they are asked to be streamed or too large to load."""
+    paths = shard_paths(data.path)
+    total_bytes = sum(os.path.getsize(path) for path in paths)
+    if total_bytes <= STREAM_BYTES and not data.options.stream:
+        return None
+    return StreamedSource(str(data.path), paths, data.options)
+
+
+WEBDATASET = DataFormat(
+    name="webdataset",
+    help="tar shards: a folder, one .tar file, or a pattern such as train-{000..099}.tar",
+    read=shard_rows,
+    matches=_is_webdataset,
+    priority=20,
+    open_stream=_open_stream,
+)

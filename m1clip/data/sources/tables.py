@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error
+from m1clip.data.sources.base import DEFAULT, DataFormat, DataPath, DataSource, Options, Row, user_error
 from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.io import open_regular, read_small, read_start
@@ -76,17 +76,13 @@ _SPREADSHEETS = (
 )
 SPREADSHEET_SUFFIXES = {".xls", *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes)}
 _BYTES_FOR_KIND = 4096
-_FORMATS = {
-    **{".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"},
-    **{".parquet": "parquet", ".pq": "parquet"},
-}
 
 
 def table_format(path: Path) -> str | None:
     """The format of a table by its suffix; None for other files. A .txt file is CSV if it names its columns."""
     if path.suffix.lower() == ".txt" and path.is_file() and has_columns(path):
         return "csv"
-    return _FORMATS.get(path.suffix.lower())
+    return FORMAT_OF_SUFFIX.get(path.suffix.lower())
 
 
 def binary_kind(path: Path) -> str | None:
@@ -135,6 +131,13 @@ def text_tables(folder: Path) -> list[Path]:
     """The CSV, TSV and JSONL files in a folder."""
     suffixes = {".csv", ".tsv", ".jsonl"}
     return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in suffixes and path.is_file()]
+
+
+def explain_columns(path: Path, options: Options) -> None:
+    """Raise UserError for a text table without an image or a caption column; it names the columns."""
+    check_is_text(path)
+    _, header, _ = read_header(path, options)
+    choose_columns(header, options, str(path))
 
 
 def spreadsheets(folder: Path) -> list[Path]:
@@ -301,7 +304,7 @@ def read_header(path: Path, options: Options) -> tuple[str, list[str], bool]:
     """(delimiter, column names, whether they include an image and a caption)."""
     line = next(text_lines(path), "")
     headers: dict[str, list[str]] = {}
-    for delimiter in "\t" if _FORMATS.get(path.suffix.lower()) == "tsv" else ",\t;|":
+    for delimiter in "\t" if FORMAT_OF_SUFFIX.get(path.suffix.lower()) == "tsv" else ",\t;|":
         try:
             headers[delimiter] = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
             choose_columns(headers[delimiter], options, "")
@@ -469,6 +472,50 @@ def _row_group(path: str, stamp: str, column: str, group: int) -> Any:
         return file.read_row_group(group, columns=[column]).column(0)
 
 
-READERS: dict[str, Callable[[Path, DataSource], Opened]] = {
-    **{"csv": _read_csv, "tsv": _read_csv, "jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
-}
+def _is_table_of(name: str, data: DataPath) -> bool:
+    tables = data.ask(find_tables)
+    return bool(tables) and table_format(tables[0]) == name
+
+
+def _locate_table(name: str, data: DataPath) -> Path:
+    """Return the only table with captions, or the folder of several; they must have one format."""
+    if data.format_name:
+        tables = find_tables(data.path, data.options, name)
+    else:
+        tables = data.ask(find_tables)
+        formats = {table_format(table) for table in tables}
+        if len(formats) > 1:
+            what = f"tables in {len(formats)} formats; choose one, as in {name}:{data.path}"
+            raise user_error(f"{data.path}: {what}")
+    return tables[0] if len(tables) == 1 else data.path
+
+
+class TableFormat(NamedTuple):
+    """A format of tables, and the file names that it reads."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    read: Callable[[Path, DataSource], Opened]
+    help: str
+
+
+TABLES = (
+    TableFormat("csv", (".csv",), _read_csv, "a table with column names; the delimiter is detected"),
+    TableFormat("tsv", (".tsv", ".tab"), _read_csv, "a table with column names, separated by tabs"),
+    TableFormat("jsonl", (".jsonl", ".ndjson"), _read_jsonl, "one JSON object per line"),
+    TableFormat("json", (".json",), _read_json, "a list of objects, or captions of COCO or Karpathy"),
+    TableFormat("parquet", (".parquet", ".pq"), _read_parquet, "image paths, or the images themselves"),
+)
+READERS = {table.name: table.read for table in TABLES}
+FORMAT_OF_SUFFIX = {suffix: table.name for table in TABLES for suffix in table.suffixes}
+TABLE_FORMATS = tuple(
+    DataFormat(
+        name=table.name,
+        help=table.help,
+        read=table_rows,
+        matches=partial(_is_table_of, table.name),
+        priority=30,
+        locate=partial(_locate_table, table.name),
+    )
+    for table in TABLES
+)

@@ -26,27 +26,20 @@ function addCard(box, id, title) {
   $(box).append(cards[id].figure);
 }
 
-/* figures of the steps: [plot, column, title, factor, unit] */
-const CURVES = [
-  ["loss", "loss", "Loss", 1, ""], ["temperature", "temperature", "Temperature", 1, ""],
-  ["lr", "lr", "Learning rate", 1, ""], ["grad_norm", "grad_norm", "Gradient norm", 1, ""],
-  ["speed", "images_per_second", "Images per second", 1, ""],
-  ["loading", "data_fraction", "Loading data, % of a step", 100, "%"],
-];
-const MACHINE_CURVES = [
-  ["memory", "memory_bytes", "Memory, GB", 1e-9, " GB"], ["power", "watts", "Power, W", 1, " W"],
-  ["heat", "celsius", "Temperature of the machine, °C", 1, " °C"],
-];
+/* STEP_FIELDS of fields.js: the fields of the steps with a plot, the loss first; from the table in runlog.py */
+const CURVES = STEP_FIELDS.filter((field) => !field.about_machine);
+const MACHINE_CURVES = STEP_FIELDS.filter((field) => field.about_machine);
+const SENSORS = { watts: "power", celsius: "temperature" }; // not every machine has them
 const AFTER_EVALUATION = "waiting for the first evaluation";
-addPlot("plots", "loss", "Loss");
+addPlot("plots", CURVES[0].name, CURVES[0].title);
 addPlot("plots", "best", "Mean recall, %", AFTER_EVALUATION);
 addPlot("plots", "recall", "Recall@1, %", AFTER_EVALUATION);
-for (const [id, , title] of CURVES.slice(1)) addPlot("plots", id, title);
+for (const field of CURVES.slice(1)) addPlot("plots", field.name, field.title);
 addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", AFTER_EVALUATION);
 addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", AFTER_EVALUATION);
 addCard("machine", "split", "Step time by phase");
 addCard("machine", "parts", "Memory by component");
-for (const [id, , title] of MACHINE_CURVES) addPlot("machine", id, title);
+for (const field of MACHINE_CURVES) addPlot("machine", field.name, field.title);
 
 function xs(data) {
   if (state.axis === "step") return data.steps.step || [];
@@ -76,8 +69,8 @@ function drawPlots() {
   ids.sort((a, b) => (a === state.focus ? -1 : b === state.focus ? 1 : order(a) - order(b)));
   const ends = ids.map((id) => xs(state.data[id]).filter(isNumber).pop()).filter(isNumber);
   Zoom.whole = ends.length ? [0, Math.max(...ends)] : null;
-  for (const [plot, column, , factor, unit] of [...CURVES, ...MACHINE_CURVES]) {
-    plots[plot].set(ids.map((id) => curve(id, column, factor)), { log: plot === "loss" && state.log, unit });
+  for (const { name, factor, unit } of STEP_FIELDS) {
+    plots[name].set(ids.map((id) => curve(id, name, factor)), { log: name === "loss" && state.log, unit });
   }
   let recall = ids.map((id) => evaluations(id, (row) => row[RECALL] * 100));
   if (ids.length === 1) {
@@ -92,9 +85,9 @@ function drawPlots() {
   const metrics = [...new Set(ids.map((id) => runOf(id).metric))].join(" or ") || "mean recall";
   plots.best.rename(`${metrics[0].toUpperCase()}${metrics.slice(1)}, %`);
   plots.best.set(ids.map((id) => evaluations(id, (row) => row[runOf(id).metric_name] * 100)), { unit: "%" });
-  const missing = ["power", "heat"].filter((name) => !plots[name].series.length);
-  for (const name of ["power", "heat"]) plots[name].figure.hidden = missing.includes(name);
-  const words = missing.map((name) => ({ power: "power", heat: "temperature" })[name]).join(" and ");
+  const missing = Object.keys(SENSORS).filter((name) => !plots[name].series.length);
+  for (const name of Object.keys(SENSORS)) plots[name].figure.hidden = missing.includes(name);
+  const words = missing.map((name) => SENSORS[name]).join(" and ");
   $("unmeasured").textContent = words ? `Not measured on this machine: ${words}.` : "";
   if (ids.includes(state.focus)) drawAnalysis(state.focus);
 }

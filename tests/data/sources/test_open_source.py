@@ -4,7 +4,7 @@ import importlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 from small_run import exit_code
 from source_helpers import everything, image_bytes
 
-from m1clip.data.sources import Options, open_source
+from m1clip.data.images import FileImage
+from m1clip.data.sources import FORMATS, DataFormat, DataPath, DataSource, Options, open_source
+from m1clip.data.sources.base import Row
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
@@ -160,3 +162,75 @@ def test_folder_of_datasets_is_not_read_as_classes(images: Write, below: str) ->
         open_source(str(folder))
     assert f"--data {folder}/b --data {folder}/c" in str(caught.value)
     assert open_source(f"classes:{folder}").format == "classes"
+
+
+def sidecar_rows(source: DataSource) -> Iterator[Row]:
+    """Read captions.toy, a caption for each image in a line such as a.jpg=a dog."""
+    for number, line in enumerate((source.path / "captions.toy").read_text().splitlines(), start=1):
+        name, _, caption = line.partition("=")
+        yield Row(("captions.toy", number), caption, None, FileImage(str(source.path / name)), name)
+
+
+def has_sidecar(data: DataPath) -> bool:
+    return (data.path / "captions.toy").is_file()
+
+
+def add_format(monkeypatch: pytest.MonkeyPatch, priority: int) -> None:
+    toy = DataFormat(name="toy", help="a toy", read=sidecar_rows, matches=has_sidecar, priority=priority)
+    monkeypatch.setitem(FORMATS, toy.name, toy)
+
+
+def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
+    images: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = images(["set/a.jpg", "set/b.jpg"]) / "set"
+    (folder / "captions.toy").write_text("a.jpg=a dog\nb.jpg=a cat\n")
+    with pytest.raises(UserError, match="images but no captions"):
+        open_source(str(folder))
+    add_format(monkeypatch, priority=45)
+    for spec in (str(folder), f"toy:{folder}"):
+        source = open_source(spec)
+        assert source.format == "toy"
+        assert {sample.captions for sample in everything(source).values()} == {("a dog",), ("a cat",)}
+    with pytest.raises(UserError, match=r"a folder of datasets \(set\)"):
+        open_source(str(folder.parent))
+    (folder.parent / "empty").mkdir()
+    with pytest.raises(UserError, match=r"unknown format; .*\(formats: csv, .*, filenames, toy\)"):
+        open_source(str(folder.parent / "empty"))
+
+
+@pytest.mark.parametrize(("priority", "detected"), [(29, "toy"), (31, "csv")])
+def test_priority_decides_between_formats(
+    images: Write, monkeypatch: pytest.MonkeyPatch, priority: int, detected: str
+) -> None:
+    folder = images(["a.jpg"])
+    (folder / "captions.toy").write_text("a.jpg=a dog\n")
+    (folder / "captions.csv").write_text("image,caption\na.jpg,a dog\n")
+    add_format(monkeypatch, priority)
+    assert open_source(str(folder)).format == detected
+
+
+def test_formats_are_listed_with_their_help_in_order_of_detection(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_format(monkeypatch, priority=15)
+    assert exit_code("data", "formats") == 0
+    listed = [tuple(line.split(maxsplit=1)) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in listed[:4]] == ["name", "hf", "toy", "webdataset"]
+    assert set(listed[1:]) == {(entry.name, entry.help) for entry in FORMATS.values()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_of_a_missing_path_is_a_one_line_error(tmp_path: Path, name: str) -> None:
+    if name == "hf":
+        pytest.skip("a missing path is a name on the hub")
+    with pytest.raises(UserError, match="gone") as caught:
+        open_source(f"{name}:{tmp_path / 'gone'}")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["classes", "filenames"])
+def test_file_named_as_folder_format_is_a_one_line_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.csv").write_text("image,caption\n")
+    with pytest.raises(UserError, match=f"read as {name}, no images with captions"):
+        open_source(f"{name}:{tmp_path / 'a.csv'}")

@@ -114,7 +114,7 @@ def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
 
 def test_large_local_shards_are_streamed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not open_source(str(packed)).streamed
-    monkeypatch.setattr("m1clip.data.sources.STREAM_BYTES", 10_000)
+    monkeypatch.setattr("m1clip.data.sources.stream.STREAM_BYTES", 10_000)
     assert open_source(str(packed)).streamed
     both = open_sources([str(packed / "train-000000.tar"), str(packed / "val-000000.tar")])
     assert {split: len(both.samples(split)) for split in both.splits()} == {"train": 12, "val": 8}
