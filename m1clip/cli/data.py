@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
-from m1clip.formatting import plural
+from m1clip.formatting import one_line, plural, printable
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
@@ -75,7 +75,8 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(table).writerows([("image", "caption"), *((name, "") for name in names)])
     write_text(path, "\ufeff" + table.getvalue())  # the mark tells spreadsheets that it is UTF-8
-    print(f"wrote      {path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}")
+    text = f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}"
+    print(f"wrote      {one_line(text)}")
 
 
 @data.command(name="lint")
@@ -110,7 +111,7 @@ def data_lint(
     else:
         with Screen().counter("checking") as show:
             report = lint(source, context_length=context_length, workers=usable_cpus(), progress=show)
-    print(report.to_json() if json else report.to_text())
+    print(report.to_json() if json else printable(report.to_text()))
     if report.verdict == "problems":
         sys.exit(1)
 

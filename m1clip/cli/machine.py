@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from m1clip.cli.app import Flag, app
 from m1clip.config import OptimizerName
+from m1clip.formatting import one_line
 
 Several = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)) or "all")
 
@@ -68,10 +69,10 @@ def compare(
 
         found = run(options, out, show)
     print(text(found.results, found.skipped))
-    print(f"data       {out / 'comparison.json'}")
+    print(f"data       {one_line(str(out / 'comparison.json'))}")
     if share is not None:
         write_json(share, shared(found.facts, found.results))
-        print(f"share      {share}: send it in an issue, for docs/machines.md")
+        print(f"share      {one_line(str(share))}: send it in an issue, for docs/machines.md")
 
 
 @app.command
@@ -165,4 +166,4 @@ def _print_json(values: dict[str, Any]) -> None:
 
     from m1clip.runlog import json_safe
 
-    print(dumps(json_safe(values), indent=2, ensure_ascii=False))
+    print(dumps(json_safe(values), indent=2))

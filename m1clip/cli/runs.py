@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from m1clip.cli.app import Flag, app
 from m1clip.errors import UserError
+from m1clip.formatting import one_line, printable, size
 
 RUNS = Path("runs")
 
@@ -87,7 +88,7 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
     """
     from m1clip.monitor.status import stop_run
 
-    print(stop_run(run, wait))
+    print(one_line(stop_run(run, wait)))
 
 
 @app.command
@@ -103,7 +104,6 @@ def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o
     out
         The file to write; default: report.html in the first run's folder.
     """
-    from m1clip.formatting import size
     from m1clip.monitor.report import NO_PLOTS, has_matplotlib, write_report
     from m1clip.monitor.status import require_run
 
@@ -113,7 +113,7 @@ def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o
         require_run(run)
     path = write_report(list(runs), out or runs[0] / "report.html")
     note = "" if has_matplotlib() else f" without plots; {NO_PLOTS}"
-    print(f"report     {path} ({size(path.stat().st_size)}){note}")
+    print(f"report     {one_line(str(path))} ({size(path.stat().st_size)}){note}")
 
 
 @app.command
@@ -134,6 +134,6 @@ def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> No
     from m1clip.training.checkpoint import checkpoint_table, list_checkpoints
 
     found = list_checkpoints(run, verify)
-    print(dumps(found, indent=2) if json else checkpoint_table(run, found))
+    print(dumps(found, indent=2) if json else printable(checkpoint_table(run, found)))
     if any(row["problem"] for row in found):
         sys.exit(1)

@@ -161,7 +161,7 @@ def search(
     else:
         _show(found, listed, filtered=where != Filter())
     if open_ and listed:
-        _open(opened.file(listed[0].id))
+        _open(opened.file(listed[0].id), opened.root)
 
 
 def _reject_folders(texts: tuple[str, ...]) -> None:
@@ -197,9 +197,19 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
         print(f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)")
 
 
-def _open(path: Path) -> None:
+def _open(path: Path, root: Path) -> None:
+    """Open an image in the system's viewer; other files, which an index may name, could be programs."""
     import subprocess
 
+    from m1clip.data.images import SUFFIXES
+    from m1clip.io import open_regular
+
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--open: {path} is not an image; the index was not written by m1clip")
+    try:
+        open_regular(path, inside=root).close()
+    except OSError as error:
+        raise UserError(f"--open: {path}: {error.strerror}") from None
     program = "open" if sys.platform == "darwin" else "xdg-open"
     try:
         subprocess.Popen([program, str(path)], stderr=subprocess.DEVNULL)

@@ -81,9 +81,9 @@ def train(
             name = name or runs.run_name(decided.config)
         words = command_words({"preset": preset, "config": config, "resume": resume, **settings})
         folder, pid = start_in_background(["train", *words], out, name, resume)
-        print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
-        print(f"watch      m1clip monitor {folder}")
-        print(f"stop       m1clip stop {folder}")
+        screen.say(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
+        screen.say(f"watch      m1clip monitor {folder}")
+        screen.say(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:

@@ -90,7 +90,7 @@ class LintReport:
 
     def to_json(self) -> str:
         report = {"verdict": self.verdict, "advice": self.advice(), **asdict(self)}
-        return json.dumps(report, indent=2, ensure_ascii=False)
+        return json.dumps(report, indent=2)
 
     def to_text(self) -> str:
         """Lines for a terminal, with a few examples of each finding."""

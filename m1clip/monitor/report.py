@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from m1clip.errors import UserError
-from m1clip.formatting import clock, duration, number, percent, size
+from m1clip.formatting import clock, duration, number, one_line, percent, size
 from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
@@ -73,7 +73,7 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
         for (name, points), color in zip(shown, itertools.cycle(COLORS), strict=False):
             xs, ys = zip(*points, strict=True)
             style: dict[str, Any] = {"color": GRAY, "linestyle": "--"} if name == CHANCE else {"color": color}
-            axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None, ms=2.5, **style)
+            axes.plot(xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style)
         if log:
             axes.set_yscale("log", nonpositive="mask")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
@@ -82,7 +82,9 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
         axes.set_xlabel("step")
         if len(shown) > 1:
             axes.legend(frameon=False)
-        figure.savefig(buffer, format="svg", transparent=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a letter of a name that the font does not have
+            figure.savefig(buffer, format="svg", transparent=True)
     alt = "; ".join(f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown)
     image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
     return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"

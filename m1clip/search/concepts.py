@@ -14,12 +14,27 @@ from typing import NamedTuple
 import numpy as np
 
 from m1clip.errors import UserError
-from m1clip.search.index import CONCEPTS, READ_SECONDS, IndexBusy, is_busy
+from m1clip.formatting import one_line
+from m1clip.search import vectors
+from m1clip.search.index import (
+    CONCEPTS,
+    READ_SECONDS,
+    IndexBusy,
+    check_single_name,
+    is_busy,
+    statements,
+    stored_statements,
+)
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
+CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
   PRIMARY KEY (name, sha256, model));
 """
+# The rows that m1clip writes; a file from a stranger may contain others, which do not count.
+VALID = (
+    "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 "
+    "AND typeof(vector) = 'blob' AND length(vector) = ? AND typeof(good) = 'integer' AND good IN (0, 1)"
+)
 # Strength of the covariance in the linear head, as a multiple of its mean variance; the prototype is the last.
 SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
 TEXT_WEIGHTS = (0.0, 0.5, 1.0)
@@ -41,52 +56,66 @@ TEXT_ONLY = Choice(0.0, 1.0)
 
 
 class Concepts:
-    """The taught words of an index, for one model (its hash)."""
+    """The taught words of an index, for one model (its hash) with vectors of `dim` values."""
 
-    def __init__(self, place: Path, model: str) -> None:
+    def __init__(self, place: Path, model: str, dim: int) -> None:
         self.path, self.model = place / CONCEPTS, model
+        self.vector_bytes = dim * vectors.BYTES
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _open(self, write: bool = False) -> Iterator[sqlite3.Connection]:
+        if write and self.path.exists():
+            check_single_name(self.path)
         try:
             with closing(sqlite3.connect(self.path, timeout=READ_SECONDS)) as db, db:
-                db.executescript(SCHEMA)
+                db.execute("PRAGMA trusted_schema = OFF")
+                stored = stored_statements(db)
+                if not stored:
+                    db.executescript(SCHEMA.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS"))
+                elif stored != statements(SCHEMA):
+                    raise sqlite3.DatabaseError("other tables than m1clip's")
                 yield db
         except sqlite3.DatabaseError as error:
             if is_busy(error):
                 raise IndexBusy(f"{self.path}: another program has locked it; try again later") from None
-            raise UserError(f"{self.path}: cannot be used ({error}); restore it from a backup, or delete it") from None
+            reason = one_line(str(error))
+            raise UserError(f"{self.path}: cannot be used ({reason}); restore it from a backup, or delete it") from None
 
     def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], positive: bool = True) -> None:
         """Add (sha256 of the file, vector) as positive or negative examples of a word."""
         name = " ".join(name.split())
         if not name:
             raise UserError("the name of a concept is empty")
-        name = next((each for each in self.examples() if each.lower() == name.lower()), name)
+        name = next((each for each in self.examples() if _key(each) == _key(name)), name)
         rows = [
             (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(positive), time.time())
             for digest, vector in examples
         ]
-        with self._open() as db:
+        with self._open(write=True) as db:
             db.executemany("INSERT OR REPLACE INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def remove(self, name: str, sha256: bytes | None = None) -> int:
         """Remove one example of a word, or all of them; returns how many."""
-        with self._open() as db:
-            query = "DELETE FROM examples WHERE name = ?1 COLLATE NOCASE AND (?2 IS NULL OR sha256 = ?2)"
-            return db.execute(query, (name, sha256)).rowcount
+        with self._open(write=True) as db:
+            stored = db.execute("SELECT DISTINCT name FROM examples WHERE typeof(name) = 'text'").fetchall()
+            # Not COLLATE NOCASE, which knows ASCII only.
+            same = [(word, sha256) for (word,) in stored if _key(word) == _key(name)]
+            query = "DELETE FROM examples WHERE name = ?1 AND (?2 IS NULL OR sha256 = ?2)"
+            return sum(db.execute(query, values).rowcount for values in same)
 
     def rows(self) -> list[tuple[str, bytes, bytes, int]]:
         """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the oldest first."""
         if not self.path.is_file():
             return []
+        columns = "SELECT name, sha256, vector, good FROM examples"
         with self._open() as db:
-            columns = "SELECT name, sha256, vector, good FROM examples WHERE model = ? ORDER BY time, sha256"
-            return db.execute(columns, (self.model,)).fetchall()
+            query = f"{columns} WHERE model = ? AND {VALID} ORDER BY time, sha256"
+            rows = db.execute(query, (self.model, self.vector_bytes)).fetchall()
+        return [row for row in rows if np.isfinite(np.frombuffer(row[2], np.float16)).all()]
 
     def marks(self, name: str) -> dict[bytes, bool]:
         """{sha256: whether it is a positive example} of a word."""
-        return {digest: positive == 1 for word, digest, _, positive in self.rows() if word.lower() == name.lower()}
+        return {digest: positive == 1 for word, digest, _, positive in self.rows() if _key(word) == _key(name)}
 
     def names(self) -> dict[str, tuple[int, int]]:
         """{word: (positive, negative) examples}."""
@@ -97,6 +126,11 @@ class Concepts:
         for name, _, vector, positive in self.rows():
             found.setdefault(name, ([], []))[1 - positive].append(np.frombuffer(vector, np.float16).astype(np.float32))
         return {name: (_stacked(positive), _stacked(negative)) for name, (positive, negative) in found.items()}
+
+
+def _key(name: str) -> str:
+    """Equal for two spellings of a word, which differ in case or in white space."""
+    return " ".join(name.split()).lower()
 
 
 def _stacked(vectors: list[np.ndarray]) -> np.ndarray:

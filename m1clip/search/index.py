@@ -53,8 +53,9 @@ WRITE_SECONDS = 30.0  # to wait for another process that uses the database
 READ_SECONDS = 5.0
 # The end of a journal that names another file, which SQLite deletes.
 SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
-SCHEMA = """
-CREATE TABLE about (name TEXT PRIMARY KEY, value);
+ABOUT = "CREATE TABLE about (name TEXT PRIMARY KEY, value)"
+SCHEMA = f"""
+{ABOUT};
 CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, path TEXT, stamp TEXT, dim INTEGER, generation INTEGER,
   used REAL);
 CREATE TABLE images (id INTEGER PRIMARY KEY, sha256 BLOB UNIQUE, width INTEGER, height INTEGER, taken TEXT,
@@ -69,7 +70,12 @@ CREATE INDEX file_images ON files (image);
 # Conditions for the rows that m1clip writes. SQLite stores any type in any column, so that an index
 # from a stranger may contain other rows, which do not count.
 VALID_ROW = "typeof(row) = 'integer' AND row >= 0"
-VALID_FILE = "typeof(path) = 'blob' AND typeof(bytes) = 'integer' AND typeof(mtime_ns) = 'integer'"
+# The path of a file is relative to the folder of photos and stays in it.
+VALID_PATH = (
+    "typeof(path) = 'blob' AND substr(path, 1, 1) != x'2f' AND instr(path, x'00') = 0 AND (instr(path, x'2e2e') = 0 "
+    "OR instr(CAST('/' || CAST(path AS TEXT) || '/' AS BLOB), CAST('/../' AS BLOB)) = 0)"
+)
+VALID_FILE = f"{VALID_PATH} AND typeof(bytes) = 'integer' AND typeof(mtime_ns) = 'integer'"
 VALID_IMAGE = (
     "typeof(sha256) = 'blob' AND length(sha256) = 32 "
     "AND typeof(width) = 'integer' AND typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') "
@@ -148,8 +154,11 @@ def is_own(place: Path) -> bool:
     return all(os.lstat(path).st_uid == os.geteuid() for path in paths)
 
 
-def check_place(place: Path) -> None:
-    """Raise UserError if an index folder or something in it is a link: it could point anywhere."""
+def check_place(place: Path, write: bool = False) -> None:
+    """Raise UserError if an index folder or something in it is a link: it could point anywhere.
+
+    With `write` also if a file in it is a hard link: writing would change a file elsewhere.
+    """
     problem = "m1clip does not read or write an index through links; delete it"
     if place.is_symlink():
         raise UserError(f"{place}: is a symbolic link, and {problem}")
@@ -161,8 +170,16 @@ def check_place(place: Path) -> None:
                 raise UserError(f"{entry.path}: is a symbolic link, and {problem}")
             if not entry.is_file() and not entry.is_dir():
                 raise UserError(f"{entry.path}: is a pipe or device; delete it")
+            if write and entry.is_file():
+                check_single_name(Path(entry.path))
     for name in (DATABASE, CONCEPTS):
         _check_journal(place / f"{name}-journal")
+
+
+def check_single_name(path: Path) -> None:
+    """Raise UserError if a file has another name (a hard link), under which it would change too."""
+    if os.lstat(path).st_nlink > 1:
+        raise UserError(f"{path}: is a hard link, so that another file would change with it; replace it by a copy")
 
 
 def _check_journal(path: Path) -> None:
@@ -196,27 +213,44 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         if write and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         try:
-            facts = dict(db.execute("SELECT name, value FROM about"))
+            stored = stored_statements(db)
         except sqlite3.OperationalError as error:
             if write or not needs_rollback(error):
                 raise
             roll_back(place, READ_SECONDS)
-            facts = dict(db.execute("SELECT name, value FROM about"))
+            stored = stored_statements(db)
+        other = UserError(f"{path}: not a valid index (other tables than m1clip's); {hint(path)}")
+        # Before it is read: a view of this name could be computed forever.
+        if stored and ABOUT not in stored:
+            raise other
+        facts = dict(db.execute("SELECT name, value FROM about"))
         if facts.get("format", FORMAT) != FORMAT:
             version = one_line(str(facts.get("version")))
-            raise UserError(f"{path}: written by another version of m1clip ({version}); {_hint(path)}")
-        stored = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite~_%' ESCAPE '~'"
-        if sorted(sql for (sql,) in db.execute(stored)) != _statements():
-            raise UserError(f"{path}: not a valid index (other tables than m1clip's); {_hint(path)}")
+            raise UserError(f"{path}: written by another version of m1clip ({version}); {hint(path)}")
+        if stored != statements(SCHEMA):
+            raise other
     return db
 
 
-def _statements() -> list[str]:
-    """The statements of the schema, as SQLite stores them."""
-    return sorted(statement.strip() for statement in SCHEMA.split(";") if statement.strip())
+def stored_statements(db: sqlite3.Connection) -> list[str]:
+    """The statements of all tables, indexes, views and triggers of a database, sorted.
+
+    Only the statistics of SQLite's ANALYZE are left out, by type too: SQLite also runs a trigger
+    whose name starts with "sqlite_".
+    """
+    query = (
+        "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL "
+        "AND NOT (type = 'table' AND name LIKE 'sqlite~_stat_' ESCAPE '~')"
+    )
+    return sorted(sql for (sql,) in db.execute(query))
 
 
-def _hint(path: Path) -> str:
+def statements(schema: str) -> list[str]:
+    """The statements of a schema, sorted, as SQLite stores them."""
+    return sorted(statement.strip() for statement in schema.split(";") if statement.strip())
+
+
+def hint(path: Path) -> str:
     """What to do about a database that cannot be used; taught words are in another file."""
     return f"delete {path} and run m1clip index again"
 
@@ -233,7 +267,7 @@ def database_errors(path: Path) -> Iterator[None]:
             raise IndexBusy(f"{path}: another program has locked it; try again later") from None
         if path.name == DATABASE and "no such table: about" in str(error):
             raise UserError(f"{path}: the index is being created; wait, or run m1clip index again") from None
-        raise UserError(f"{path}: not a valid index ({one_line(str(error))}); {_hint(path)}") from None
+        raise UserError(f"{path}: not a valid index ({one_line(str(error))}); {hint(path)}") from None
 
 
 def needs_rollback(error: sqlite3.Error) -> bool:
@@ -417,7 +451,7 @@ def update_index(
         raise UserError(f"{root}: no such folder")
     places = [place for place in (root / FOLDER, _outside(root)) if is_own(place)]
     for place in filter(os.path.lexists, places):
-        check_place(place)
+        check_place(place, write=True)
     # Chosen before anything is created: a missing model leaves no empty index.
     path = None if model is None else _resolved(model)
     if path is None and not any(map(_has_database, places)):
@@ -518,7 +552,7 @@ class _Writer:
             "WHERE model = ? AND typeof(sha256) = 'blob'"
         )
         self.known: dict[bytes, int] = dict(db.execute(pairs, (set_id,)))  # images with a vector
-        self.rows = committed_rows(db, set_id)
+        self.rows = committed_rows(db, report.place, set_id)
         self.file: BinaryIO | None = None  # opened with the first vector: its length is known then
         self._saved = time.monotonic()
 
@@ -583,18 +617,24 @@ class _Writer:
         if known is not None:
             if known.dim != dim:
                 path = self.report.place / DATABASE
-                raise UserError(f"{path}: has vectors of {known.dim} values, the model {dim}; {_hint(path)}")
+                raise UserError(f"{path}: has vectors of {known.dim} values, the model {dim}; {hint(path)}")
             return vectors.open_end(self.report.place, *known.key, self.rows)
         generation, file = vectors.create(self.report.place, self.set_id)
         self.db.execute("UPDATE models SET dim = ?, generation = ? WHERE id = ?", (dim, generation, self.set_id))
         return file
 
 
-def committed_rows(db: sqlite3.Connection, set_id: int) -> int:
-    """The number of rows that a file of vectors has according to the database."""
-    last = f"SELECT row FROM vectors WHERE model = ? AND {VALID_ROW} ORDER BY row DESC LIMIT 1"
-    found = db.execute(last, (set_id,)).fetchone()
-    return 0 if found is None else int(found[0]) + 1
+def committed_rows(db: sqlite3.Connection, place: Path, set_id: int) -> int:
+    """The number of rows that a file of vectors has according to the database.
+
+    UserError if rows are missing between them: one large number would need any amount of memory.
+    """
+    query = f"SELECT count(*), max(row) FROM vectors WHERE model = ? AND {VALID_ROW}"
+    rows, last = db.execute(query, (set_id,)).fetchone()
+    if rows and last != rows - 1:
+        path = place / DATABASE
+        raise UserError(f"{path}: not a valid index (bad numbers of vectors); {hint(path)}")
+    return int(rows)
 
 
 def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> vectors.Vectors | None:
@@ -605,7 +645,7 @@ def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> 
     valid = type(generation) is int and generation >= 0 and type(dim) is int and 1 <= dim <= vectors.MAX_DIM
     if not valid:
         path = place / DATABASE
-        raise UserError(f"{path}: not a valid index (bad numbers of a model); {_hint(path)}")
+        raise UserError(f"{path}: not a valid index (bad numbers of a model); {hint(path)}")
     return vectors.Vectors(place, root, set_id, generation, dim)
 
 
@@ -618,7 +658,7 @@ def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int
     vectors.remove_others(place, set_id, None if known is None else known.key[1])
     if known is None:
         return
-    rows = committed_rows(db, set_id)
+    rows = committed_rows(db, place, set_id)
     try:
         with known.open() as file:
             on_disk = known.rows_on_disk(file)

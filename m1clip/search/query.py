@@ -35,6 +35,7 @@ from m1clip.search.index import (
     connect,
     database_errors,
     find_index,
+    hint,
     is_busy,
     model_hash,
     model_stamp,
@@ -266,7 +267,7 @@ class Index:
         sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
         found = next((each for each in sets if only == (None,) or each[1] in only), None)
         set_id = self.set_id or (found[0] if found else 0)
-        rows = committed_rows(db, set_id)
+        rows = committed_rows(db, self.place, set_id)
         if found is None or rows == 0:
             what = f"has no vectors of {self._asked}" if self._asked else "is empty"
             raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
@@ -338,6 +339,8 @@ class Index:
         if known is not None and known[0] == version:
             return known[1]
         sample = self.vectors[:: ceil_div(len(self.vectors), SAMPLE)].astype(np.float32)
+        if not np.isfinite(sample).all():
+            raise self._damaged()
         mean = sample.mean(axis=0)
         statistics = sample, (mean, (sample - mean).T @ (sample - mean) / len(sample))
         self._known_statistics = version, statistics
@@ -434,8 +437,12 @@ class Index:
         try:
             return nearest(self.vectors, query, count, rows)
         except FloatingPointError:
-            path = self._file.path if self._file else self.place
-            raise UserError(f"{path}: damaged (not finite); delete it and run m1clip index {self.root}") from None
+            raise self._damaged() from None
+
+    def _damaged(self) -> UserError:
+        """The error for vectors that are not finite."""
+        path = self._file.path if self._file else self.place
+        return UserError(f"{path}: damaged (not finite); delete it and run m1clip index {self.root}")
 
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
@@ -528,10 +535,7 @@ class Index:
                 raise UserError(f"image {id_}: no longer in the index")
             name, digest, row = found
             vector = None if row is None else self.vectors[row].astype(np.float32)
-        path = os.fsdecode(name)
-        if os.path.isabs(path) or ".." in path.split(os.sep):
-            raise UserError(f"image {id_}: not a file of {self.root}; the index was not written by m1clip")
-        return path, digest, vector
+        return os.fsdecode(name), digest, vector
 
     def _parts(
         self, text: Any, like: Iterable[Any], exclude: Sequence[str]
@@ -568,11 +572,19 @@ class Index:
     def _text_vectors(self, texts: list[str]) -> np.ndarray:
         """(n, dim) unit vectors."""
         with self._encoder:
-            return np.asarray(self.model.encode_text(texts), np.float32)
+            return self._of_index(self.model.encode_text(texts))
+
+    def _of_index(self, encoded: Any) -> np.ndarray:
+        """(n, dim) float32 vectors of the model; UserError if those of the index have another length."""
+        vectors = np.asarray(encoded, np.float32)
+        if vectors.shape[1] != self.dim:
+            path = self.place / DATABASE
+            raise UserError(f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]}; {hint(path)}")
+        return vectors
 
     @property
     def concepts(self) -> Concepts:
-        return Concepts(self.place, self.model_sha256)
+        return Concepts(self.place, self.model_sha256, self.dim)
 
     def teach(self, name: str, images: Sequence[str | Path | int], positive: bool = True) -> None:
         """Add images (paths or ids) as examples of a word, or as negative ones; a search finds the word by them."""
@@ -590,14 +602,15 @@ class Index:
 
     def mark(self, text: str, id_: int, positive: bool | None) -> None:
         """Mark an image as right or wrong for a text: an example as in `teach`. None removes the mark."""
+        name, _ = _weighted(text)
         if positive is None:
-            self.concepts.remove(text, self.sha256(id_))
+            self.concepts.remove(name, self.sha256(id_))
         else:
-            self.teach(text, [id_], positive)
+            self.teach(name, [id_], positive)
 
     def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
         """Which of some images are marked as right or wrong for a text."""
-        marked = self.concepts.marks(text)
+        marked = self.concepts.marks(_weighted(text)[0])
         return {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked} if marked else {}
 
     def captions(self) -> list[tuple[str, str]]:
@@ -625,7 +638,7 @@ class Index:
                     return vector
                 image = FileImage(str(self.root / path), inside=str(self.root)).open()
             with self._encoder:
-                return np.asarray(self.model.encode_image(image), np.float32)[0]
+                return self._of_index(self.model.encode_image(image))[0]
         except BadImage as error:
             raise UserError(str(error)) from None
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from image_sets import encoded, image
 from PIL import Image, ImageEnhance
+from small_run import exit_code
 
 from m1clip.data.images import MAX_PIXELS
 from m1clip.data.lint import LintReport, lint
@@ -150,6 +151,17 @@ def test_sample_progress_and_json(tmp_path: Path) -> None:
     loaded = json.loads(report.to_json())
     assert (loaded["verdict"], loaded["findings"][0]["count"]) == ("problems", 1)
     assert all(line.isprintable() for line in report.to_text().split("\n"))
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_name_of_a_dataset_cannot_control_the_terminal(
+    tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "\x1b[2J\x9b31m\u202egpj", {**good(3), "empty\u202e.jpg": b""})
+    assert exit_code("data", "lint", folder, *options) == 1
+    output = capsys.readouterr().out
+    assert "31m\\u202egpj" in output
+    assert all(line.isprintable() for line in output.split("\n"))
 
 
 def test_flickr8k_as_checked_by_hand() -> None:

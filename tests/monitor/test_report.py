@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_run import exit_code
 
 from m1clip.errors import UserError
 from m1clip.monitor import report
@@ -116,3 +117,16 @@ def test_plots_of_extreme_values() -> None:
     single = plot("$x^{$", [("$", [(1, 2.0)]), ("huge", [(1, 1e100), (2, 1e-100)])], log=True)
     many = plot("x", [("a", [(n, 1.0 + n % 7) for n in range(2000)])])
     assert all(500 < len(each) < 300_000 for each in (single, many))
+
+
+HOSTILE = "run\x1b[2J\x9b31m\u202egpj\r"
+
+
+@pytest.mark.filterwarnings("error")
+def test_name_of_a_run_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [full_run(tmp_path / HOSTILE), full_run(tmp_path / "other")]
+    assert exit_code("report", *runs) == 0
+    assert exit_code("checkpoints", runs[0]) == 0
+    output = "".join(capsys.readouterr())
+    assert HOSTILE.encode("unicode_escape").decode() in output
+    assert all(line.isprintable() for line in output.split("\n"))

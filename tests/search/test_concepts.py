@@ -172,6 +172,19 @@ def test_marks_cannot_control_the_terminal(index: m1clip.Index, capsys: pytest.C
     assert error.startswith("m1clip: \\x1b[31mno: was not taught")
 
 
+@pytest.mark.parametrize(
+    ("marked", "removed"), [("Éclair", "éclair"), ("red BALL", "Red ball"), ("a ball", "a  ball"), ("2*ball", "2*ball")]
+)
+def test_mark_is_removed_in_any_spelling(index: m1clip.Index, marked: str, removed: str) -> None:
+    number = index.newest(20)[0].id
+    index.mark(marked, number, False)
+    assert index.marks(removed, [number]) == {number: False}
+    assert [each.id for each in index.negatives(removed)] == [number]
+    index.mark(removed, number, None)
+    assert index.marks(marked, [number]) == {}
+    assert index.negatives(marked) == []
+
+
 def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) -> None:
     ids = {each.path: each.id for each in index.newest(20).nearest}
     index.mark('a "red", ball', ids["a/0002.jpg"], True)

@@ -647,15 +647,134 @@ def test_values_of_any_type_are_rejected_or_do_not_count(
             update_index(gift)
 
 
-def test_files_outside_the_folder_are_neither_named_nor_read(gift: Path) -> None:
-    served = Photos(gift)
-    for path in ("../outside/secret.jpg", str(gift.parent / "outside/secret.jpg")):
-        change(gift / FOLDER, f"UPDATE files SET path = CAST('{path}' AS BLOB) WHERE id = 1")
-        assert served.get("/api/search", {"text": "dog"})[0] == 200  # type: ignore[index]
+def test_trigger_whose_name_belongs_to_sqlite_is_rejected(gift: Path) -> None:
+    change(
+        gift / FOLDER,
+        "CREATE TRIGGER hidden AFTER UPDATE ON models BEGIN DELETE FROM images; END",
+        "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET name = 'sqlite_hidden', sql = replace(sql, 'hidden', 'sqlite_hidden') "
+        "WHERE type = 'trigger'",
+    )
+    for call in (m1clip.Index, update_index):
+        with pytest.raises(UserError, match="other tables than m1clip's"):
+            call(gift)
+
+
+@pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite"])
+def test_view_in_place_of_a_table_is_not_computed(gift: Path, database: str) -> None:
+    """It could be computed forever; this one is an error."""
+    m1clip.Index(gift).teach("Rex", [1])
+    table = "about" if database == DATABASE else "examples"
+    names = ("name", "value", "sha256", "model", "vector", "good", "time")
+    columns = ", ".join(f"abs(-9223372036854775807 - 1) AS {name}" for name in names)
+    with contextlib.closing(sqlite3.connect(gift / FOLDER / database)) as db:
+        db.execute(f"DROP TABLE {table}")
+        db.execute(f"CREATE VIEW {table} AS SELECT {columns}")
+        db.commit()
+    with pytest.raises(UserError, match="other tables than m1clip's"):
+        m1clip.Index(gift).concepts.names()
+
+
+def test_one_large_number_of_a_vector_needs_no_memory(gift: Path) -> None:
+    change(gift / FOLDER, "UPDATE vectors SET row = 1000000 WHERE row = 3")
+    os.truncate(gift / FOLDER / "vectors-1-0.f16", 2**30)  # sparse
+    image(9).save(gift / "new.jpg")
+    for call in (m1clip.Index, update_index):
+        with pytest.raises(UserError, match="bad numbers of vectors"):
+            call(gift)
+
+
+def test_vectors_of_another_length_than_those_of_the_model_are_reported(gift: Path) -> None:
+    change(gift / FOLDER, "UPDATE models SET dim = 8")
+    index = m1clip.Index(gift)
+    for query in ({"text": "dog"}, {"text": ["dog", "beach"]}, {"like": [gift / "a/0000.jpg"]}):
+        with pytest.raises(UserError, match="has vectors of 8 values, the model 16; delete"):
+            index.search(**query)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.filterwarnings("error")
+def test_vectors_that_are_not_finite_are_reported_by_every_search(gift: Path, value: float) -> None:
+    index = m1clip.Index(gift)
+    index.teach("Rex", [1, 2])
+    file = gift / FOLDER / "vectors-1-0.f16"
+    values = np.fromfile(file, np.float16)
+    values[17] = value
+    values.tofile(file)
+    index = m1clip.Index(gift)
+    for query in ({"text": "dog"}, {"text": ["dog", "beach"]}, {"text": "Rex"}):
+        with pytest.raises(UserError, match=r"vectors-1-0\.f16: damaged"):
+            index.search(**query)  # type: ignore[arg-type]
+
+
+EXAMPLE = {"name": "'dog'", "sha256": "zeroblob(32)", "vector": "zeroblob(32)", "good": "1", "time": "1"}
+ODD_EXAMPLES = [
+    *(("good", value) for value in ("5", "-9", "'x'", "NULL", "0.5")),
+    *(("vector", value) for value in ("zeroblob(33)", "zeroblob(30)", "NULL", "'text'", f"x'{'007e' * 16}'")),
+    *(("name", value) for value in ("NULL", "x'ff'")),
+    *(("sha256", value) for value in ("'x'", "NULL", "7", "x'00'")),
+]
+
+
+@pytest.mark.parametrize(("column", "value"), ODD_EXAMPLES)
+def test_examples_that_m1clip_did_not_write_do_not_count(gift: Path, column: str, value: str) -> None:
+    index = m1clip.Index(gift)
+    index.teach("Rex", [1])
+    values = EXAMPLE | {column: value}
+    with contextlib.closing(sqlite3.connect(gift / FOLDER / "concepts.sqlite")) as db:
+        (model,) = db.execute("SELECT model FROM examples").fetchone()
+        names = ", ".join(values)
+        db.execute(f"INSERT INTO examples (model, {names}) VALUES (?, {', '.join(values.values())})", (model,))
+        db.commit()
+    index.teach("Rex", [2])
+    assert index.concepts.names() == {"Rex": (2, 0)}
+    assert len(index.search("dog").nearest) == 4
+    assert index.concepts.remove("dog") == (0 if column == "name" else 1)
+
+
+def test_rows_of_files_outside_the_folder_do_not_count(gift: Path) -> None:
+    """Their paths must not reach a script that reads `search --json`, or a training run on `teach --captions`."""
+    index = m1clip.Index(gift)
+    for text in ("Rex", "dog"):
+        index.teach(text, [1, 2])
+    for path in ("../outside/secret.jpg", "a/../../outside/secret.jpg", "/etc/x.jpg", "a/\\0.jpg"):
+        name = path.replace("\\0", "\0").encode().hex()
+        change(gift / FOLDER, f"UPDATE files SET path = x'{name}' WHERE id = 1")
+        index = m1clip.Index(gift)
+        found = [*index.search("dog").nearest, *index.newest().nearest]
+        assert [each.id for each in found].count(1) == 0
+        assert len(found) == 6
+        assert len(index.captions()) == 2
+        assert len(index) == 3
+        served = Photos(gift)
+        served.get("/api/library", {})
         assert served.get("/photo", {"id": "1"}) is None
-        assert served.get("/photo/small", {"id": "1"}) is None
-        with pytest.raises(UserError, match="not a file of"):
-            m1clip.Index(gift).file(1)
+        with pytest.raises(UserError, match="no longer in the index"):
+            index.file(1)
+    update_index(gift)
+    assert len(m1clip.Index(gift)) == 4
+
+
+def test_only_images_of_the_folder_are_opened_in_a_viewer(
+    gift: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index may name a program, which the viewer of some systems would start."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
+    words = ("search", "--like", gift / "a/0000.jpg", "-k", "1", "--index", gift, "--open")
+    assert exit_code(*words) == 0
+    assert started.pop()[1] == str(gift / "a/0000.jpg")
+    (gift / "program.command").write_text("echo started")
+    (gift / "link.jpg").symlink_to(gift.parent / "outside/secret.jpg")
+    for name in ("program.command", "link.jpg"):
+        change(
+            gift / FOLDER,
+            f"UPDATE files SET path = CAST('{name}' AS BLOB) WHERE id = 1",
+            "DELETE FROM files WHERE id != 1",
+        )
+        assert exit_code("search", "dog", "--all", "--index", gift, "--open") == 2
+        assert f"--open: {gift / name}" in capsys.readouterr().err
+    assert started == []
 
 
 FILES = (DATABASE, "lock", "thumbnails", "concepts.sqlite", "vectors-1-0.f16")
@@ -682,6 +801,26 @@ def test_links_in_an_index_are_rejected(gift: Path, name: str, capsys: pytest.Ca
         assert f"{gift / name}: is a symbolic link" in error
     assert Photos(gift).get("/api/library", {})[0] == 400  # type: ignore[index]
     assert outside_files(gift) == before
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "thumbnails"])
+def test_hard_links_in_an_index_are_not_written_to(gift: Path, name: str) -> None:
+    m1clip.Index(gift).teach("Rex", [1])
+    precious = gift.parent / "outside" / "target"
+    place = gift / FOLDER
+    shutil.copy(place / name, precious)
+    (place / name).unlink()
+    (place / name).hardlink_to(precious)
+    before = precious.read_bytes()
+    image(9).save(gift / "new.jpg")
+    with pytest.raises(UserError, match=f"{name}: is a hard link"):
+        update_index(gift)
+    index = m1clip.Index(gift)
+    assert len(index.search("Rex").nearest) == 4  # it can be read
+    if name == "concepts.sqlite":
+        with pytest.raises(UserError, match="is a hard link"):
+            index.teach("Max", [2])
+    assert precious.read_bytes() == before
 
 
 @pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite"])

@@ -169,6 +169,26 @@ def test_few_images_are_decoded_at_a_time(shared: Photos, monkeypatch: pytest.Mo
     assert max(most) <= photos_module.DECODERS
 
 
+def test_files_are_read_only_while_they_are_decoded(shared: Photos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have 256 MiB, and a page requests many at a time."""
+    read_small = photos_module.read_small
+    decoders = threading.Semaphore(1)
+    found_free = []
+
+    def read(*words: Any, **options: Any) -> bytes:
+        is_free = decoders.acquire(blocking=False)
+        if is_free:
+            decoders.release()
+        found_free.append(is_free)
+        return read_small(*words, **options)
+
+    shared.get("/api/library", {})  # opens the index
+    monkeypatch.setattr(photos_module, "read_small", read)
+    monkeypatch.setattr(shared, "_decoders", decoders)
+    assert shared.get("/photo", {"id": "1"}) is not None
+    assert found_free == [False]
+
+
 def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:
     number = ids(server)["a/0000.jpg"]
     for value in ("../secret.jpg", "0", "-1", "999999999999", "1e3", "²", "", f"{number}/../../secret.jpg"):

@@ -64,6 +64,18 @@ def test_bad_rows_are_problems_with_their_row(images: Write) -> None:
     assert "img2dataset" in source.problems[4].what
 
 
+def test_giant_caption_is_a_problem_in_every_format(images: Write) -> None:
+    """A Parquet file of some kB may contain gigabytes of text, which would be tokenized for minutes."""
+    root = images(["a.jpg", "b.jpg"])
+    rows = [{"image": "a.jpg", "caption": "x" * (2**17 + 1)}, {"image": "b.jpg", "caption": "a dog"}]
+    (root / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(str(root / "t.jsonl"))
+    assert list(everything(source)) == ["b.jpg"]
+    assert [problem.what for problem in source.problems] == [
+        "the caption is too long (131,073 characters; at most 131,072)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
