@@ -181,7 +181,7 @@ def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(setup, "open_data", slow)
     plan = decode_options(Screen(Console(file=printed)), tmp_path)(read_facts())
     data = dataclasses.replace(Config().data, synthetic_images=200)
-    setup.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
+    setup.read_data(dataclasses.replace(Config(), data=data), 32, plan)
     assert "reading the data" in printed.getvalue()
 
 
