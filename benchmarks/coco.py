@@ -21,7 +21,9 @@ SIDE, CAPTIONS = 112, 5
 
 def main() -> None:
     """Write OUT/images and OUT/captions.csv."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("images", type=Path, help="the folder train2017")
     parser.add_argument("captions", type=Path, help="captions_train2017.json")
     parser.add_argument("out", type=Path)
@@ -41,7 +43,9 @@ def main() -> None:
                     image = opened.convert("RGB")
                 scale = SIDE / min(image.size)
                 size = [round(scale * side) for side in image.size]
-                image.resize((size[0], size[1]), Image.Resampling.BICUBIC).save(options.out / name, quality=92)
+                image.resize((size[0], size[1]), Image.Resampling.BICUBIC).save(
+                    options.out / name, quality=92
+                )
                 table.writerows((name, caption, split) for caption in captions[number][:CAPTIONS])
 
 

@@ -47,7 +47,13 @@ INPUTS = 3  # different batches, taken in turn
 EAGER_STEPS = 3  # before a CUDA graph is captured: they create optimizer state and compile
 # In the order of their worth, since the time may end before the list.
 VARIANTS = {
-    "large": ("m1clip compiled", "open_clip compiled", "m1clip compiled plain", "m1clip eager", "open_clip eager"),
+    "large": (
+        "m1clip compiled",
+        "open_clip compiled",
+        "m1clip compiled plain",
+        "m1clip eager",
+        "open_clip eager",
+    ),
     "tiny": ("m1clip compiled graph", "open_clip compiled", "m1clip eager", "open_clip eager"),
 }
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -90,7 +96,9 @@ def our_step(job: Job, words: list[str]) -> Step:
         model.use_triton()  # as `m1clip train --compile` does
     model.train()
     graph = "graph" in words and device.kind == "cuda"
-    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph)
+    optimizer = Optimizer(
+        model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph
+    )
     forward = job.compile(model) if "compiled" in words else model
     parameters = list(model.parameters())
     objective = RunLoss(LOSSES["infonce"])
@@ -155,18 +163,28 @@ def open_clip_step(job: Job, words: list[str]) -> Step:
     from open_clip.task import CLIPTask
 
     s = peer_shape(job.shape)
-    vision = {"layers": s["vision_layers"], "width": s["vision_width"], "no_ln_pre": not s["vision_pre_norm"]}
+    vision = {
+        "layers": s["vision_layers"],
+        "width": s["vision_width"],
+        "no_ln_pre": not s["vision_pre_norm"],
+    }
     vision |= {"head_width": s["vision_width"] // s["vision_heads"]}
     vision |= {key: s[key] for key in ("patch_size", "image_size", "mlp_ratio")}
     text = {"layers": s["text_layers"], "width": s["text_width"], "heads": s["text_heads"]}
-    text |= {"context_length": job.tokens, "vocab_size": s["vocab_size"], "mlp_ratio": s["mlp_ratio"]}
+    text |= {
+        "context_length": job.tokens,
+        "vocab_size": s["vocab_size"],
+        "mlp_ratio": s["mlp_ratio"],
+    }
     torch.manual_seed(0)
     device = job.device.torch
     model = OpenCLIP(s["embed_dim"], vision, text, output_dict=True).to(device)
     task = CLIPTask(model, device=device, verbose=False).train()
     compiled = "compiled" in words
     lr = torch.tensor(1e-4, device=device) if compiled else 1e-4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.2, fused=None if compiled else True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, weight_decay=0.2, fused=None if compiled else True
+    )
 
     def update(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(job.device.kind, torch.bfloat16):
@@ -191,11 +209,23 @@ def open_clip_step(job: Job, words: list[str]) -> Step:
 def model_shape(model: str, quick: bool) -> CLIPConfig:
     """The shape of a model; a smoke test takes two small blocks of it."""
     shape = PRESETS[model]
-    if model == "tiny":  # patches, class token and norm as in open_clip, so that both do the same work
-        same = {"vision_layers": 6, "text_layers": 4, "context_length": 77, "pooling": "cls", "text_pooling": "eot"}
+    if (
+        model == "tiny"
+    ):  # patches, class token and norm as in open_clip, so that both do the same work
+        same = {
+            "vision_layers": 6,
+            "text_layers": 4,
+            "context_length": 77,
+            "pooling": "cls",
+            "text_pooling": "eot",
+        }
         shape = with_fields(shape, **same, positions="learned", stem="patch")  # type: ignore[arg-type]
     if quick:
-        small: dict[str, Any] = {"image_size": 2 * shape.own_towers[0].patch_size, "vocab_size": 64, "embed_dim": 32}
+        small: dict[str, Any] = {
+            "image_size": 2 * shape.own_towers[0].patch_size,
+            "vocab_size": 64,
+            "embed_dim": 32,
+        }
         for tower in ("vision", "text"):
             small |= {f"{tower}_width": 64, f"{tower}_layers": 2, f"{tower}_heads": 2}
         shape = with_fields(shape, **small)
@@ -210,7 +240,9 @@ def step_seconds(step: Callable[[], object], device: Device) -> list[float]:
     one = time.perf_counter() - begin
     if device.kind != "cuda":
         return [one]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(int(min(60, max(8, 2.0 / one))) + 1)]
+    marks = [
+        torch.cuda.Event(enable_timing=True) for _ in range(int(min(60, max(8, 2.0 / one))) + 1)
+    ]
     marks[0].record()
     for mark in marks[1:]:
         step()
@@ -270,7 +302,9 @@ def lines_of(model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]
             torch.cuda.empty_cache()
 
 
-def run_model(model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]) -> None:
+def run_model(
+    model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]
+) -> None:
     """Add the lines of a model from its own process, which is killed when it exceeds its time."""
     command = [sys.executable, __file__, "--worker", model, *sys.argv[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -298,7 +332,9 @@ def show(model: str, line: dict[str, Any]) -> None:
         print(f"{name:34} skipped: {line['skipped']}", flush=True)
         return
     t = line["seconds"]
-    times = f"{t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
+    times = (
+        f"{t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
+    )
     rest = f"{line['images_per_second']:9,.0f} images/s {line['gemm_fraction']:5.0%} of GEMM"
     peak = f"{line['peak_bytes'] / 1e9:6.1f} GB, ready after {line['ready_seconds']:.0f} s, loss {line['loss']:.3f}"
     print(f"{name:34} batch {line['batch']:5} {times} {rest} {peak}", flush=True)
@@ -315,18 +351,27 @@ def ratios(lines: list[dict[str, Any]]) -> list[str]:
             best = min(ours, key=lambda line: line["seconds"]["median"])
             ratio = theirs[0]["seconds"]["median"] / best["seconds"]["median"]
             where = f"batch {best['batch']}, {best['tokens']} tokens"
-            found.append(f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip {kind}")
+            found.append(
+                f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip {kind}"
+            )
     return found
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["ViT-B-16", "tiny", "ViT-B-32"])
-    parser.add_argument("--variants", nargs="+", default=[], help="side and words, as printed; default: all")
+    parser.add_argument(
+        "--variants", nargs="+", default=[], help="side and words, as printed; default: all"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--seconds", type=float, default=500, help="for each model; compiling open_clip's step can take four minutes"
+        "--seconds",
+        type=float,
+        default=500,
+        help="for each model; compiling open_clip's step can take four minutes",
     )
     parser.add_argument("--quick", action="store_true", help="two small blocks: a smoke test")
     parser.add_argument("--packages", help="a folder with open_clip and what it needs")
@@ -339,7 +384,11 @@ def main() -> None:
         for line in lines_of(options.worker, options):
             print(json.dumps(line), flush=True)
         return
-    result: dict[str, Any] = {"command": sys.argv, "facts": dataclasses.asdict(read_facts()), "models": {}}
+    result: dict[str, Any] = {
+        "command": sys.argv,
+        "facts": dataclasses.asdict(read_facts()),
+        "models": {},
+    }
 
     def keep() -> None:
         """Write what there is: the time on a borrowed card may end at any line."""

@@ -89,7 +89,9 @@ def peak_memory(model: str, images: list[str]) -> None:
 def timed(command: list[str], folder: Path) -> tuple[float, str]:
     """Wall seconds of a command that is run in a folder, and its output."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return time.perf_counter() - start, done.stdout
@@ -106,7 +108,9 @@ def tiny_folder(folder: Path) -> str:
 
     tokenizer = BpeTokenizer()
     config = with_fields(preset("tiny"), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    Model(TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))).save(folder / "tiny")
+    Model(
+        TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))
+    ).save(folder / "tiny")
     return str(folder / "tiny")
 
 
@@ -120,13 +124,29 @@ def recall_change(model: str, data: str) -> dict[str, Any]:
     split = open_split(loaded, (data,), "test", "cpu")
     exact = split.encode()
     loaded.encoder.precision = "bf16"
-    return {"images": len(exact.image), "captions": len(exact.text), **recall_changes(exact, split.encode())}
+    return {
+        "images": len(exact.image),
+        "captions": len(exact.text),
+        **recall_changes(exact, split.encode()),
+    }
 
 
 # (model, m1clip's job, onnxruntime's job or None, what it is, the goal)
 FIGURES = (
-    ("", "images", "images", "JPEG files to vectors, images per second", "1.2 times; 240 per second"),
-    ("", "images", "ready images", "images per second, onnxruntime on images that are already decoded", ""),
+    (
+        "",
+        "images",
+        "images",
+        "JPEG files to vectors, images per second",
+        "1.2 times; 240 per second",
+    ),
+    (
+        "",
+        "images",
+        "ready images",
+        "images per second, onnxruntime on images that are already decoded",
+        "",
+    ),
     ("", "texts", "texts", "captions to vectors, texts per second", "1,200 per second"),
     (
         "",
@@ -166,9 +186,14 @@ def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, 
         for side, job in (("m1clip", own), ("onnxruntime", theirs))
         if f"{side} {name}" in models
     )
-    sides = {name: Side([sys.executable, __file__, path, str(inputs), "--side"]) for name, path in models.items()}
+    sides = {
+        name: Side([sys.executable, __file__, path, str(inputs), "--side"])
+        for name, path in models.items()
+    }
     asks = {
-        f"{side}: {job}": lambda side=side, job=str(job): counts.get(job, SINGLES) / sides[side].ask(job)
+        f"{side}: {job}": lambda side=side, job=str(job): (
+            counts.get(job, SINGLES) / sides[side].ask(job)
+        )
         for side, job in turns
     }
     taken = in_turn(asks, options.rounds, warmup=1)
@@ -181,11 +206,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The result: rates of all sides, ratios, seconds of evaluations, peak memory, change of recall."""
     from m1clip.data.sources import open_source
 
-    result: dict[str, Any] = {"machine": machine(), "per_second": {}, "ratios": {}, "evaluation_seconds": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "per_second": {},
+        "ratios": {},
+        "evaluation_seconds": {},
+    }
     samples = open_source(options.data).samples("test")[:TEST_IMAGES]
     inputs = folder / "inputs.json"
     texts = [caption for sample in samples for caption in sample.captions][: options.texts]
-    inputs.write_text(json.dumps({"images": [str(each.image) for each in samples[: options.images]], "texts": texts}))
+    inputs.write_text(
+        json.dumps(
+            {"images": [str(each.image) for each in samples[: options.images]], "texts": texts}
+        )
+    )
     found = rates(options, folder, inputs)
     result["per_second"] = {name: figures(values) for name, values in found.items()}
     for name, own, theirs, *_ in FIGURES:
@@ -198,7 +232,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         result["evaluation_seconds"]["also" if model == options.also else ""] = figures(seconds[1:])
         print("  evaluated", file=sys.stderr)  # the first time decodes the images into the cache
     memory = timed([str(Path(__file__).resolve()), options.model, str(inputs), "--memory"], folder)
-    return result | {"peak_bytes": int(memory[1]), "recall": recall_change(options.model, options.data)}
+    return result | {
+        "peak_bytes": int(memory[1]),
+        "recall": recall_change(options.model, options.data),
+    }
 
 
 def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[str, Any]]:
@@ -206,34 +243,69 @@ def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[s
     named = {"": "", "also": f"{also}, ", "tiny": "`tiny`, "}
     found: list[dict[str, Any]] = []
     for name, own, theirs, words, goal in FIGURES:
-        values, peer = result["per_second"].get(f"m1clip {name}: {own}"), f"onnxruntime {name}: {theirs}"
+        values, peer = (
+            result["per_second"].get(f"m1clip {name}: {own}"),
+            f"onnxruntime {name}: {theirs}",
+        )
         if values is None or (peer not in result["ratios"] and theirs not in (own, None)):
             continue
         figure = spread(values, ".0f")
         if peer in result["ratios"]:
             ratio, other = result["ratios"][peer], result["per_second"][peer]
-            figure = f"**{spread(ratio)}** times; m1clip {figure}, onnxruntime {spread(other, '.0f')}"
-        found.append({"what": f"encoding: {named[name]}{words}", "figure": figure, "goal": goal, "n": values["n"]})
+            figure = (
+                f"**{spread(ratio)}** times; m1clip {figure}, onnxruntime {spread(other, '.0f')}"
+            )
+        found.append(
+            {
+                "what": f"encoding: {named[name]}{words}",
+                "figure": figure,
+                "goal": goal,
+                "n": values["n"],
+            }
+        )
     for name, seconds in result["evaluation_seconds"].items():
         words = f"{named[name]}`m1clip eval` of 1,000 images and 5,000 captions, start to end"
         goal = "" if name else "under 12 s"
-        found.append({"what": words, "figure": spread(seconds, ".1f", " s"), "goal": goal, "n": seconds["n"]})
+        found.append(
+            {"what": words, "figure": spread(seconds, ".1f", " s"), "goal": goal, "n": seconds["n"]}
+        )
     what = f"peak memory of a process that encodes {MEMORY_IMAGES:,} images"
-    found.append({"what": what, "figure": f"{result['peak_bytes'] / 1e6:.0f} MB", "goal": "700 MB", "n": 1})
+    found.append(
+        {"what": what, "figure": f"{result['peak_bytes'] / 1e6:.0f} MB", "goal": "700 MB", "n": 1}
+    )
     recall = result["recall"]
     changes = [(k, recall[k]) for k in recall if k.startswith("recall@")]
-    figures = (f"{k} {100 * c['change']:+.2f} [{100 * c['low']:+.2f}, {100 * c['high']:+.2f}]" for k, c in changes)
+    figures = (
+        f"{k} {100 * c['change']:+.2f} [{100 * c['low']:+.2f}, {100 * c['high']:+.2f}]"
+        for k, c in changes
+    )
     what = f"bf16 instead of fp32, change in points ({recall['images']:,} images, {recall['captions']:,} captions)"
-    found.append({"what": what, "figure": ", ".join(figures), "goal": "0 in the interval", "n": recall["images"]})
-    return [{**row, "command": "python benchmarks/encode.py MODEL DATA --also MODEL"} for row in found]
+    found.append(
+        {
+            "what": what,
+            "figure": ", ".join(figures),
+            "goal": "0 in the interval",
+            "n": recall["images"],
+        }
+    )
+    return [
+        {**row, "command": "python benchmarks/encode.py MODEL DATA --also MODEL"} for row in found
+    ]
 
 
 def main() -> None:
     """Measure, print the lines, keep them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a run with frozen towers (goals: EfficientNet-Lite0 and MiniLM), or any model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model",
+        help="a run with frozen towers (goals: EfficientNet-Lite0 and MiniLM), or any model",
+    )
     parser.add_argument("data", help="captioned photographs with a test split")
-    parser.add_argument("--also", help="a second model, of which only images and the evaluation are measured")
+    parser.add_argument(
+        "--also", help="a second model, of which only images and the evaluation are measured"
+    )
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--evaluations", type=int, default=2)

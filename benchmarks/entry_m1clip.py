@@ -47,7 +47,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     duration = ("--steps", "4") if job["quick"] else ("--minutes", f"{minutes:.4f}")
     deadline = begin + seconds - max(1.0, STOPPING * seconds)
     process = subprocess.Popen(command(job, run, duration), env=environment(run))
-    while process.poll() is None and not finished(run):  # the final report after it is no part of training
+    while process.poll() is None and not finished(
+        run
+    ):  # the final report after it is no part of training
         time.sleep(0.2)
         if time.time() > deadline:
             break
@@ -75,16 +77,23 @@ def finished(run: Path) -> bool:
 def summary(records: list[dict[str, Any]], begin: float) -> dict[str, Any]:
     """Steps, images and the validation curve from the log of a run whose process started at `begin`."""
     steps = [record for record in records if record["kind"] == "step"]
-    evals = [record for record in records if record["kind"] == "eval" and record.get("split") == "val"]
+    evals = [
+        record for record in records if record["kind"] == "eval" and record.get("split") == "val"
+    ]
     if not steps or not evals:
-        raise SystemExit("m1clip made no step or no evaluation on the validation split: it needs more minutes")
+        raise SystemExit(
+            "m1clip made no step or no evaluation on the validation split: it needs more minutes"
+        )
     batch = steps[-1]["images_per_second"] * steps[-1]["step_seconds"]
     both = ("text_to_image/recall@10", "image_to_text/recall@10")
     return {
         "steps": steps[-1]["step"],
         "images_seen": round(steps[-1]["step"] * batch),
         "images_per_second": statistics.median(record["images_per_second"] for record in steps),
-        "curve": [[record["time"] - begin, statistics.fmean(record[way] for way in both)] for record in evals],
+        "curve": [
+            [record["time"] - begin, statistics.fmean(record[way] for way in both)]
+            for record in evals
+        ],
     }
 
 
@@ -97,8 +106,14 @@ def encode(job: dict[str, Any]) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path(job["rows"]).read_text(encoding="utf-8").splitlines()]
     model, out = m1clip.load(Path(job["out"]) / "run", device=job["device"]), Path(job["out"])
     np.save(out / "image.npy", model.encode_image([row["image"] for row in rows]).cpu().numpy())
-    np.save(out / "text.npy", model.encode_text([text for row in rows for text in row["captions"]]).cpu().numpy())
-    return {"version": f"m1clip {m1clip.__version__}", "sources": [str(Path(m1clip.__file__).parent)]}
+    np.save(
+        out / "text.npy",
+        model.encode_text([text for row in rows for text in row["captions"]]).cpu().numpy(),
+    )
+    return {
+        "version": f"m1clip {m1clip.__version__}",
+        "sources": [str(Path(m1clip.__file__).parent)],
+    }
 
 
 if __name__ == "__main__":

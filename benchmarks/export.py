@@ -21,7 +21,15 @@ from typing import Any
 from m1clip.export.parity import RECALL_AT, THROUGHPUT_BATCH, change_text
 
 TARGETS = (
-    *("onnx", "onnx --int8", "onnx --fp16", "transformers.js", "transformers.js --int8", "immich", "coreml"),
+    *(
+        "onnx",
+        "onnx --int8",
+        "onnx --fp16",
+        "transformers.js",
+        "transformers.js --int8",
+        "immich",
+        "coreml",
+    ),
     *("sentence-transformers", "hf", "openclip"),
 )
 HEADER = (
@@ -32,14 +40,30 @@ HEADER = (
     "recall@10, points",
     "size (original)",
 )
-SPEED_HEADER = ("model", "runtime", "ms per image", "ms per text", f"images/s in batches of {THROUGHPUT_BATCH}")
+SPEED_HEADER = (
+    "model",
+    "runtime",
+    "ms per image",
+    "ms per text",
+    f"images/s in batches of {THROUGHPUT_BATCH}",
+)
 
 
 def measured(run: str, target: str, path: Path) -> dict[str, Any]:
     """The stored comparison, made where it is missing."""
     if not path.exists():
         folder, (run, _, data) = path.with_suffix(""), run.partition(",")
-        command = [sys.executable, "-m", "m1clip", "export", run, "--to", *target.split(), "--out", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "m1clip",
+            "export",
+            run,
+            "--to",
+            *target.split(),
+            "--out",
+            str(folder),
+        ]
         command += ["--data", data] if data else []
         done = subprocess.run(command, check=False, text=True, stderr=subprocess.PIPE)
         refused = {"refused": done.stderr.strip().splitlines()[-1]} if done.returncode else None
@@ -73,7 +97,9 @@ def markdown(header: Sequence[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Export, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", metavar="NAME=RUN[,DATA]")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -85,7 +111,9 @@ def main() -> None:
             if run or path.exists():
                 record = measured(run, target, path)
                 rows.append([f"`{target}`", name, *cells(record)])
-                speeds += speed_rows(name, record) if target in ("onnx --int8", "onnx --fp16") else []
+                speeds += (
+                    speed_rows(name, record) if target in ("onnx --int8", "onnx --fp16") else []
+                )
     print(markdown(HEADER, rows), markdown(SPEED_HEADER, speeds), sep="\n\n")
 
 

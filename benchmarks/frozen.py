@@ -29,7 +29,8 @@ from m1clip.runlog import read_log
 
 FEW = 300
 RANDOM_HEADS = (
-    "import m1clip.training.transfer as t, m1clip.__main__ as m; t.fit_projections = lambda *_: None; m.main()"
+    "import m1clip.training.transfer as t, m1clip.__main__ as m; "
+    "t.fit_projections = lambda *_: None; m.main()"
 )
 
 
@@ -48,7 +49,10 @@ KINDS = {
     "both": Kind("EfficientNet-Lite0 and -Lite2, and MiniLM (the default)"),
     "few": Kind(f"the default towers on {FEW} random training images", images=FEW),
     "few-random": Kind(
-        f"the same {FEW} images, heads from random weights", ("--epochs", "40", "--lr", "1e-3"), FEW, cca=False
+        f"the same {FEW} images, heads from random weights",
+        ("--epochs", "40", "--lr", "1e-3"),
+        FEW,
+        cca=False,
     ),
 }
 
@@ -56,7 +60,9 @@ KINDS = {
 def main() -> None:
     """Train every row with every seed; write the figures after each run."""
     options = parse()
-    result: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    result: dict[str, Any] = (
+        json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    )
     runs = result.get("runs", [])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -64,34 +70,67 @@ def main() -> None:
         place = {**machine(), "data": Path(options.data).resolve().name}
         for name in options.rows:
             for seed in options.seeds:
-                run = train(name, seed, seed == options.seeds[0] and not options.cache, options, folder)
+                run = train(
+                    name, seed, seed == options.seeds[0] and not options.cache, options, folder
+                )
                 key = ("row", "seed", "split")
-                runs = [*(r for r in runs if any(r[part] != run[part] for part in key)), {**run, "machine": place}]
-                took = f" in {clock(run['seconds'])} from an empty cache" if run["empty_cache"] else ""
-                print(f"{name}, seed {seed}: {run['split']} recall@10 {100 * recall_at_10(run):.1f}{took}", flush=True)
+                runs = [
+                    *(r for r in runs if any(r[part] != run[part] for part in key)),
+                    {**run, "machine": place},
+                ]
+                took = (
+                    f" in {clock(run['seconds'])} from an empty cache" if run["empty_cache"] else ""
+                )
+                print(
+                    f"{name}, seed {seed}: {run['split']} recall@10 {100 * recall_at_10(run):.1f}{took}",
+                    flush=True,
+                )
                 write(options.json, {"machine": place, "rows": rows(runs), "runs": runs})
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="a folder that m1clip train accepts, with train, val and test splits")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "data", help="a folder that m1clip train accepts, with train, val and test splits"
+    )
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--test", action="store_true", help="score the test split instead of validation")
-    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="last: more options for m1clip train")
+    parser.add_argument(
+        "--test", action="store_true", help="score the test split instead of validation"
+    )
+    parser.add_argument(
+        "--options",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="last: more options for m1clip train",
+    )
     parser.add_argument("--cache", type=Path, help="keep features here and do not time them")
-    parser.add_argument("--json", type=Path, default=RESULTS / "frozen.json", help="runs are added to this file")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "frozen.json", help="runs are added to this file"
+    )
     return parser.parse_args()
 
 
-def train(name: str, seed: int, empty_cache: bool, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def train(
+    name: str, seed: int, empty_cache: bool, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
     """One run of `m1clip train --recipe frozen`: its recalls and seconds, start to end."""
     kind, run = KINDS[name], folder / f"{name}-{seed}"
-    cache = options.cache or folder / ("both-cache" if kind.images else f"{name}-cache")  # one set of towers each
+    cache = options.cache or folder / (
+        "both-cache" if kind.images else f"{name}-cache"
+    )  # one set of towers each
     # In one folder for all rows: the cache knows an image by its path below the folder of the table.
     table = choose(folder, folder / f"{run.name}.jsonl", kind.images, seed, options.test)
-    words = [sys.executable, *(("-m", "m1clip") if kind.cca else ("-c", RANDOM_HEADS)), "train", "--data", str(table)]
+    words = [
+        sys.executable,
+        *(("-m", "m1clip") if kind.cca else ("-c", RANDOM_HEADS)),
+        "train",
+        "--data",
+        str(table),
+    ]
     words += [
         "--recipe",
         "frozen",
@@ -108,14 +147,23 @@ def train(name: str, seed: int, empty_cache: bool, options: argparse.Namespace, 
     variables = {**os.environ, "XDG_CACHE_HOME": f"{cache}-home"}
     begin = time.time()
     done = subprocess.run(
-        [*words, *kind.options, *options.options], env=variables, capture_output=True, text=True, check=False
+        [*words, *kind.options, *options.options],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     end = next(record for record in read_log(run) if record["kind"] == "end")
     return {
         **{"row": name, "seed": seed, "split": end["split"], "seconds": time.time() - begin},
-        **{"empty_cache": empty_cache and not kind.images, "options": [*kind.options, *options.options]},
+        **{
+            "empty_cache": empty_cache and not kind.images,
+            "options": [*kind.options, *options.options],
+        },
         **{recall: float(end[recall]) for recall in RECALLS},
     }
 
@@ -140,8 +188,14 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
             if not own:
                 continue
             ten = mean_spread([100 * recall_at_10(run) for run in own])
-            six = mean_spread([100 * statistics.fmean(run[recall] for recall in RECALLS) for run in own])
-            times = [f"; {clock(run['seconds'])} from an empty cache" for run in own if run["empty_cache"]]
+            six = mean_spread(
+                [100 * statistics.fmean(run[recall] for recall in RECALLS) for run in own]
+            )
+            times = [
+                f"; {clock(run['seconds'])} from an empty cache"
+                for run in own
+                if run["empty_cache"]
+            ]
             where, test = ("test", " --test") if split == "test" else ("validation", "")
             found.append(
                 {

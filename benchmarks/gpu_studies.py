@@ -49,7 +49,9 @@ ROUNDS = 5
 def config_of(options: argparse.Namespace, **train: Any) -> Config:
     """A bf16 run of a model on the GPU, one caption per image."""
     return Config(
-        model=ModelConfig(name=options.model, grad_checkpointing=options.checkpointing, compile=options.compile),
+        model=ModelConfig(
+            name=options.model, grad_checkpointing=options.checkpointing, compile=options.compile
+        ),
         data=DataConfig(source=(options.data or "synthetic",), captions_per_step=1),
         train=TrainConfig(device=options.device, precision="bf16", **train),
     )
@@ -124,28 +126,44 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             key = f"{name}{', activation checkpointing' if flag else ''}"
             lines = done.stdout.strip().splitlines()
-            found[key] = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stderr[-800:]}
+            found[key] = (
+                json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stderr[-800:]}
+            )
             print(f"{key}: {found[key]}", flush=True)
     return {"models": found, "batch": options.batch_size}
 
 
 def large_batch(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and peak memory of a step, and of the loss alone, with the plain and with the blockwise loss."""
-    device, size, micro = Device(options.device, read_facts()), options.batch_size, options.micro_batch
+    device, size, micro = (
+        Device(options.device, read_facts()),
+        options.batch_size,
+        options.micro_batch,
+    )
     shape = with_fields(preset(options.model), vocab_size=1024)
-    config = config_of(options, batch_size=size, micro_batch=micro, steps=100, loss="infonce", text_contrast=0.0)
+    config = config_of(
+        options, batch_size=size, micro_batch=micro, steps=100, loss="infonce", text_contrast=0.0
+    )
     model = build_clip(shape).to(device.torch)
     update = TrainStep(model, config, device, "bf16", Preprocess(image_size=shape.image_size))
     ids, draw = torch.arange(size), torch.Generator().manual_seed(0)
-    few = torch.randint(0, 256, (64, shape.image_size, shape.image_size, 3), dtype=torch.uint8, generator=draw)
+    few = torch.randint(
+        0, 256, (64, shape.image_size, shape.image_size, 3), dtype=torch.uint8, generator=draw
+    )
     tokens = torch.randint(1, 1023, (size, 32), generator=draw)
     tokens[:, -1] = 1023
     identity = {"sample_ids": ids, "caption_ids": ids, "image_index": ids}
-    batch = Batch(**identity, tokens=tokens, cached_images=few.to(device.torch), rows=ids % 64).to(device.torch)
-    features = torch.nn.functional.normalize(torch.randn(2, size, shape.embed_dim, device=device.torch), dim=-1)
+    batch = Batch(**identity, tokens=tokens, cached_images=few.to(device.torch), rows=ids % 64).to(
+        device.torch
+    )
+    features = torch.nn.functional.normalize(
+        torch.randn(2, size, shape.embed_dim, device=device.torch), dim=-1
+    )
 
     def loss_alone() -> None:
-        update._loss_gradients(list(features), batch, update.ranks.together(lambda: None, size, size)[1])
+        update._loss_gradients(
+            list(features), batch, update.ranks.together(lambda: None, size, size)[1]
+        )
 
     found: dict[str, Any] = {}
     plain_limit = 1 << 62
@@ -177,13 +195,19 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
 def encode(options: argparse.Namespace) -> dict[str, Any]:
     """Images per second of the encoder, and of what limits it."""
     tokenizer, device = BpeTokenizer(), Device(options.device, read_facts())
-    config = with_fields(preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    config = with_fields(
+        preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id
+    )
     encoder = TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))
     model = Model(encoder).to(options.device)
     samples = open_source(options.data).samples("train")
     paths = [str(each.image) for each in samples][: options.images]
     texts = [caption for each in samples for caption in each.captions][: 5 * options.images]
-    squares = [each for each in map_with_timeout(paths, model.square, threads=usable_cpus()) if each is not None]
+    squares = [
+        each
+        for each in map_with_timeout(paths, model.square, threads=usable_cpus())
+        if each is not None
+    ]
     ready = torch.randn(512, 3, config.image_size, config.image_size, device=device.torch)
     compiled = torch.compile(model.clip.encode_image, dynamic=False)
     model.clip.eval()
@@ -211,7 +235,9 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
             work()
             if number:  # the first round warms up
                 rates[name].append(count / (time.perf_counter() - start))
-    return {"per_second": {name: dataclasses.asdict(timing(values)) for name, values in rates.items()}}
+    return {
+        "per_second": {name: dataclasses.asdict(timing(values)) for name, values in rates.items()}
+    }
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -225,9 +251,8 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             f"{line['images_per_second']:,.0f} images per second, {line['gemm_fraction']:.0%} of the GEMM rate, "
             f"{line['peak_bytes'] / 1e9:.1f} GB{joules}, loss {line['last_loss']:.2f} after {line['images']:,} images"
         )
-        what = (
-            f"{name} ({line['parameters'] / 1e6:.0f}M), batch {result['batch']}, on a GPU, eager, default patch dropout"
-        )
+        size = f"{name} ({line['parameters'] / 1e6:.0f}M)"
+        what = f"{size}, batch {result['batch']}, on a GPU, eager, default patch dropout"
         found.append({"what": what, "figure": figure, "n": 1, "command": "sizes DATA"})
     for name, line in result.get("figures", {}).items():
         if "median" in line:
@@ -237,13 +262,19 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             found.append({"what": what, "figure": figure, "n": line["n"], "command": "batch"})
     for name, line in result.get("per_second", {}).items():
         what = f"encoding with ViT-B-32 on a GPU: {name}, per second"
-        found.append({"what": what, "figure": spread(line, ",.0f"), "n": line["n"], "command": "encode DATA"})
-    return [{**row, "command": f"python benchmarks/gpu_studies.py {row['command']}"} for row in found]
+        found.append(
+            {"what": what, "figure": spread(line, ",.0f"), "n": line["n"], "command": "encode DATA"}
+        )
+    return [
+        {**row, "command": f"python benchmarks/gpu_studies.py {row['command']}"} for row in found
+    ]
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=("sizes", "batch", "encode", "size"))
     parser.add_argument("data", nargs="?", default="")
     parser.add_argument("--model", default="ViT-B-32")
@@ -257,7 +288,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.batch_size = options.batch_size or {"batch": 65536}.get(options.study, 128)
-    study = {"sizes": sizes, "size": train_size, "batch": large_batch, "encode": encode}[options.study]
+    study = {"sizes": sizes, "size": train_size, "batch": large_batch, "encode": encode}[
+        options.study
+    ]
     result = study(options)
     if options.study == "size":
         print(json.dumps(result))

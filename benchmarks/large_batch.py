@@ -19,7 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import NO_PEERS, Side, figures, in_turn, machine, peer_shape, set_up, spread, training_step, write
+from sides import (
+    NO_PEERS,
+    Side,
+    figures,
+    in_turn,
+    machine,
+    peer_shape,
+    set_up,
+    spread,
+    training_step,
+    write,
+)
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
 
@@ -90,7 +101,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         commands = {}
         for side, chunk in (("plain", 0), ("chunked", options.micro_batch)):
             path = folder / f"{side}.toml"
-            path.write_text(to_toml(job_config(options.model, options.batch_size, chunk)), encoding="utf-8")
+            path.write_text(
+                to_toml(job_config(options.model, options.batch_size, chunk)), encoding="utf-8"
+            )
             commands[side] = [sys.executable, __file__, "--worker", str(path)]
         with Side(commands["plain"]) as plain, Side(commands["chunked"]) as chunked:
             result |= plain.ask("facts")
@@ -134,21 +147,29 @@ def show(result: dict[str, Any]) -> None:
         f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
         f"commit {place['commit']}, {result['precision']}"
     )
-    print(f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles], n={n}")
+    print(
+        f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles], n={n}"
+    )
     peer = result["peer"]
     for side, words in SIDES.items():
         part = peer if side.startswith("peer") else result
         if part is not None:
             peak = part["peak_bytes"][side] / 1e9
-            print(f"  {words:36} {spread(part['seconds'][side], unit=' s')} a step, peak {peak:.2f} GB")
-    print(f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})")
+            print(
+                f"  {words:36} {spread(part['seconds'][side], unit=' s')} a step, peak {peak:.2f} GB"
+            )
+    print(
+        f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})"
+    )
     if peer is not None:
         print(f"  open_clip accumulated / plain        {spread(peer['ratio'])} of paired steps")
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return
     found = peer["gradients"]
-    print(f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32")
+    print(
+        f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32"
+    )
     print(
         f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
         f"worst other parameter {found['worst_tower_parameter']:.1e}"
@@ -165,9 +186,13 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="preset")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds to measure, after one that warms up"
+    )
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, two rounds: a smoke test"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

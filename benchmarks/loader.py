@@ -39,7 +39,9 @@ PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
 Round = Callable[[], float]  # images per second
 
 
-def batch_seconds(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None) -> float:
+def batch_seconds(
+    feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None
+) -> float:
     """Seconds of one of `count` batches, after the `ready` ones that were prefetched."""
     for _ in range(ready):
         next(feed)
@@ -118,7 +120,9 @@ def write_table(job: Setup, path: Path) -> None:
         rows = csv.writer(file, delimiter="\t")
         rows.writerow(("filepath", "title"))
         for sample in job.splits["train"].samples:
-            rows.writerows((str(Path(str(sample.image)).resolve()), caption) for caption in sample.captions)
+            rows.writerows(
+                (str(Path(str(sample.image)).resolve()), caption) for caption in sample.captions
+            )
 
 
 def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
@@ -133,18 +137,32 @@ def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
 
 def best(results: dict[str, Timing], start: str) -> Timing | None:
     """The fastest number of workers of one loader."""
-    return max((t for name, t in results.items() if name.startswith(start)), key=lambda t: t.median, default=None)
+    return max(
+        (t for name, t in results.items() if name.startswith(start)),
+        key=lambda t: t.median,
+        default=None,
+    )
 
 
 def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
     """Print the table; gives the ratios."""
     print(f"{'images per second':<34}{'median':>9}   quartiles")
     for name, value in results.items():
-        print(f"{name:<34}{value.median:>9,.0f}   {value.low:,.0f} to {value.high:,.0f}, n={value.n}")
+        print(
+            f"{name:<34}{value.median:>9,.0f}   {value.low:,.0f} to {value.high:,.0f}, n={value.n}"
+        )
     ratios = []
-    step, peer, plain = (results["tiny training step"], best(results, "open_clip"), best(results, "torch + PIL"))
+    step, peer, plain = (
+        results["tiny training step"],
+        best(results, "open_clip"),
+        best(results, "torch + PIL"),
+    )
     for name in ("cached, float batch", "cached, uint8 batch"):
-        for other, value in (("open_clip's CSV path", peer), ("torch + PIL", plain), ("the tiny step", step)):
+        for other, value in (
+            ("open_clip's CSV path", peer),
+            ("torch + PIL", plain),
+            ("the tiny step", step),
+        ):
             if value is None:
                 print(f"{name} / {other}: not measured")
             else:
@@ -155,10 +173,14 @@ def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", help="a set that --data takes, images in files")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peer-python", help="a Python with open_clip; without it that path is not measured")
+    parser.add_argument(
+        "--peer-python", help="a Python with open_clip; without it that path is not measured"
+    )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -169,7 +191,11 @@ def main() -> None:
         refs = [sample.image for sample in job.splits["train"].samples]
         images = LazyImages(refs, trained.images.read(np.array([0])).shape[1])
         lazy = TrainingSet(
-            images, trained.captions, trained.plan, trained.augmentation, full_length=trained.full_length
+            images,
+            trained.captions,
+            trained.plan,
+            trained.augmentation,
+            full_length=trained.full_length,
         )
         rounds: dict[str, Round] = {
             "cached, float batch": ours(job, trained, 0, 20, True),
@@ -189,15 +215,22 @@ def main() -> None:
                 rounds[f"open_clip CSV, {workers} workers"] = functools.partial(peers[-1].ask, "8")
         results = measure(rounds, options.rounds)
         for peer in peers:
-            peer.ask("stop")  # its input stays open in workers forked since, so closing it is not enough
+            peer.ask(
+                "stop"
+            )  # its input stays open in workers forked since, so closing it is not enough
     machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
     machine += f", open_clip {version}" if version else ""
     print(f"\n{machine}; {SIZE} px, batch {options.batch_size}")
     ratios = report(results)
     if options.json:
-        figures = {n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n} for n, t in results.items()}
-        options.json.write_text(json.dumps({"machine": machine, "images_per_second": figures, "ratios": dict(ratios)}))
+        figures = {
+            n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n}
+            for n, t in results.items()
+        }
+        options.json.write_text(
+            json.dumps({"machine": machine, "images_per_second": figures, "ratios": dict(ratios)})
+        )
 
 
 if __name__ == "__main__":

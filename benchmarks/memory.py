@@ -20,20 +20,27 @@ ROWS = {  # name: (words, flags of m1clip train)
     "checkpointing": ("the same, gradient checkpointing", f"{PRIOR_ART} --grad-checkpointing"),
     "micro-batch": ("the same, --micro-batch 4", f"{PRIOR_ART} --micro-batch 4"),
     "first": ("76.7M, batch 12, first run of a model", PRIOR_ART),
-    "first-checkpointing": ("the same, gradient checkpointing", f"{PRIOR_ART} --grad-checkpointing"),
+    "first-checkpointing": (
+        "the same, gradient checkpointing",
+        f"{PRIOR_ART} --grad-checkpointing",
+    ),
     "large": (
         "small, batch 1024, --micro-batch 16",
         "--model small --batch-size 1024 --micro-batch 16 --steps 2 --synthetic-images 1100",
     ),
 }
-QUICK = "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --synthetic-images 16"
+QUICK = (
+    "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --synthetic-images 16"
+)
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--rows", default="default,checkpointing,micro-batch", help=f"of {', '.join(ROWS)}; 'large' takes long"
+        "--rows",
+        default="default,checkpointing,micro-batch",
+        help=f"of {', '.join(ROWS)}; 'large' takes long",
     )
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes for each row")
     parser.add_argument("--quick", action="store_true", help="one tiny run: a smoke test")
@@ -46,10 +53,14 @@ def main() -> None:
         parser.error(f"--rows {','.join(unknown)}: choose from {', '.join(rows)}")
     result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "rows": {}}
     place, repeats = result["machine"], 1 if options.quick else options.repeats
-    print(f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}")
+    print(
+        f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}"
+    )
     for name in chosen:
         words, flags = rows[name]
-        peaks = [peak_memory(flags.split(), own_cache=name.startswith("first")) for _ in range(repeats)]
+        peaks = [
+            peak_memory(flags.split(), own_cache=name.startswith("first")) for _ in range(repeats)
+        ]
         result["rows"][name] = {"flags": flags, "peak_bytes": peaks}
         print(
             f"  {words:38} {max(peaks) / 1e9:.2f} GB, the most of n={len(peaks)} "

@@ -37,8 +37,14 @@ class NaiveAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape."""
         n, length, width = x.shape
-        q, k, v = self.qkv(x).reshape(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // self.heads)  # (n, heads, length, length)
+        q, k, v = (
+            self.qkv(x)
+            .reshape(n, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(
+            width // self.heads
+        )  # (n, heads, length, length)
         weights = self.drop(torch.softmax(scores, dim=-1))
         return self.out((weights @ v).transpose(1, 2).reshape(n, length, width))
 
@@ -51,7 +57,11 @@ class NaiveBlock(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = NaiveAttention(width, heads)
         self.mlp = nn.Sequential(
-            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(DROPOUT), nn.Linear(hidden, width), nn.Dropout(DROPOUT)
+            nn.Linear(width, hidden),
+            nn.GELU(),
+            nn.Dropout(DROPOUT),
+            nn.Linear(hidden, width),
+            nn.Dropout(DROPOUT),
         )
         self.drop = nn.Dropout(DROPOUT)
 
@@ -98,7 +108,9 @@ class NaiveClip(nn.Module):
         """(n, context) -> (n, embed) unit vectors, read at the EOT token."""
         x = self.text_norm(self.text_blocks(self.drop(self.tokens(ids) + self.text_positions)))
         end = (ids == self.eot_id).int().argmax(dim=1)
-        return F.normalize(self.text_projection(x[torch.arange(len(x), device=x.device), end]), dim=-1)
+        return F.normalize(
+            self.text_projection(x[torch.arange(len(x), device=x.device), end]), dim=-1
+        )
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
         """(n, n) logits, an image a row."""
@@ -133,7 +145,10 @@ class NaiveTrainer:
         self.device, optim = job.device.torch, job.config.optim
         self.model = NaiveClip(job.shape, job.tokenizer.eot_id).to(self.device).train()
         self.loader = DataLoader(
-            NaivePairs(job.splits["train"]), batch_size=job.config.train.batch_size, shuffle=True, drop_last=True
+            NaivePairs(job.splits["train"]),
+            batch_size=job.config.train.batch_size,
+            shuffle=True,
+            drop_last=True,
         )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, weight_decay=optim.wd, foreach=False, fused=False

@@ -72,9 +72,13 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     steps = slice(WARMUP, None, 1 + options.overlap)
     found = {"batch": batch, "seconds": seconds[steps], "exchange": exchanges[steps]}
     if options.overlap:
-        found["overlap"] = [late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)]
+        found["overlap"] = [
+            late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)
+        ]
     if cuda and ranks.size == 1:
-        found["nccl"] = nccl_seconds([p for p in step.model.parameters() if p.requires_grad], options.steps)
+        found["nccl"] = nccl_seconds(
+            [p for p in step.model.parameters() if p.requires_grad], options.steps
+        )
     return found if ranks.rank == 0 else None
 
 
@@ -83,7 +87,9 @@ def nccl_seconds(parameters: list[Any], rounds: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+    )
     grads = [torch.zeros_like(p) for p in parameters]
     taken = []
     for _ in range(WARMUP + rounds):
@@ -113,9 +119,9 @@ def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
         variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
         pin = None if options.device == "cuda" else lambda own=own: os.sched_setaffinity(0, own)
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
-        started.append(
-            subprocess.Popen(command, env=variables, preexec_fn=pin, stdout=subprocess.PIPE, text=True)  # noqa: PLW1509
-        )
+        options_of_process = {"env": variables, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, preexec_fn=pin, **options_of_process)  # noqa: PLW1509  no threads
+        started.append(process)
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
@@ -130,11 +136,25 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
     rows = []
     for size, figures in ranks.items():
         words = [f"{spread(figures['images_per_second'], ',.1f')} images/s"]
-        words += [f"efficiency **{spread(figures['efficiency'])}**"] if size > 1 and "efficiency" in figures else []
-        words += [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"] if size > 1 else []
+        words += (
+            [f"efficiency **{spread(figures['efficiency'])}**"]
+            if size > 1 and "efficiency" in figures
+            else []
+        )
+        words += (
+            [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"]
+            if size > 1
+            else []
+        )
         if options.overlap and size > 1:
-            words.append(f"{spread(figures['overlap'])} times as fast as with exchanges after the backward pass")
-        words += [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"] if "nccl_seconds" in figures else []
+            words.append(
+                f"{spread(figures['overlap'])} times as fast as with exchanges after the backward pass"
+            )
+        words += (
+            [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"]
+            if "nccl_seconds" in figures
+            else []
+        )
         given = [word for word in sys.argv[1:] if word != "--quick"]
         command = " ".join(["python benchmarks/ranks.py", *given]).partition(" --json")[0]
         what, n = f"{plural(size, 'rank')} {where}: {work}", str(figures["images_per_second"]["n"])
@@ -149,10 +169,14 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="of each rank, on the CPU")
     parser.add_argument("--model", default="tiny", help="preset")
     parser.add_argument("--batch-size", type=int, default=32, help="images of each rank")
-    parser.add_argument("--total", action="store_true", help="--batch-size is that of all ranks together")
+    parser.add_argument(
+        "--total", action="store_true", help="--batch-size is that of all ranks together"
+    )
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     parser.add_argument("--fsdp", choices=["on", "off"], default="off")
-    parser.add_argument("--overlap", action="store_true", help="every other step exchanges after the backward pass")
+    parser.add_argument(
+        "--overlap", action="store_true", help="every other step exchanges after the backward pass"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
@@ -167,25 +191,46 @@ def main() -> None:
         if found is not None:
             print(json.dumps(found), flush=True)
         return
-    most = len(os.sched_getaffinity(0)) // options.cores if options.device == "cpu" else max(options.ranks)
+    most = (
+        len(os.sched_getaffinity(0)) // options.cores
+        if options.device == "cpu"
+        else max(options.ranks)
+    )
     sizes = [size for size in options.ranks if size <= most]
     for size in set(options.ranks) - set(sizes):
         print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
-    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "options": {**vars(options), "json": None}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "quick": options.quick,
+        "options": {**vars(options), "json": None},
+    }
     for _ in range(options.rounds):
         for size in sizes:
             rows[size].append(run(options, size))
-    speeds = {size: [row["batch"] / timing(row["seconds"]).median for row in each] for size, each in rows.items()}
+    speeds = {
+        size: [row["batch"] / timing(row["seconds"]).median for row in each]
+        for size, each in rows.items()
+    }
     result["ranks"] = {}
     for size, each in rows.items():
-        efficiency = [own / (size * one) for own, one in zip(speeds[size], speeds[sizes[0]], strict=True)]
+        efficiency = [
+            own / (size * one) for own, one in zip(speeds[size], speeds[sizes[0]], strict=True)
+        ]
         exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in each]
         figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
-        figures |= {"overlap": [ratio for row in each for ratio in row["overlap"]]} if options.overlap else {}
-        figures |= {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
-        result["ranks"][size] = {name: dataclasses.asdict(timing(values)) for name, values in figures.items()}
+        figures |= (
+            {"overlap": [ratio for row in each for ratio in row["overlap"]]}
+            if options.overlap
+            else {}
+        )
+        figures |= (
+            {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
+        )
+        result["ranks"][size] = {
+            name: dataclasses.asdict(timing(values)) for name, values in figures.items()
+        }
     result["rows"] = table(options, result["ranks"])
     place = result["machine"]
     print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")

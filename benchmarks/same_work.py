@@ -36,7 +36,16 @@ from sides import (
     write,
 )
 
-from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
+from m1clip.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+    from_dict,
+    load_config,
+    read_preset,
+    to_toml,
+)
 from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
@@ -76,14 +85,22 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
     if name == "76.7M":
         config = from_dict(read_preset("prior-art"), "prior-art")
     else:
-        source = DataConfig(source=(data,), cache="ram") if data else DataConfig(synthetic_images=1024)
+        source = (
+            DataConfig(source=(data,), cache="ram") if data else DataConfig(synthetic_images=1024)
+        )
         # A tower that the peers can build: patches instead of our stem, six blocks and four.
         context = int(name.removeprefix("tiny-"))
-        model = ModelConfig(name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch")
+        model = ModelConfig(
+            name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch"
+        )
         config = Config(model=model, data=source, train=TrainConfig(batch_size=128, steps=1000))
     if quick:
         parts = {"width": 64, "layers": 1}
-        small: Any = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
+        small: Any = {
+            f"{tower}_{part}": value
+            for tower in ("vision", "text")
+            for part, value in parts.items()
+        }
         model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
         train = dataclasses.replace(config.train, batch_size=12)
         config = dataclasses.replace(config, model=model, train=train)
@@ -98,7 +115,9 @@ def same_work(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=model,
-        data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0),
+        data=dataclasses.replace(
+            config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0
+        ),
         optim=dataclasses.replace(config.optim, optimizer="adamw"),
     )
 
@@ -215,7 +234,9 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
             with Side([peers, str(PEER), str(facts_path)]) as peer:
                 facts["versions"] = peer.ask({"do": "versions"})
                 facts["probe"], facts["chosen"] = {}, {}
-                for library, variants in (VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS).items():
+                for library, variants in (
+                    VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS
+                ).items():
                     more = tuple(f"{name} compiled" for name in variants) if compiled else ()
                     tried = probe(peer, variants + more)
                     best = min(tried, key=tried.__getitem__)
@@ -229,8 +250,13 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
 def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dict[str, Any]:
     """Steps in turn; then medians, quartiles and ratios of paired steps."""
     names = [name for name in SIDES if name in asks]
-    taken = in_turn({name: asks[name] for name in names} | {"gemm": lambda: own.ask("gemm")}, rounds)
-    return summary([{name: found[name] for name in names} for found in taken], [found["gemm"] for found in taken])
+    taken = in_turn(
+        {name: asks[name] for name in names} | {"gemm": lambda: own.ask("gemm")}, rounds
+    )
+    return summary(
+        [{name: found[name] for name in names} for found in taken],
+        [found["gemm"] for found in taken],
+    )
 
 
 def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dict[str, Any]:
@@ -240,11 +266,20 @@ def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dic
     return {
         "gemm_rate": figures(rates),
         "seconds": {name: figures([f[name]["seconds"] for f in taken]) for name in names},
-        "ratio": {n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in taken]) for n in names},
-        "ratio_cpu": {n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in taken]) for n in names},
-        "gemm_fraction": figures([s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]),
+        "ratio": {
+            n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in taken]) for n in names
+        },
+        "ratio_cpu": {
+            n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in taken])
+            for n in names
+        },
+        "gemm_fraction": figures(
+            [s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]
+        ),
         "limit_seconds": figures([s["flops"] / rate for s, rate in zip(own, rates, strict=True)]),
-        "tokens": {n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN},
+        "tokens": {
+            n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN
+        },
         "samples": {n: sum(f[n]["samples"] for f in taken) / len(taken) for n in names if n in OWN},
         "rounds": taken,
     }
@@ -262,8 +297,16 @@ def show(name: str, found: dict[str, Any]) -> None:
             if found["precision"] == "bf16" or not side.endswith("_pure"):
                 print(f"  {words:32} {NO_PEERS}")
             continue
-        how = f" ({found['chosen'][side].partition(' ')[2]})" if side in found.get("chosen", {}) else ""
-        how = f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)" if side in OWN else how
+        how = (
+            f" ({found['chosen'][side].partition(' ')[2]})"
+            if side in found.get("chosen", {})
+            else ""
+        )
+        how = (
+            f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)"
+            if side in OWN
+            else how
+        )
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
         print(
             f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
@@ -278,24 +321,47 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure, after two that warm up")
-    parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds to measure, after two that warm up"
+    )
+    parser.add_argument(
+        "--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers"
+    )
     parser.add_argument("--data", help="captions and images for tiny; else synthetic ones")
-    parser.add_argument("--try-compile", action="store_true", help="probe the peers with torch.compile too")
-    parser.add_argument("--quick", action="store_true", help="small towers, two rounds: a smoke test")
-    parser.add_argument("--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json")
+    parser.add_argument(
+        "--try-compile", action="store_true", help="probe the peers with torch.compile too"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small towers, two rounds: a smoke test"
+    )
+    parser.add_argument(
+        "--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return serve(options.worker, load_config(options.config))
-    data = Path(options.data).name if options.data else "synthetic"  # no path of this machine in a result
-    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": data, "jobs": {}}
+    data = (
+        Path(options.data).name if options.data else "synthetic"
+    )  # no path of this machine in a result
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "quick": options.quick,
+        "data": data,
+        "jobs": {},
+    }
     for name in options.jobs.split(","):
         config = job_config(name, options.data, options.quick)
-        found = measure(config, 2 if options.quick else options.rounds, options.peers, options.try_compile)
+        found = measure(
+            config, 2 if options.quick else options.rounds, options.peers, options.try_compile
+        )
         result["jobs"][name] = found
         show(name, found)
         if options.json:  # after each job: what was measured is kept if the next one is stopped

@@ -56,7 +56,9 @@ def usearch_search(vectors: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
     def run(query: np.ndarray) -> np.ndarray:
         rounded = np.clip(np.round(query * 400), -127, 127).astype(np.int8)
-        return np.asarray(search(coarse, rounded, K, MetricKind.IP, exact=True, threads=threads).keys)
+        return np.asarray(
+            search(coarse, rounded, K, MetricKind.IP, exact=True, threads=threads).keys
+        )
 
     return run
 
@@ -93,13 +95,17 @@ def measure(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
         best = np.argpartition(true, -2 * K)[-2 * K :]
         best = best[np.lexsort((best, -true[best]))][:K].tolist()
         exact = {name: count + (found[name] == best) for name, count in exact.items()}
-    times = {name: [statistics.median(each), min(each), max(each)] for name, each in seconds.items()}
+    times = {
+        name: [statistics.median(each), min(each), max(each)] for name, each in seconds.items()
+    }
     return {"rows": rows, "rounds": rounds, "exact": exact, "queries": rounds + 2, "seconds": times}
 
 
 def main() -> None:
     """Measure both sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -108,15 +114,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = [measure(rows, options.rounds, Path(folder)) for rows in (100_000, 1_000_000)]
     cells = [
-        (f"{each['rows']:,} x {DIM}", name, *map(duration, values), f"{each['exact'][name]} of {each['queries']}")
+        (
+            f"{each['rows']:,} x {DIM}",
+            name,
+            *map(duration, values),
+            f"{each['exact'][name]} of {each['queries']}",
+        )
         for each in results
         for name, values in each["seconds"].items()
     ]
     print(table(("vectors", "search", "median", "min", "max", "equal to float64"), cells))
     if options.json:
-        record = {"results": results, "cpus": os.cpu_count(), "machine": platform.processor(), "load": load}
+        record = {
+            "results": results,
+            "cpus": os.cpu_count(),
+            "machine": platform.processor(),
+            "load": load,
+        }
         options.json.write_text(
-            json.dumps({**record, "torch": torch.__version__, "numpy": np.__version__}, indent=2) + "\n"
+            json.dumps({**record, "torch": torch.__version__, "numpy": np.__version__}, indent=2)
+            + "\n"
         )
 
 

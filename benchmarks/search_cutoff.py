@@ -38,7 +38,10 @@ SMALL += " some front each wearing using doing"
 
 def word_queries(samples: Any) -> tuple[list[str], np.ndarray]:
     """Words and pairs of words, and (queries, images) whether the captions of an image mention all words."""
-    counts = [Counter(w for text in s.captions for w in set(re.findall("[a-z]{3,}", text.lower()))) for s in samples]
+    counts = [
+        Counter(w for text in s.captions for w in set(re.findall("[a-z]{3,}", text.lower())))
+        for s in samples
+    ]
     words = {word for count in counts for word in count} - set(SMALL.split())
     mentions = {word: np.array([count[word] for count in counts]) for word in sorted(words)}
     singles = [word for word, found in mentions.items() if (found >= MENTIONS).sum() >= IMAGES]
@@ -52,16 +55,28 @@ def word_queries(samples: Any) -> tuple[list[str], np.ndarray]:
 class Queries:
     """The nearest images of some texts, where the matching images of every second group are removed."""
 
-    def __init__(self, images: np.ndarray, texts: np.ndarray, match: np.ndarray, group: np.ndarray) -> None:
+    def __init__(
+        self, images: np.ndarray, texts: np.ndarray, match: np.ndarray, group: np.ndarray
+    ) -> None:
         self.group, self.present = group, group % 2 == 0
         found = []
         for text, matching, present in zip(texts, match, self.present, strict=True):
             keep = np.ones(len(images), bool) if present else ~matching
             library = images[keep]
-            library_stats, scores = (library.mean(axis=0), np.diag(library.var(axis=0))), library @ text
+            library_stats, scores = (
+                (library.mean(axis=0), np.diag(library.var(axis=0))),
+                library @ text,
+            )
             best = np.argsort(-scores)[:LISTED]
             standard = (scores[best] - scores.mean()) / scores.std()
-            found.append((scores[best], standard, zscore(scores[best], text, library_stats), matching[keep][best]))
+            found.append(
+                (
+                    scores[best],
+                    standard,
+                    zscore(scores[best], text, library_stats),
+                    matching[keep][best],
+                )
+            )
         self.cosine, self.standard, self.zscore, right = map(np.stack, zip(*found, strict=True))
         self.right = right.astype(bool)
         self.wanted = np.where(self.present, np.minimum(match.sum(axis=1), LISTED), 0)
@@ -78,8 +93,14 @@ class Queries:
         """
         listed, present = score[queries] >= cut, self.present[queries]
         found = listed & self.right[queries]
-        false_positives, answered = listed[~present].any(axis=1).mean(), found[present].any(axis=1).mean()
-        precision, recall = found.sum() / max(1, listed.sum()), found.sum() / max(1, self.wanted[queries].sum())
+        false_positives, answered = (
+            listed[~present].any(axis=1).mean(),
+            found[present].any(axis=1).mean(),
+        )
+        precision, recall = (
+            found.sum() / max(1, listed.sum()),
+            found.sum() / max(1, self.wanted[queries].sum()),
+        )
         return {
             "precision": precision,
             "recall": recall,
@@ -91,7 +112,11 @@ class Queries:
     def answers(self, chance: np.ndarray) -> dict[str, list[float]]:
         """{answer: fraction of queries with matching images, of those without, of right first results}."""
         best, first = chance.max(axis=1), self.right[:, 0]
-        ranges = {"match": (CUTOFF, 2.0), "no sure match": (UNSURE, CUTOFF), "nothing here matches": (0.0, UNSURE)}
+        ranges = {
+            "match": (CUTOFF, 2.0),
+            "no sure match": (UNSURE, CUTOFF),
+            "nothing here matches": (0.0, UNSURE),
+        }
         found = {}
         for name, (low, high) in ranges.items():
             given = (best >= low) & (best < high)
@@ -104,18 +129,28 @@ class Queries:
         cuts = np.quantile(score, np.linspace(0, 0.9995, 400))
         return float(max(cuts, key=lambda cut: self.rates(score, cut)[rate]))
 
-    def with_intervals(self, rules: dict[str, tuple[np.ndarray, float]]) -> dict[str, dict[str, list[float]]]:
+    def with_intervals(
+        self, rules: dict[str, tuple[np.ndarray, float]]
+    ) -> dict[str, dict[str, list[float]]]:
         """{rule: {rate: [value, low, high]}} and the difference of two: 95% by resampling groups of queries."""
         rng = np.random.default_rng(0)
         rows = [np.flatnonzero(self.group == group) for group in np.unique(self.group)]
         draws: list[Any] = [slice(None)]
-        draws += [np.concatenate([rows[i] for i in rng.integers(0, len(rows), len(rows))]) for _ in range(RESAMPLES)]
+        draws += [
+            np.concatenate([rows[i] for i in rng.integers(0, len(rows), len(rows))])
+            for _ in range(RESAMPLES)
+        ]
         found = {name: [self.rates(*rule, draw) for draw in draws] for name, rule in rules.items()}
         pairs = zip(found["probability"], found["cosine"], strict=True)
-        found["probability - cosine"] = [{rate: one[rate] - other[rate] for rate in one} for one, other in pairs]
+        found["probability - cosine"] = [
+            {rate: one[rate] - other[rate] for rate in one} for one, other in pairs
+        ]
         return {
             name: {
-                rate: [values[0][rate], *np.quantile([each[rate] for each in values[1:]], [0.025, 0.975])]
+                rate: [
+                    values[0][rate],
+                    *np.quantile([each[rate] for each in values[1:]], [0.025, 0.975]),
+                ]
                 for rate in values[0]
             }
             for name, values in found.items()
@@ -136,7 +171,9 @@ def reliability(chance: np.ndarray, right: np.ndarray) -> list[dict[str, float]]
     """For each bin of predicted probability: its mean, the fraction that is right, and the number of results."""
     places = np.digitize(chance, BINS[1:-1])
     bins = [(chance[places == place], right[places == place]) for place in range(len(BINS) - 1)]
-    return [{"predicted": p.mean(), "right": r.mean(), "results": len(p)} for p, r in bins if len(p)]
+    return [
+        {"predicted": p.mean(), "right": r.mean(), "results": len(p)} for p, r in bins if len(p)
+    ]
 
 
 def diagram(bins: list[dict[str, float]], path: Path) -> None:
@@ -148,14 +185,18 @@ def diagram(bins: list[dict[str, float]], path: Path) -> None:
     predicted, right = (np.array([each[name] for each in bins]) for name in ("predicted", "right"))
     error = 1.96 * np.sqrt(right * (1 - right) / np.array([each["results"] for each in bins]))
     axes.errorbar(predicted, right, yerr=error, marker="o", capsize=2)
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="fraction that matches")
+    axes.set(
+        xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="fraction that matches"
+    )
     axes.set(title="Flickr8k test, words as queries")
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Fit on validation, report on test."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("data")
     parser.add_argument("--json", type=Path)
@@ -167,10 +208,16 @@ def main() -> None:
         samples = source.samples(split)
         images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
         words, match = word_queries(samples)
-        tasks["words"].append(Queries(images, np.asarray(model.encode_text(words)), match, np.arange(len(words))))
-        captions = np.asarray(model.encode_text([text for sample in samples for text in sample.captions]))
+        tasks["words"].append(
+            Queries(images, np.asarray(model.encode_text(words)), match, np.arange(len(words)))
+        )
+        captions = np.asarray(
+            model.encode_text([text for sample in samples for text in sample.captions])
+        )
         own = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
-        tasks["captions"].append(Queries(images, captions, own[:, None] == np.arange(len(samples)), own))
+        tasks["captions"].append(
+            Queries(images, captions, own[:, None] == np.arange(len(samples)), own)
+        )
     weights = fit_weights(tasks["words"][0].zscore, tasks["words"][0].right)
     record: dict[str, Any] = {"weights": weights}
     for name, (val, test) in tasks.items():
@@ -192,13 +239,20 @@ def main() -> None:
         print(table(columns, cells), "\n")
         if name == "words":
             record["answers"] = test.answers(probabilities(test.zscore))
-            bins = record["reliability"] = reliability(tested["probability"].ravel(), test.right.ravel())
+            bins = record["reliability"] = reliability(
+                tested["probability"].ravel(), test.right.ravel()
+            )
     shown = [(name, *map(percent, each)) for name, each in record["answers"].items()]
-    print(table(("words: answer", "with matches", "removed", "first is right, with matches"), shown), "\n")
+    print(
+        table(("words: answer", "with matches", "removed", "first is right, with matches"), shown),
+        "\n",
+    )
     shown = [(percent(b["predicted"]), percent(b["right"]), f"{b['results']:,}") for b in bins]
     print(table(("words: predicted", "right", "results"), shown))
     cut = record["words"]["cutoffs"]["probability"]
-    print(f"\nweights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})")
+    print(
+        f"\nweights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})"
+    )
     if options.figure:
         diagram(bins, options.figure)
     if options.json:

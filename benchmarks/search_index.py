@@ -46,7 +46,9 @@ def plain_loop(model: Path, paths: list[Path], begin: Callable[[], None]) -> Non
     """Open, resize, crop, stack, run: what one would write first."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(model / "image.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(model / "image.onnx"), providers=["CPUExecutionProvider"]
+    )
     (given,) = session.get_inputs()
     side, vectors = given.shape[1], []
     begin()
@@ -55,7 +57,9 @@ def plain_loop(model: Path, paths: list[Path], begin: Callable[[], None]) -> Non
         for path in paths[start : start + BATCH]:
             image = Image.open(path).convert("RGB")
             scale = side / min(image.size)
-            image = image.resize([round(scale * each) for each in image.size], Image.Resampling.BICUBIC)
+            image = image.resize(
+                [round(scale * each) for each in image.size], Image.Resampling.BICUBIC
+            )
             left, top = (image.width - side) // 2, (image.height - side) // 2
             batch.append(np.asarray(image.crop((left, top, left + side, top + side))))
         vectors.append(session.run(None, {given.name: np.stack(batch)})[0])
@@ -74,15 +78,21 @@ def run_side(side: str, model: Path, paths: list[Path]) -> dict[str, float]:
     def begin() -> None:
         began.extend((time.perf_counter(), time.process_time()))
 
-    {"encoder alone": encoder_alone, "m1clip index": m1clip_index, "plain loop": plain_loop}[side](model, paths, begin)
+    {"encoder alone": encoder_alone, "m1clip index": m1clip_index, "plain loop": plain_loop}[side](
+        model, paths, begin
+    )
     seconds, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return {"images per second": len(paths) / seconds, "CPU seconds": cpu, "peak MB": memory / 1e6}
 
 
 def main() -> None:
     """Run the sides in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("images", type=Path)
     parser.add_argument("--count", type=int, default=500)
@@ -91,7 +101,9 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(run_side(options.side, options.model, sorted(options.images.glob("*.jpg")))))
+        print(
+            json.dumps(run_side(options.side, options.model, sorted(options.images.glob("*.jpg"))))
+        )
         return
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as temporary:
@@ -106,7 +118,9 @@ def main() -> None:
             found[side].append(json.loads(done.stdout.splitlines()[-1]))
             shutil.rmtree(photos)
     names = list(found[SIDES[0]][0])
-    rows: dict[str, Any] = {side: [[each[name] for each in runs] for name in names] for side, runs in found.items()}
+    rows: dict[str, Any] = {
+        side: [[each[name] for each in runs] for name in names] for side, runs in found.items()
+    }
     cells = [
         (side, *(f"{statistics.median(v):.1f} [{min(v):.1f}, {max(v):.1f}]" for v in values))
         for side, values in rows.items()

@@ -42,13 +42,18 @@ def make_library(folder: Path, model: str, images: int) -> Path:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     with open(place / file_name(1, generation), "ab") as file:
         file.write(vectors.astype(np.float16).tobytes())
-    look_size, thumb_size = (len(each) for each in db.execute("SELECT look, thumb FROM images").fetchone())
+    look_size, thumb_size = (
+        len(each) for each in db.execute("SELECT look, thumb FROM images").fetchone()
+    )
     for number in range(2, images + 1):
         look, thumb = rng.bytes(look_size), rng.bytes(thumb_size)
         facts = (number, number.to_bytes(32), 64, 64, None, 1, look, thumb)
         db.execute("INSERT INTO images VALUES (?, ?, ?, ?, ?, ?, ?, ?)", facts)
         path = f"{number % 100}/{number}.png".encode()
-        db.execute("INSERT INTO files VALUES (?, ?, 1000, ?, ?, NULL)", (number, path, number * 10**12, number))
+        db.execute(
+            "INSERT INTO files VALUES (?, ?, 1000, ?, ?, NULL)",
+            (number, path, number * 10**12, number),
+        )
         db.execute("INSERT INTO vectors VALUES (1, ?, ?)", (number, number - 1))
     db.commit()
     db.close()

@@ -25,7 +25,18 @@ from m1clip.data.sources import open_source
 from m1clip.formatting import percent, table
 from m1clip.search.concepts import fit_concept
 
-WORDS = ("dog", "boy", "girl", "woman", "water", "ball", "snow", "beach", "grass", "children")  # of 50 images or more
+WORDS = (
+    "dog",
+    "boy",
+    "girl",
+    "woman",
+    "water",
+    "ball",
+    "snow",
+    "beach",
+    "grass",
+    "children",
+)  # of 50 images or more
 COUNTS = (3, 5, 10, 20)
 DRAWS = 20
 RESAMPLES = 2000
@@ -39,16 +50,23 @@ def average_precision(scores: np.ndarray, right: np.ndarray) -> float:
 
 def linear_probe(good: np.ndarray, others: np.ndarray) -> np.ndarray:
     """(dim,) weights of logistic regression with weight decay, both sides weighted equally."""
-    inputs = torch.tensor(np.concatenate([good, others]), dtype=torch.float64) * good.shape[1] ** 0.5
+    inputs = (
+        torch.tensor(np.concatenate([good, others]), dtype=torch.float64) * good.shape[1] ** 0.5
+    )
     labels = (torch.arange(len(inputs)) < len(good)).double()
     counts = torch.where(labels > 0, len(others) / len(good), 1.0)
-    weight, bias = torch.zeros(inputs.shape[1], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    weight, bias = (
+        torch.zeros(inputs.shape[1], dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+    )
     optimizer = torch.optim.LBFGS([weight.requires_grad_(), bias.requires_grad_()], max_iter=100)
 
     def loss() -> Any:
         optimizer.zero_grad()
         logits = inputs @ weight + bias
-        value = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, counts, reduction="sum")
+        value = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, labels, counts, reduction="sum"
+        )
         value = value + weight.square().sum() / 2
         value.backward()
         return value
@@ -62,12 +80,16 @@ def interval(values: np.ndarray) -> list[list[float]]:
     rng, (words, draws, _) = np.random.default_rng(1), values.shape
     rows = rng.integers(0, words, (RESAMPLES, words, 1))
     means = values[rows, rng.integers(0, draws, (RESAMPLES, words, draws))].mean(axis=(1, 2))
-    return np.stack([values.mean(axis=(0, 1)), *np.quantile(means, (0.025, 0.975), axis=0)], axis=1).tolist()
+    return np.stack(
+        [values.mean(axis=(0, 1)), *np.quantile(means, (0.025, 0.975), axis=0)], axis=1
+    ).tolist()
 
 
 def main() -> None:
     """Teach each word from each number of examples."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("data")
     parser.add_argument("--json", type=Path)
@@ -75,11 +97,16 @@ def main() -> None:
     model, source = m1clip.load(options.model), open_source(options.data)
     samples = [sample for split in ("val", "test") for sample in source.samples(split)]
     images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
-    captions = [[set(re.findall("[a-z]+", text.lower())) for text in sample.captions] for sample in samples]
+    captions = [
+        [set(re.findall("[a-z]+", text.lower())) for text in sample.captions] for sample in samples
+    ]
     mean = images.mean(axis=0)
     library_stats = mean, (images - mean).T @ (images - mean) / len(images)
     rng, shape = np.random.default_rng(0), (len(WORDS), DRAWS, len(COUNTS))
-    found = {name: np.zeros(shape) for name in ("the word as text", "prototype", "linear probe", "m1clip teach")}
+    found = {
+        name: np.zeros(shape)
+        for name in ("the word as text", "prototype", "linear probe", "m1clip teach")
+    }
     sizes = []
     for place, word in enumerate(WORDS):
         text = np.asarray(model.encode_text(word))[0]
@@ -94,12 +121,15 @@ def main() -> None:
                 taught = fit_concept(good, good[:0], library_stats, text, images)[0]
                 directions = (text, good.mean(axis=0), linear_probe(good, others), taught)
                 for values, direction in zip(found.values(), directions, strict=True):
-                    values[place, draw, column] = average_precision(images[ranked] @ direction, right[ranked])
+                    values[place, draw, column] = average_precision(
+                        images[ranked] @ direction, right[ranked]
+                    )
     print(f"images of the words: {dict(zip(WORDS, sizes, strict=True))}, {DRAWS} draws\n")
     found["teach - text"] = found["m1clip teach"] - found["the word as text"]
     record = {name: interval(values) for name, values in found.items()}
     cells = [
-        (name, *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rows)) for name, rows in record.items()
+        (name, *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rows))
+        for name, rows in record.items()
     ]
     print(table(("mean average precision", *(f"{count} examples" for count in COUNTS)), cells))
     if options.json:

@@ -33,19 +33,27 @@ class Side:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(
-            list(command), env=variables_for(command[0]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            list(command),
+            env=variables_for(command[0]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def ask(self, question: str | dict[str, Any]) -> Any:
         """Send a question, wait for the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write((question if isinstance(question, str) else json.dumps(question)) + "\n")
+        self.process.stdin.write(
+            (question if isinstance(question, str) else json.dumps(question)) + "\n"
+        )
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith('{"answer"'):
                 return json.loads(line)["answer"]
-        raise SystemExit(f"{' '.join(map(str, self.process.args))}: ended with {self.process.wait()}")  # type: ignore[arg-type]
+        raise SystemExit(
+            f"{' '.join(map(str, self.process.args))}: ended with {self.process.wait()}"
+        )  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +62,9 @@ class Side:
         self.process.communicate()  # the end of its input ends it
 
 
-def in_turn(asks: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> list[dict[str, Any]]:
+def in_turn(
+    asks: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2
+) -> list[dict[str, Any]]:
     """The answers of each round, the order reversed each time, so that a busy moment of the machine affects all."""
     taken = []
     for turn in range(-warmup, rounds):
@@ -72,7 +82,11 @@ def variables_for(python: str) -> dict[str, str]:
     """Variables for a process of m1clip, or of a peer: PEER_SOURCE names a checkout of open_clip, its folder src/."""
     # All wait passively, as m1clip does: spinning threads would slow the others on a busy machine.
     variables = {**os.environ, **environment(platform.system(), os.environ)}
-    return variables if python == sys.executable else {**variables, "PYTHONPATH": os.environ.get("PEER_SOURCE", "")}
+    return (
+        variables
+        if python == sys.executable
+        else {**variables, "PYTHONPATH": os.environ.get("PEER_SOURCE", "")}
+    )
 
 
 def set_up(config: Config) -> Setup:
@@ -100,22 +114,41 @@ def peer_shape(config: CLIPConfig) -> dict[str, Any]:
         for key in ("width", "layers", "heads")
     }
     rest = {key: getattr(vision, key) for key in ("image_size", "patch_size", "mlp_ratio")}
-    rest |= {"embed_dim": config.embed_dim, "vocab_size": config.vocab_size, "vision_pre_norm": vision.pre_norm}
+    rest |= {
+        "embed_dim": config.embed_dim,
+        "vocab_size": config.vocab_size,
+        "vision_pre_norm": vision.pre_norm,
+    }
     return {**towers, **rest}
 
 
 def peak_memory(flags: Sequence[str], own_cache: bool = False) -> int:
     """Peak RSS of a fresh `m1clip train` on the CPU: set-up, steps, evaluation, checkpoint and final report."""
     variables = variables_for(sys.executable)
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (Path(folder) / "output.txt").open("w+") as output,
+    ):
         variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if own_cache else {}
-        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--out", f"{folder}/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "m1clip",
+            "train",
+            *flags,
+            "--device",
+            "cpu",
+            "--out",
+            f"{folder}/run",
+        ]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             output.seek(0)
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()}")
+            raise SystemExit(
+                f"{' '.join(command)} ended with {process.returncode}:\n{output.read()}"
+            )
     return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -124,7 +157,9 @@ def machine() -> dict[str, Any]:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     git = subprocess.run(command, capture_output=True, text=True, check=False)
     facts = read_facts()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before any side starts: what else ran
+    load = (
+        os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    )  # before any side starts: what else ran
     return {
         "cpu": facts.cpu,
         "cores": facts.cores,
@@ -139,9 +174,12 @@ def machine() -> dict[str, Any]:
 
 def step_flops(shape: CLIPConfig, batch: Batch) -> float:
     """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
-    images = flops_per_pair(shape, 0)  # the caption's two vectors, which are little, are counted with the image
+    images = flops_per_pair(
+        shape, 0
+    )  # the caption's two vectors, which are little, are counted with the image
     texts = sum(
-        len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in map(batch.texts, batch.text_rows())
+        len(group) * (flops_per_pair(shape, group.shape[1]) - images)
+        for group in map(batch.texts, batch.text_rows())
     )
     return len(batch) * images + texts
 

@@ -31,7 +31,9 @@ from m1clip.evaluation.retrieval import retrieval
 
 LOG, PAGE = RESULTS / "speedrun.json", RESULTS.parent / "speedrun.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
-RECALLS = tuple(f"{way}/recall@{k}" for way in ("text_to_image", "image_to_text") for k in (1, 5, 10))
+RECALLS = tuple(
+    f"{way}/recall@{k}" for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)
+)
 OVERTIME = 1.25  # a run that takes longer than this many clocks is killed
 
 
@@ -52,17 +54,23 @@ class Entry(NamedTuple):
     words: str
 
 
-TRACKS = {"cpu": Track(600, "cpu", "two CPU cores, ten minutes"), "gpu": Track(120, "cuda", "one GPU, two minutes")}
+TRACKS = {
+    "cpu": Track(600, "cpu", "two CPU cores, ten minutes"),
+    "gpu": Track(120, "cuda", "one GPU, two minutes"),
+}
 M1CLIP, OPEN_CLIP = "entry_m1clip.py", "peers/open_clip_entry.py"
 MUON = (
-    "--opt timm/muon --lr 1.5e-3 --wd 0.1 --opt-kwargs fallback_lr_scale=0.5 --batch-size 128 --aug-cfg scale=(0.5,1.0)"
+    "--opt timm/muon --lr 1.5e-3 --wd 0.1 --opt-kwargs fallback_lr_scale=0.5 "
+    "--batch-size 128 --aug-cfg scale=(0.5,1.0)"
 )
 ADAMW = "--recipe scratch --optimizer adamw --lr 1e-3"
 ENTRIES = {
     "m1clip": Entry("cpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
     "m1clip-adamw": Entry("cpu", M1CLIP, ADAMW, "m1clip with AdamW for all weights"),
     "open_clip-muon": Entry("cpu", OPEN_CLIP, MUON, "open_clip's trainer with timm's Muon"),
-    "open_clip-adamw": Entry("cpu", OPEN_CLIP, "--lr 1e-3 --wd 0.1 --batch-size 256", "open_clip's trainer, AdamW"),
+    "open_clip-adamw": Entry(
+        "cpu", OPEN_CLIP, "--lr 1e-3 --wd 0.1 --batch-size 256", "open_clip's trainer, AdamW"
+    ),
     "m1clip-gpu": Entry("gpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
     "open_clip-muon-gpu": Entry("gpu", OPEN_CLIP, MUON, "open_clip's trainer with timm's Muon"),
 }
@@ -75,7 +83,10 @@ def main() -> None:
         record(json.loads(options.add.read_text(encoding="utf-8"))["runs"], LOG)
         return
     if options.data is None or not options.entry:
-        lines = [f"{name:20} {TRACKS[entry.track].words}: {entry.words}" for name, entry in ENTRIES.items()]
+        lines = [
+            f"{name:20} {TRACKS[entry.track].words}: {entry.words}"
+            for name, entry in ENTRIES.items()
+        ]
         raise SystemExit("\n".join(["give DATA and --entry NAME:", *lines]))
     trial = bool(options.options or options.minutes or options.quick)
     log = options.json or (None if trial else LOG)
@@ -100,18 +111,39 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", nargs="?", help="a folder that m1clip train accepts, with train, val and test splits")
-    parser.add_argument("--entry", action="append", default=[], choices=ENTRIES, metavar="NAME", help="may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "data",
+        nargs="?",
+        help="a folder that m1clip train accepts, with train, val and test splits",
+    )
+    parser.add_argument(
+        "--entry",
+        action="append",
+        default=[],
+        choices=ENTRIES,
+        metavar="NAME",
+        help="may be repeated",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--options", default="", help="more options for the trainer: a trial, scored on validation")
+    parser.add_argument(
+        "--options", default="", help="more options for the trainer: a trial, scored on validation"
+    )
     parser.add_argument("--minutes", type=float, help="another clock: a trial")
     parser.add_argument("--quick", action="store_true", help="a few steps: a smoke test")
     parser.add_argument(
-        "--peer-python", default=os.environ.get("PEERS"), help="a Python with open_clip; default $PEERS"
+        "--peer-python",
+        default=os.environ.get("PEERS"),
+        help="a Python with open_clip; default $PEERS",
     )
-    parser.add_argument("--json", type=Path, help=f"the log; default {LOG.name} in docs/results, none for a trial")
-    parser.add_argument("--add", type=Path, help="append the runs of another log, of another machine")
+    parser.add_argument(
+        "--json", type=Path, help=f"the log; default {LOG.name} in docs/results, none for a trial"
+    )
+    parser.add_argument(
+        "--add", type=Path, help="append the runs of another log, of another machine"
+    )
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     return parser.parse_args()
 
@@ -120,12 +152,19 @@ def write_splits(data: str, folder: Path) -> str:
     """FOLDER/data.jsonl with train and val, for training, and one file per split; returns their hash."""
     source = open_sources((data,))
     if missing := {"train", "val", "test"} - set(source.splits()):
-        raise SystemExit(f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test")
+        raise SystemExit(
+            f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test"
+        )
     digest, visible = hashlib.sha256(), ""
     for split in ("train", "val", "test"):
         rows = [(Path(str(s.image)).resolve(), list(s.captions)) for s in source.samples(split)]
-        digest.update(json.dumps([split, sorted((image.name, texts) for image, texts in rows)]).encode())
-        lines = [json.dumps({"image": str(image), "captions": texts, "split": split}) + "\n" for image, texts in rows]
+        digest.update(
+            json.dumps([split, sorted((image.name, texts) for image, texts in rows)]).encode()
+        )
+        lines = [
+            json.dumps({"image": str(image), "captions": texts, "split": split}) + "\n"
+            for image, texts in rows
+        ]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         visible += "" if split == "test" else "".join(lines)
     (folder / "data.jsonl").write_text(visible, encoding="utf-8")
@@ -133,7 +172,12 @@ def write_splits(data: str, folder: Path) -> str:
 
 
 def run_entry(
-    name: str, seed: int, given: argparse.Namespace, folder: Path, probes: dict[str, Any], trial: bool
+    name: str,
+    seed: int,
+    given: argparse.Namespace,
+    folder: Path,
+    probes: dict[str, Any],
+    trial: bool,
 ) -> dict[str, Any]:
     """Probe the speed (once per entry), train against the clock, encode and score."""
     entry = ENTRIES[name]
@@ -142,12 +186,20 @@ def run_entry(
     python = sys.executable
     if entry.script.startswith("peers/"):
         if not given.peer_python:
-            raise SystemExit(f"{name} needs --peer-python PYTHON, a Python with open_clip (benchmarks/README.md)")
+            raise SystemExit(
+                f"{name} needs --peer-python PYTHON, a Python with open_clip (benchmarks/README.md)"
+            )
         python = given.peer_python
     out = folder / f"{name}-seed{seed}"
     out.mkdir()
     job = {
-        **{"data": str(folder / "data.jsonl"), "out": str(out), "seed": seed, "seconds": seconds, "quick": given.quick},
+        **{
+            "data": str(folder / "data.jsonl"),
+            "out": str(out),
+            "seed": seed,
+            "seconds": seconds,
+            "quick": given.quick,
+        },
         **{"device": "cpu" if given.quick else track.device},
         "options": [*shlex.split(entry.options), *shlex.split(given.options)],
     }
@@ -161,11 +213,18 @@ def run_entry(
     begin = time.time()
     told = act("train", limit=OVERTIME * seconds, probe=probes[name])
     run: dict[str, Any] = {
-        **{"entry": f"{name} {given.options}".strip(), "track": entry.track, "seed": seed, "clock": seconds},
+        **{
+            "entry": f"{name} {given.options}".strip(),
+            "track": entry.track,
+            "seed": seed,
+            "clock": seconds,
+        },
         **{"seconds": time.time() - begin, "date": time.strftime("%Y-%m-%d", time.gmtime(begin))},
         **{"options": job["options"], "machine": {**machine(), "cores": cores}, **told},
     }
-    for split in ("val",) if trial else ("val", "test"):  # the test split decides nothing, so a trial does not see it
+    for split in (
+        ("val",) if trial else ("val", "test")
+    ):  # the test split decides nothing, so a trial does not see it
         rows = folder / f"{split}.jsonl"
         made = act("encode", rows=str(rows))
         run[split] = score(rows, out)
@@ -179,7 +238,11 @@ def run_action(words: list[str], out: Path, job: dict[str, Any], limit: float | 
     (out / "job.json").write_text(json.dumps(job), encoding="utf-8")
     with (out / f"{action}.log").open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [*words, str(out / "job.json")], stdout=output, stderr=output, env=variables, start_new_session=True
+            [*words, str(out / "job.json")],
+            stdout=output,
+            stderr=output,
+            env=variables,
+            start_new_session=True,
         )
         try:
             code = process.wait(limit)
@@ -204,7 +267,9 @@ def limit_cores(count: int) -> int:
 
 def score(rows: Path, out: Path) -> dict[str, float]:
     """The six recalls of the embeddings in OUT."""
-    captions = [json.loads(line)["captions"] for line in rows.read_text(encoding="utf-8").splitlines()]
+    captions = [
+        json.loads(line)["captions"] for line in rows.read_text(encoding="utf-8").splitlines()
+    ]
     image, text = (_units(np.load(out / f"{side}.npy")) for side in ("image", "text"))
     image_index = np.array([index for index, texts in enumerate(captions) for _ in texts])
     keys = caption_ids_of([caption for texts in captions for caption in texts])
@@ -234,7 +299,8 @@ def record(runs: list[dict[str, Any]], log: Path) -> None:
     if log == LOG:
         head, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
         PAGE.write_text(
-            head + MARKS[0] + table([*before, *runs]) + MARKS[1] + rest.partition(MARKS[1])[2], encoding="utf-8"
+            head + MARKS[0] + table([*before, *runs]) + MARKS[1] + rest.partition(MARKS[1])[2],
+            encoding="utf-8",
         )
 
 
@@ -283,11 +349,19 @@ def seen(runs: list[dict[str, Any]]) -> str:
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """The leaderboard as markdown: one table per track and data."""
     lines = []
-    for (track, data), ranked in itertools.groupby(groups(runs), lambda group: (group[0]["track"], group[0]["data"])):
+    for (track, data), ranked in itertools.groupby(
+        groups(runs), lambda group: (group[0]["track"], group[0]["data"])
+    ):
         found = list(ranked)
         lines += ["", f"**{TRACKS[track].words}, {data}** (data {found[0][0]['data_hash']})", ""]
-        lines += ["| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine | source |"]
-        lines += ["|---" * 9 + "|", *(row(place, group) for place, group in enumerate(found, 1)), *catching_up(found)]
+        lines += [
+            "| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine | source |"
+        ]
+        lines += [
+            "|---" * 9 + "|",
+            *(row(place, group) for place, group in enumerate(found, 1)),
+            *catching_up(found),
+        ]
     return "\n".join([*lines, "", ""])
 
 
@@ -296,9 +370,14 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
     first, late = group[0], over(group)
     where = first["machine"]
     cells = [
-        *("-" if late else str(place), f"`{first['entry']}`", f"**{mean_spread(recalls(group, 'test'))}**"),
+        *(
+            "-" if late else str(place),
+            f"`{first['entry']}`",
+            f"**{mean_spread(recalls(group, 'test'))}**",
+        ),
         f"{statistics.fmean(50 * (run['test'][RECALLS[0]] + run['test'][RECALLS[3]]) for run in group):.1f}",
-        mean_spread([run["seconds"] / 60 for run in group], ".2f") + (" (over the clock)" if late else ""),
+        mean_spread([run["seconds"] / 60 for run in group], ".2f")
+        + (" (over the clock)" if late else ""),
         *(seen(group), ", ".join(str(run["seed"]) for run in group)),
         f"{processor(first)}, {where['cores']} cores",
         f"{first['version']}, {first['source_hash']}, commit {where['commit']}, {first['date']}",
@@ -309,12 +388,20 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
 def catching_up(ranked: list[list[dict[str, Any]]]) -> list[str]:
     """When the best entry of m1clip passes the final validation recall of the best peer on the same processor."""
     peers = [group for group in ranked if group[0]["entry"].startswith("open_clip")]
-    pairs = [(g, p) for g in ranked if g not in peers for p in peers if processor(g[0]) == processor(p[0])]
+    pairs = [
+        (g, p)
+        for g in ranked
+        if g not in peers
+        for p in peers
+        if processor(g[0]) == processor(p[0])
+    ]
     if not pairs:
         return []
     own, peer = pairs[0]
     target = statistics.fmean(recalls(peer, "val"))
-    times = [next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own]
+    times = [
+        next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own
+    ]
     reached = [t for t in times if t is not None]
     when = (
         f"after {mean_spread(reached)} minutes"
@@ -322,7 +409,10 @@ def catching_up(ranked: list[list[dict[str, Any]]]) -> list[str]:
         else f"in {len(reached)} of {len(times)} runs"
     )
     who, whom = own[0]["entry"], peer[0]["entry"]
-    return ["", f"On validation, `{who}` reaches the final recall@10 of `{whom}` ({target:.1f}) {when}."]
+    return [
+        "",
+        f"On validation, `{who}` reaches the final recall@10 of `{whom}` ({target:.1f}) {when}.",
+    ]
 
 
 if __name__ == "__main__":

@@ -24,10 +24,20 @@ LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip"}
 
 def measure(config: Path, steps: int) -> dict[str, Any]:
     """All figures of an alternating run."""
-    start = [sys.executable, str(Path(__file__).with_name("same_work.py")), "--config", str(config), "--worker"]
+    start = [
+        sys.executable,
+        str(Path(__file__).with_name("same_work.py")),
+        "--config",
+        str(config),
+        "--worker",
+    ]
     with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
         facts = ours.ask("default_facts")
-        found = alternate({"naive": lambda: naive.ask("naive"), "m1clip": lambda: ours.ask("default")}, ours, steps)
+        found = alternate(
+            {"naive": lambda: naive.ask("naive"), "m1clip": lambda: ours.ask("default")},
+            ours,
+            steps,
+        )
     ratios = {name: found[name]["naive"] for name in ("ratio", "ratio_cpu")}
     rest = {name: found[name] for name in ("gemm_rate", "gemm_fraction", "rounds")}
     return {**facts, **found["seconds"], **ratios, **rest, "text_tokens": found["tokens"]["m1clip"]}
@@ -48,8 +58,12 @@ def show(result: dict[str, Any]) -> None:
     print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")
     for name, words in LINES.items():
         print(f"  {words:32} {figure(name, unit=' s')} per step")
-    print(f"  naive / m1clip                   {figure('ratio')} of paired steps (goal {GOAL_RATIO})")
-    print(f"  the same in processor seconds    {figure('ratio_cpu')} (other programs do not count here)")
+    print(
+        f"  naive / m1clip                   {figure('ratio')} of paired steps (goal {GOAL_RATIO})"
+    )
+    print(
+        f"  the same in processor seconds    {figure('ratio_cpu')} (other programs do not count here)"
+    )
     print(
         f"  fraction of the GEMM rate         {figure('gemm_fraction', '.0%')} "
         f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}"
@@ -62,14 +76,22 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=15, help="rounds to measure, after two that warm up")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
+    parser.add_argument(
+        "--steps", type=int, default=15, help="rounds to measure, after two that warm up"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, two rounds: a smoke test"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     config, steps = job_config("76.7M", None, options.quick), 2 if options.quick else options.steps
     # One caption per image, as in the baseline: the step is the same work.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=1))
-    result: dict[str, Any] = {"machine": machine(), "batch": config.train.batch_size, "quick": options.quick}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "batch": config.train.batch_size,
+        "quick": options.quick,
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(to_toml(config), encoding="utf-8")

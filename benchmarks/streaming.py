@@ -53,7 +53,9 @@ def write(folder: Path, samples: int) -> None:
         encoded.append(stream.getvalue())
     folder.mkdir(parents=True)
     for start in range(0, samples, PER_SHARD):
-        write_shard(folder / f"train-{start // PER_SHARD:06d}.tar", range(start, start + PER_SHARD), encoded)
+        write_shard(
+            folder / f"train-{start // PER_SHARD:06d}.tar", range(start, start + PER_SHARD), encoded
+        )
     write_shard(folder / "val-000000.tar", range(samples, samples + 100), encoded)
 
 
@@ -88,9 +90,16 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
     assert isinstance(samples, ShardSamples)
     assert captions is not None
     data = TrainingSet(
-        split.images, captions, BatchPlan(len(samples), BATCH, 0, blocks=samples.blocks()), Augmentation()
+        split.images,
+        captions,
+        BatchPlan(len(samples), BATCH, 0, blocks=samples.blocks()),
+        Augmentation(),
     )
-    steps, seen, used = data.plan.steps_per_epoch, np.zeros(len(samples), np.uint8), dict[str, str]()
+    steps, seen, used = (
+        data.plan.steps_per_epoch,
+        np.zeros(len(samples), np.uint8),
+        dict[str, str](),
+    )
     feed = batches(data, 0, steps, workers, "fork", False)
     first = time.perf_counter()
     for step, batch in enumerate(feed):
@@ -99,9 +108,13 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
             first = time.perf_counter()
         numbers = batch.sample_ids.numpy()
         seen[numbers] += 1
-        expected = [blake2b(caption(number).encode(), digest_size=8).digest() for number in numbers.tolist()]
+        expected = [
+            blake2b(caption(number).encode(), digest_size=8).digest() for number in numbers.tolist()
+        ]
         ids = np.frombuffer(b"".join(expected), "<i8")
-        assert (batch.caption_ids.numpy() == ids[batch.image_index.numpy()]).all(), "a caption of another image"
+        assert (batch.caption_ids.numpy() == ids[batch.image_index.numpy()]).all(), (
+            "a caption of another image"
+        )
         if (step + 1) * 10 % steps < 10:
             used[f"{(step + 1) / steps:.0%}"] = size(memory())
             print(f"  {step + 1} of {steps} batches, {size(memory())}", flush=True)
@@ -118,7 +131,9 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
 def simulate(samples: int, per_shard: int = 10_000, batch: int = 32_768) -> dict[str, object]:
     """The order of an epoch, batch by batch."""
     counts = np.full(samples // per_shard, per_shard)
-    blocks = np.concatenate([np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist()])
+    blocks = np.concatenate(
+        [np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist()]
+    )
     before, seen, place = memory(), np.zeros(samples, np.uint8), np.zeros(samples, np.int32)
     start, shards = time.perf_counter(), list[int]()
     for first in range(0, samples, batch):
@@ -141,7 +156,9 @@ def simulate(samples: int, per_shard: int = 10_000, batch: int = 32_768) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streaming"))
     parser.add_argument("--workers", type=int, default=2)
@@ -151,14 +168,19 @@ def main() -> None:
         start = time.perf_counter()
         write(options.folder, options.samples)
         disk = sum(file.stat().st_size for file in options.folder.iterdir())
-        print(f"wrote {options.samples:,} samples, {size(disk)}, in {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"wrote {options.samples:,} samples, {size(disk)}, in {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
         start = time.perf_counter()
         shards, made = open_shards(list_shards(str(options.folder)), Options())
         print(f"indexed {made} shards in {time.perf_counter() - start:.0f} s", flush=True)
         start = time.perf_counter()
         open_shards(list_shards(str(options.folder)), Options())
         found["seconds to open the indexes"] = round(time.perf_counter() - start, 2)
-        found["bytes of index per sample"] = round(sum(s.index.stat().st_size for s in shards) / options.samples, 1)
+        found["bytes of index per sample"] = round(
+            sum(s.index.stat().st_size for s in shards) / options.samples, 1
+        )
         found["read"] = read_once(options.folder, options.workers)
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)

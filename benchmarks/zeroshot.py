@@ -64,7 +64,12 @@ def accuracy(scores: Tensor, labels: Tensor) -> dict[str, Any]:
     hits = (scores.argmax(dim=1) == labels).double()
     value = float(hits.mean())
     per_class = statistics.fmean(float(hits[labels == label].mean()) for label in labels.unique())
-    return {"top1": value, "interval": list(wilson(value, len(labels))), "per_class": per_class, "n": len(labels)}
+    return {
+        "top1": value,
+        "interval": list(wilson(value, len(labels))),
+        "per_class": per_class,
+        "n": len(labels),
+    }
 
 
 class Zeroshot:
@@ -99,9 +104,13 @@ def encode(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     """Encode, choose on validation, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a run or model folder")
-    parser.add_argument("data", help="a folder that m1clip train accepts, with train, val and test splits")
+    parser.add_argument(
+        "data", help="a folder that m1clip train accepts, with train, val and test splits"
+    )
     parser.add_argument("--test", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS / "zeroshot.json")
     options = parser.parse_args()
@@ -123,23 +132,31 @@ def main() -> None:
     val = {name(*each): accuracy(score(vectors["val"], *each), data["val"][1]) for each in choices}
     best = max(choices, key=lambda each: val[name(*each)]["top1"])
     scorers: dict[str, tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]] = {
-        name(*each): (vectors, functools.partial(score, prompts=each[0], prior=each[1])) for each in (DEFAULT, best)
+        name(*each): (vectors, functools.partial(score, prompts=each[0], prior=each[1]))
+        for each in (DEFAULT, best)
     }
     # Weights of a probe are in the span of the training images: fewer dimensions give the same probe.
     basis = torch.linalg.qr(features["train"].T)[0]
     tower = {split: rows @ basis for split, rows in features.items()}
     scaled = {split: rows * rows.shape[1] ** 0.5 for split, rows in vectors.items()}
     for words, inputs in (("image tower", tower), ("embeddings", scaled)):
-        probes = [fit_classifier(inputs["train"], data["train"][1], decay) for decay in WEIGHT_DECAYS]
+        probes = [
+            fit_classifier(inputs["train"], data["train"][1], decay) for decay in WEIGHT_DECAYS
+        ]
         scored = [accuracy(probe(inputs["val"]), data["val"][1]) for probe in probes]
         place = max(range(len(probes)), key=lambda index: float(scored[index]["top1"]))
         key = f"linear probe of the {words} on {len(data['train'][1]):,} labeled images"
         print(f"{key}: weight decay {WEIGHT_DECAYS[place]:g}")
         val[key], scorers[key] = scored[place], (inputs, probes[place])
-    result = {"machine": machine(), "images": {split: len(samples) for split, (samples, _) in data.items()}, "val": val}
+    result = {
+        "machine": machine(),
+        "images": {split: len(samples) for split, (samples, _) in data.items()},
+        "val": val,
+    }
     if options.test:
         result["test"] = {
-            key: accuracy(scorer(inputs["test"]), data["test"][1]) for key, (inputs, scorer) in scorers.items()
+            key: accuracy(scorer(inputs["test"]), data["test"][1])
+            for key, (inputs, scorer) in scorers.items()
         }
     result["rows"] = rows(result)
     for row in result["rows"]:
@@ -156,7 +173,8 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
             "figure": f"{100 * got['top1']:.1f}% [{100 * got['interval'][0]:.1f}, {100 * got['interval'][1]:.1f}], "
             f"mean over classes {100 * got['per_class']:.1f}%",
             "n": f"{got['n']} images",
-            "command": "python benchmarks/zeroshot.py MODEL DATA" + (" --test" if split == "test" else ""),
+            "command": "python benchmarks/zeroshot.py MODEL DATA"
+            + (" --test" if split == "test" else ""),
         }
         for key, got in result[split].items()
     ]

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Index", "Model", "__version__", "evaluate", "export", "list_models", "load", "resume", "train"]
+__all__ = [
+    "Config",
+    "Index",
+    "Model",
+    "__version__",
+    "evaluate",
+    "export",
+    "list_models",
+    "load",
+    "resume",
+    "train",
+]
 
 if TYPE_CHECKING:
     from m1clip.config import Config

@@ -183,7 +183,9 @@ class OptimConfig(Section):
 
     optimizer: OptimizerName = "muon"
     "How the weights are updated."
-    lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = 5e-4
+    lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = (
+        5e-4
+    )
     "Peak learning rate of AdamW. The matrices that Muon trains use --muon-lr."
     muon_lr: Positive = 0.01
     "Peak learning rate of Muon."
@@ -196,7 +198,9 @@ class OptimConfig(Section):
 
     def check(self) -> None:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise UserError(f"--warmup must be a fraction below 1 or an integer number of steps, not {self.warmup}")
+            raise UserError(
+                f"--warmup must be a fraction below 1 or an integer number of steps, not {self.warmup}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +214,8 @@ class TrainConfig(Section):
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     batch_size: Annotated[
-        int | Literal["auto"] | None, Parameter(group=COMMON, metavar="INT|auto", show_choices=False)
+        int | Literal["auto"] | None,
+        Parameter(group=COMMON, metavar="INT|auto", show_choices=False),
     ] = None
     "Images per step. The default is lower for small datasets. auto: as many as fit in memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
@@ -221,7 +226,9 @@ class TrainConfig(Section):
     "How images and captions are compared."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
-    device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = (
+        "auto"
+    )
     "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
@@ -247,7 +254,8 @@ class TrainConfig(Section):
     def check(self) -> None:
         given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
         rules = {
-            f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given) <= 1,
+            f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given)
+            <= 1,
             f"--batch-size must be at least 2 (a contrastive loss needs two samples) or auto, not {self.batch_size}": (
                 self.batch_size_or(2) >= 2
             ),
@@ -283,7 +291,9 @@ class TrainConfig(Section):
 def is_plan(plan: tuple[tuple[int, int], ...], steps: int | None) -> bool:
     """Whether a plan of config.toml can be followed: each part begins after the one before it, and none is empty."""
     starts = [start for start, _ in plan]
-    ordered = starts[0] == 0 and all(earlier < later for earlier, later in itertools.pairwise(starts))
+    ordered = starts[0] == 0 and all(
+        earlier < later for earlier, later in itertools.pairwise(starts)
+    )
     return ordered and all(total >= max(start, 1) for start, total in plan) and plan[-1][1] == steps
 
 
@@ -291,7 +301,9 @@ def is_plan(plan: tuple[tuple[int, int], ...], steps: int | None) -> bool:
 class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
-    recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
+    recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = (
+        "auto"
+    )
     "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; scratch: random weights."
     image_tower: str = "efficientnet-lite0+lite2"
     "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or Hub name)."
@@ -316,9 +328,13 @@ class TransferConfig(Section):
             try:
                 Range(0, 1).check("--wise-ft", float(self.wise_ft))
             except (ValueError, UserError):
-                raise UserError(f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}") from None
+                raise UserError(
+                    f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}"
+                ) from None
         if self.init is not None and self.recipe not in ("auto", "finetune"):
-            raise UserError(f"--init cannot be combined with --recipe {self.recipe}: remove one of them")
+            raise UserError(
+                f"--init cannot be combined with --recipe {self.recipe}: remove one of them"
+            )
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -356,7 +372,10 @@ class Config:
         for name, value in settings.items():
             section, key = NAMES[name]
             sections.setdefault(section, {})[key] = value
-        new = {section: dataclasses.replace(getattr(self, section), **values) for section, values in sections.items()}
+        new = {
+            section: dataclasses.replace(getattr(self, section), **values)
+            for section, values in sections.items()
+        }
         return dataclasses.replace(self, **new)
 
 
@@ -384,22 +403,36 @@ RECIPE_OPTIONS = {
 NOT_SHAPE = ("tokenizer", "grad_checkpointing", "compile", "cuda_graph")
 # Options of other tools -> the option of `m1clip train`.
 OTHER_TOOLS = {
-    **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),
+    **dict.fromkeys(
+        ("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"
+    ),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "accelerator"), "--device gpu"),
     **{kind: f"--device {kind}" for kind in ("cpu", "mps", "mlx")},
-    **dict.fromkeys(("run", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--out"),
+    **dict.fromkeys(
+        ("run", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"),
+        "--out",
+    ),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
     **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),
     **dict.fromkeys(("time", "duration", "hours"), "--minutes"),
-    **dict.fromkeys(("dataset", "train_data", "data_dir", "input", "images", "folder", "path"), "--data"),
+    **dict.fromkeys(
+        ("dataset", "train_data", "data_dir", "input", "images", "folder", "path"), "--data"
+    ),
     **dict.fromkeys(("pretrained", "checkpoint", "weights", "finetune", "finetune_from"), "--init"),
     **dict.fromkeys(("arch", "backbone", "model_name"), "--model"),
     **dict.fromkeys(("size", "img_size", "imgsz", "resolution"), "--image-size"),
-    **{"amp": "--precision bf16", "bf16": "--precision bf16", "fp16": "--precision fp16", "fp32": "--precision fp32"},
+    **{
+        "amp": "--precision bf16",
+        "bf16": "--precision bf16",
+        "fp16": "--precision fp16",
+        "fp32": "--precision fp32",
+    },
     **dict.fromkeys(("accum_freq", "grad_accum", "gradient_accumulation_steps"), "--micro-batch"),
     **dict.fromkeys(("wandb", "tensorboard"), "--report-to tensorboard"),
-    **dict.fromkeys(("lr_scheduler", "scheduler", "lr_scheduler_type"), "--warmup (a cosine follows it)"),
+    **dict.fromkeys(
+        ("lr_scheduler", "scheduler", "lr_scheduler_type"), "--warmup (a cosine follows it)"
+    ),
 }
 
 
@@ -410,14 +443,22 @@ def device_name(name: str) -> str:
     return "mps" if platform.system() == "Darwin" else "cuda"
 
 
-def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
+def make_config(
+    options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None
+) -> Config:
     """Merge the settings of a run: the recipe's, those of a TOML file or a preset, flat `options`.
 
     With --recipe auto and without --init, the recipe depends on the data: training chooses it.
     """
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
-    values = read_toml(Path(file)) if file is not None else read_preset(preset) if preset is not None else {}
+    values = (
+        read_toml(Path(file))
+        if file is not None
+        else read_preset(preset)
+        if preset is not None
+        else {}
+    )
     from_dict(values, str(file or preset))  # so that an error names the file
     given = _merged(values, _nested(options))
     transfer = from_dict(given, "options").transfer
@@ -453,7 +494,9 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
             if name in NOT_OPTIONS:
                 raise UserError(f"unknown option '{name}': {NOT_OPTIONS[name]}")
             other_tool = OTHER_TOOLS.get(name, "").partition(" ")[0]
-            similar = did_you_mean(name, (*NAMES, *PYTHON_PARAMETERS), other_tool.removeprefix("--").replace("-", "_"))
+            similar = did_you_mean(
+                name, (*NAMES, *PYTHON_PARAMETERS), other_tool.removeprefix("--").replace("-", "_")
+            )
             hint = similar or ": m1clip train --help lists all options"
             raise UserError(f"unknown option '{name}'{hint}")
         section, key = NAMES[known]
@@ -463,15 +506,22 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """Merge two layers of settings. A duration replaces one of another kind; a new model resets shape overrides."""
-    merged = {section: dict(values) if isinstance(values, dict) else values for section, values in lower.items()}
+    merged = {
+        section: dict(values) if isinstance(values, dict) else values
+        for section, values in lower.items()
+    }
     if any(name in upper.get("train", {}) for name in DURATIONS):
         replaced = (*DURATIONS, "plan")  # a plan belongs to the duration it was made for
-        merged["train"] = {key: value for key, value in merged.get("train", {}).items() if key not in replaced}
+        merged["train"] = {
+            key: value for key, value in merged.get("train", {}).items() if key not in replaced
+        }
     for name, other in (("eval_every", "evaluations"), ("evaluations", "eval_every")):
         if name in upper.get("train", {}) and "train" in merged:
             merged["train"].pop(other, None)
     if "name" in upper.get("model", {}):
-        merged["model"] = {key: value for key, value in merged.get("model", {}).items() if key in NOT_SHAPE}
+        merged["model"] = {
+            key: value for key, value in merged.get("model", {}).items() if key in NOT_SHAPE
+        }
     merged.pop(CHOSEN_BY, None)
     for section, values in upper.items():
         merged[section] = merged.get(section, {}) | values if isinstance(values, dict) else values
@@ -493,7 +543,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:
         raise UserError(f"{path}: not a TOML file: nested too deeply") from None
-    except ValueError as error:  # also bytes that are not UTF-8, and a number with thousands of digits
+    except (
+        ValueError
+    ) as error:  # also bytes that are not UTF-8, and a number with thousands of digits
         raise UserError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -502,7 +554,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def preset_names() -> list[str]:
     """The names that --preset accepts: settings of a complete run."""
     folder = resources.files("m1clip") / "presets"
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    return sorted(
+        item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")
+    )
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -554,7 +608,9 @@ def _all_recipes() -> dict[str, Recipe]:
 
 
 def _read_packaged(folder: str, name: str) -> dict[str, Any]:
-    return tomllib.loads((resources.files("m1clip") / folder / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(
+        (resources.files("m1clip") / folder / f"{name}.toml").read_text(encoding="utf-8")
+    )
 
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
@@ -564,14 +620,20 @@ def from_dict(values: dict[str, Any], where: str) -> Config:
         return _build(Config, settings, where, "")
     except UserError as error:
         text = str(error)
-        raise UserError(text if where == "options" or text.startswith(where) else f"{where}: {text}") from None
+        raise UserError(
+            text if where == "options" or text.startswith(where) else f"{where}: {text}"
+        ) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested plain values without None (not given), which TOML cannot represent."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in items if value is not None}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in items
+            if value is not None
+        }
 
     return dataclasses.asdict(config, dict_factory=plain)
 
@@ -579,10 +641,16 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_toml(config: Config) -> str:
     """The config as TOML text: top-level values first, then one table per section."""
     values = to_dict(config)
-    lines = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    lines = [
+        f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict)
+    ]
     for section, table in values.items():
         if isinstance(table, dict):
-            lines += ["", f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in table.items())]
+            lines += [
+                "",
+                f"[{section}]",
+                *(f"{key} = {_literal(value)}" for key, value in table.items()),
+            ]
     return "\n".join(lines) + "\n"
 
 

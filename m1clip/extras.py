@@ -12,4 +12,6 @@ def require(module: str, purpose: str, extra: str = "data") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'") from error
+        raise UserError(
+            f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'"
+        ) from error

@@ -57,7 +57,9 @@ def duration(seconds: float | None) -> str:
 
 def size(count: float | None) -> str:
     """Bytes with their unit: 1.42 GB."""
-    return _with_unit(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)), 0.9995)
+    return _with_unit(
+        count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)), 0.9995
+    )
 
 
 def _with_unit(value: float | None, units: Sequence[tuple[str, float]], least: float) -> str:
@@ -72,7 +74,11 @@ def percent(fraction: float | None, digits: int = 1) -> str:
     """71.3%; below 1% with two significant digits, so that 1 of 5,000 does not become 0.0%."""
     if fraction is None:
         return MISSING
-    return f"{100 * fraction:.2g}%" if digits and 0 < abs(fraction) < 0.01 else f"{100 * fraction:.{digits}f}%"
+    return (
+        f"{100 * fraction:.2g}%"
+        if digits and 0 < abs(fraction) < 0.01
+        else f"{100 * fraction:.{digits}f}%"
+    )
 
 
 def number(value: float | None) -> str:
@@ -123,11 +129,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, *([one_line(cell) for cell in row] for row in rows)]
     columns = [[row[index] for row in lines if row] for index in range(len(head))]
     widths = [max(map(len, column)) for column in columns]
-    right = [index > 0 and all(cell[:1] in NUMERIC for cell in column[1:]) for index, column in enumerate(columns)]
+    right = [
+        index > 0 and all(cell[:1] in NUMERIC for cell in column[1:])
+        for index, column in enumerate(columns)
+    ]
 
     def line(row: Sequence[str]) -> str:
         cells = zip(row, widths, right, strict=bool(row))
-        return "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells)
+        return "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells
+        )
 
     return "\n".join(line(row).rstrip() for row in lines)
 
@@ -142,7 +153,9 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def amount(text: str, unit: str, option: str) -> float:
     """Parse a quantity such as 8GB; `unit` is B or FLOP, and optional after K, M, G, T."""
-    found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper())
+    found = re.fullmatch(
+        rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper()
+    )
     scale = SCALE.get(found.group(2)) if found else None
     # A bare number is rejected: 8, meant as 8 GB, would be eight bytes.
     if found is None or scale is None or not any(found.group(2, 3)) or float(found.group(1)) <= 0:
@@ -158,4 +171,6 @@ def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
         return 0, float(found.group(1)) * SECONDS[found.group(2)]
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return int(text), 0.0
-    raise UserError(f"{option} {value}: expected an integer number of steps, or a time such as 30s, 10m or 1h")
+    raise UserError(
+        f"{option} {value}: expected an integer number of steps, or a time such as 30s, 10m or 1h"
+    )

@@ -43,7 +43,9 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:  # on a full disk, the partial file must not use up the remaining space
+    except (
+        BaseException
+    ) as error:  # on a full disk, the partial file must not use up the remaining space
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename:
@@ -59,7 +61,9 @@ def open_for_write(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise UserError(f"{path}: is a symbolic link, and m1clip does not write through links; delete it") from None
+            raise UserError(
+                f"{path}: is a symbolic link, and m1clip does not write through links; delete it"
+            ) from None
         raise
 
 

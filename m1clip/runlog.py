@@ -121,10 +121,16 @@ def parse(line: bytes) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or not is_well_formed(record):
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("kind"), str)
+        or not is_well_formed(record)
+    ):
         return None
     version = record.get("v", VERSION)
-    return record if matches_schema(version, int) and version <= VERSION and _valid(record) else None
+    return (
+        record if matches_schema(version, int) and version <= VERSION and _valid(record) else None
+    )
 
 
 def _figure(value: Any) -> bool:
@@ -146,9 +152,13 @@ class LogField:
 
     name: str  # path/in/a/dict for one inside another field, which then has the schema
     schema: Any = _figure  # in each record, for `matches_schema`; None: not checked
-    schema_by_kind: Mapping[str, Any] = dataclass_field(default_factory=dict)  # where a kind of record differs
+    schema_by_kind: Mapping[str, Any] = dataclass_field(
+        default_factory=dict
+    )  # where a kind of record differs
     required_in: tuple[str, ...] = ()  # kinds of record that are invalid without it
-    curve: Literal["step", "eval"] | None = None  # kind of record that gives the points of its curve
+    curve: Literal["step", "eval"] | None = (
+        None  # kind of record that gives the points of its curve
+    )
     title: str = ""  # of its plot in the report and, for steps, on the page; empty: no plot
     factor: float = 1.0  # from the log to the unit of the plot
     unit: str = ""  # after a value on the page
@@ -172,15 +182,46 @@ FIELDS = _by_name(
     LogField(name="temperature", curve="step", title="Temperature"),
     LogField(name="lr", curve="step", title="Learning rate"),
     LogField(name="images_per_second", curve="step", title="Images per second"),
-    LogField(name="data_fraction", curve="step", title="Loading data, % of a step", factor=100.0, unit="%"),
-    LogField(name="memory_bytes", curve="step", title="Memory, GB", factor=1e-9, unit=" GB", about_machine=True),
+    LogField(
+        name="data_fraction",
+        curve="step",
+        title="Loading data, % of a step",
+        factor=100.0,
+        unit="%",
+    ),
+    LogField(
+        name="memory_bytes",
+        curve="step",
+        title="Memory, GB",
+        factor=1e-9,
+        unit=" GB",
+        about_machine=True,
+    ),
     LogField(name="watts", curve="step", title="Power, W", unit=" W", about_machine=True),
-    LogField(name="celsius", curve="step", title="Temperature of the machine, °C", unit=" °C", about_machine=True),
+    LogField(
+        name="celsius",
+        curve="step",
+        title="Temperature of the machine, °C",
+        unit=" °C",
+        about_machine=True,
+    ),
     LogField(name="step_seconds", curve="step"),
     LogField(name="elapsed", curve="step"),
     # curves of the evaluations; _valid checks metrics
-    LogField(name="text_to_image/recall@1", schema=None, curve="eval", title="Recall@1 text to image, %", factor=100.0),
-    LogField(name="image_to_text/recall@1", schema=None, curve="eval", title="Recall@1 image to text, %", factor=100.0),
+    LogField(
+        name="text_to_image/recall@1",
+        schema=None,
+        curve="eval",
+        title="Recall@1 text to image, %",
+        factor=100.0,
+    ),
+    LogField(
+        name="image_to_text/recall@1",
+        schema=None,
+        curve="eval",
+        title="Recall@1 image to text, %",
+        factor=100.0,
+    ),
     LogField(
         name="analysis/difficulty/hard",
         schema=None,
@@ -239,7 +280,11 @@ def _valid(record: Record) -> bool:
             return False
     parts = {"": float, "/low": float, "/high": float, "/chance": float, "/n": int}
     metrics = {name.rpartition("/")[0] for name in record if name.endswith(tuple(parts)[1:])}
-    return all(matches_schema(record.get(name + part), schema) for name in metrics for part, schema in parts.items())
+    return all(
+        matches_schema(record.get(name + part), schema)
+        for name in metrics
+        for part, schema in parts.items()
+    )
 
 
 def json_safe(value: Any) -> Any:

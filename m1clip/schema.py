@@ -19,7 +19,13 @@ def format_version(record: Any) -> int:
 
 # Larger than any published model: anything above is a mistake, or a malicious file.
 LIMITS: dict[str, float] = {
-    **{"image_size": 4096, "patch_size": 1024, "context_length": 4096, "vocab_size": 2**21, "mlp_ratio": 64},
+    **{
+        "image_size": 4096,
+        "patch_size": 1024,
+        "context_length": 4096,
+        "vocab_size": 2**21,
+        "mlp_ratio": 64,
+    },
     **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
     **dict.fromkeys(("layers", "vision_layers", "text_layers"), 256),
     **dict.fromkeys(("heads",), 1024),
@@ -43,7 +49,13 @@ def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
     return {name: converted(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
 
 
-KINDS = {str: "text in quotes", bool: "true or false", int: "an integer", float: "a finite number", dict: "a table"}
+KINDS = {
+    str: "text in quotes",
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    dict: "a table",
+}
 
 
 def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
@@ -61,14 +73,22 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
             return None
         kinds = [part for part in parts if part is not NoneType]
         chosen = next((kind for kind in kinds if type(value) is kind), kinds[0])
-        others = [word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)]
+        others = [
+            word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)
+        ]
         return converted(chosen, value, where, others)
     expected, kind = KINDS.get(hint, ""), type(value)
     if origin is tuple:
         items = (value,) if kind is str else value
-        each = parts[:1] * len(items) if isinstance(items, list | tuple) and parts[-1] is ... else parts
+        each = (
+            parts[:1] * len(items)
+            if isinstance(items, list | tuple) and parts[-1] is ...
+            else parts
+        )
         if isinstance(items, list | tuple) and len(items) == len(each):
-            return tuple(converted(part, item, where) for part, item in zip(each, items, strict=True))
+            return tuple(
+                converted(part, item, where) for part, item in zip(each, items, strict=True)
+            )
         expected = "a list" if parts[-1] is ... else f"{len(parts)} numbers"
     elif origin is Literal:
         if any(kind is type(part) and value == part for part in parts):  # True == 1
@@ -84,7 +104,9 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
         return value
     text = ascii(value)
     expected = " or ".join((expected, *words))
-    raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
+    raise UserError(
+        f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}"
+    )
 
 
 MAX_FLOAT = sys.float_info.max
@@ -114,13 +136,19 @@ def matches_schema(value: Any, schema: Any) -> bool:
     if isinstance(schema, list):
         return isinstance(value, list) and all(matches_schema(item, schema[0]) for item in value)
     if isinstance(schema, tuple):
-        return isinstance(value, list) and len(value) == len(schema) and all(map(matches_schema, value, schema))
+        return (
+            isinstance(value, list)
+            and len(value) == len(schema)
+            and all(map(matches_schema, value, schema))
+        )
     if isinstance(schema, dict):
         if not isinstance(value, dict):
             return False
         if str in schema:
             return all(matches_schema(item, schema[str]) for item in value.values())
-        return all(key in value and matches_schema(value[key], part) for key, part in schema.items())
+        return all(
+            key in value and matches_schema(value[key], part) for key, part in schema.items()
+        )
     if not isinstance(schema, type):
         return bool(schema(value))
     if isinstance(value, bool):

@@ -28,7 +28,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which `make test &` 
 # xdist's workers inherit the folder from the first process, so that they share the cached measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
-    os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder, "XDG_DATA_HOME": f"{folder}/data"}
+    os.environ |= {
+        "M1CLIP_TEST_CACHE": folder,
+        "XDG_CACHE_HOME": folder,
+        "XDG_DATA_HOME": f"{folder}/data",
+    }
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # A kept choice, as if this machine had measured it: numbers would differ between machines otherwise.
     facts = read_facts()
@@ -45,7 +49,11 @@ LONG_TESTS: list[dict[str, Any]] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--long` and `--record`, as used by `make test-long`."""
     parser.addoption("--long", action="store_true", help="also run the tests with large counts")
-    parser.addoption("--record", action="store_true", help="write the counts of the long tests to docs/reliability.md")
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="write the counts of the long tests to docs/reliability.md",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,7 +109,9 @@ def _short_timings() -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect the counts; with xdist, this runs in the main process."""
     if report.when == "call" and report.user_properties:
-        LONG_TESTS.append({"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)})
+        LONG_TESTS.append(
+            {"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)}
+        )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -113,7 +123,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     coverage = Coverage()
     coverage.load()
-    terminalreporter.section("statements executed in the pytest processes (those they start are not counted)")
+    terminalreporter.section(
+        "statements executed in the pytest processes (those they start are not counted)"
+    )
     for line in coverage_lines(coverage):
         terminalreporter.write_line(line)
 

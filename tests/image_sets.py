@@ -15,7 +15,9 @@ from PIL import Image
 from m1clip.data.decoding import DecodeOptions
 
 
-def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix: str = "jpg") -> Path:
+def make_set(
+    folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix: str = "jpg"
+) -> Path:
     """Random images and captions.jsonl with two captions per image and named splits."""
     (folder / "images").mkdir(parents=True)
     lines = []
@@ -23,7 +25,10 @@ def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix:
         for number in range(count):
             name = f"images/{split}-{number:04d}.{suffix}"
             image(number + 1000 * len(split)).save(folder / name)
-            captions = [f"image number {number} of {split}", f"the {number}th of the {split} images"]
+            captions = [
+                f"image number {number} of {split}",
+                f"the {number}th of the {split} images",
+            ]
             lines.append(json.dumps({"image": name, "captions": captions, "split": split}))
     (folder / "captions.jsonl").write_text("\n".join(lines))
     return folder
@@ -46,13 +51,17 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
     """A PNG header of any size with little data."""
 
     def part(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", data) + part(b"IEND", b"")
 
 
-def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not an image") -> None:
+def break_files(
+    folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not an image"
+) -> None:
     """Overwrite images with invalid data."""
     for number in numbers:
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)

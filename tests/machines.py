@@ -16,7 +16,9 @@ def mac(chip: str, cores: int = 8, fast: int = 4) -> Facts:
     )
 
 
-def linux(cpu: str, cores: int, card: str | None = None, capability: tuple[int, int] = (0, 0)) -> Facts:
+def linux(
+    cpu: str, cores: int, card: str | None = None, capability: tuple[int, int] = (0, 0)
+) -> Facts:
     return Facts(
         system="Linux",
         machine="x86_64",

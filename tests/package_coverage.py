@@ -33,4 +33,7 @@ def coverage_lines(coverage: Coverage) -> list[str]:
             statements[name] += len(lines)
             executed[name] += len(lines) - len(missing)
     names = [*sorted(statements.keys() - {"all"}), "all"]
-    return [f"{name:<20}{executed[name] / max(statements[name], 1):5.0%} of {statements[name]:,}" for name in names]
+    return [
+        f"{name:<20}{executed[name] / max(statements[name], 1):5.0%} of {statements[name]:,}"
+        for name in names
+    ]

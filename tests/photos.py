@@ -12,7 +12,9 @@ from m1clip.search.vectors import file_name
 
 def save_model(folder: Path, embed_dim: int = 16) -> Path:
     """A model folder; another `embed_dim` is another model."""
-    tiny_model("clip-bpe-pruned", ["a red dog on a beach at night"], embed_dim=embed_dim).save(folder)
+    tiny_model("clip-bpe-pruned", ["a red dog on a beach at night"], embed_dim=embed_dim).save(
+        folder
+    )
     return folder
 
 
@@ -32,7 +34,9 @@ def content(place: Path) -> dict[bytes, tuple[object, ...]]:
     models = "SELECT id, hash, dim, generation FROM models WHERE generation IS NOT NULL"
     for number, key, dim, generation in db.execute(models):
         data = (place / file_name(number, generation)).read_bytes()
-        array = np.frombuffer(data[: len(data) // (2 * dim) * (2 * dim)], np.float16).reshape(-1, dim)
+        array = np.frombuffer(data[: len(data) // (2 * dim) * (2 * dim)], np.float16).reshape(
+            -1, dim
+        )
         for found, row in db.execute("SELECT image, row FROM vectors WHERE model = ?", (number,)):
             vectors.setdefault(found, {})[key] = tuple(array[row].tolist())
     files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, orientation, look FROM files "

@@ -17,10 +17,14 @@ from torch.distributed import TCPStore
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
 from m1clip.training.step import TrainStep
 
-Gate = tuple[int, Path]  # a step, before which ranks wait until the file exists; beside it they list their samples
+Gate = tuple[
+    int, Path
+]  # a step, before which ranks wait until the file exists; beside it they list their samples
 
 
-def join_ranks(rank: int, size: int, port: int, timeout: float = 600, gate: Gate | None = None) -> Ranks:
+def join_ranks(
+    rank: int, size: int, port: int, timeout: float = 600, gate: Gate | None = None
+) -> Ranks:
     """Make this process a rank, as torchrun does."""
     if gate is not None:
         _wait_at(*gate)
@@ -52,11 +56,16 @@ def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
+def on_ranks(
+    size: int, work: Callable[..., Any], *args: Any, timeout: float = PATIENCE
+) -> list[Any]:
     """`work(ranks, *args)` on each rank; returns the results in order."""
     folder, store = Path(tempfile.mkdtemp(prefix="ranks-")), new_store()
     port = store.port
-    processes = [SERVER.Process(target=_work, args=(rank, size, port, folder, work, args)) for rank in range(size)]
+    processes = [
+        SERVER.Process(target=_work, args=(rank, size, port, folder, work, args))
+        for rank in range(size)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout
@@ -70,7 +79,9 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = P
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(size)]
 
 
-def _work(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _work(
+    rank: int, size: int, port: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     try:
         result = work(join_ranks(rank, size, port), *args)
     except BaseException:
@@ -79,12 +90,17 @@ def _work(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any
     torch.save(result, folder / f"result-{rank}")
 
 
-def start_ranks(commands: list[list[str]], *cwd: Path, timeout: float = 600, gate: Gate | None = None) -> list[Command]:
+def start_ranks(
+    commands: list[list[str]], *cwd: Path, timeout: float = 600, gate: Gate | None = None
+) -> list[Command]:
     """`m1clip WORDS` on each rank; rank r runs the r-th command, in the r-th folder or all in the same."""
     STORES.append(new_store())
     place, folders = (len(commands), STORES[-1].port, timeout, gate), cwd * len(commands)
     started = zip(commands, folders, range(len(commands)), strict=False)
-    return [Command(*words, cwd=at, prepare=partial(join_ranks, rank, *place)) for words, at, rank in started]
+    return [
+        Command(*words, cwd=at, prepare=partial(join_ranks, rank, *place))
+        for words, at, rank in started
+    ]
 
 
 STORES: list[TCPStore] = []  # needed for as long as their ranks run

@@ -36,7 +36,9 @@ PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["m1clip.cli.main", "m1clip.training.run", "m1clip.data.synthetic.source", "pytest"])
+SERVER.set_forkserver_preload(
+    ["m1clip.cli.main", "m1clip.training.run", "m1clip.data.synthetic.source", "pytest"]
+)
 
 SMALL: dict[str, Any] = {
     "transfer.recipe": "scratch",
@@ -79,7 +81,9 @@ def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
 def small_options(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """`small_config` as flat options of `m1clip.train`."""
     flat = {".".join(place): name for name, place in NAMES.items() if place[0]}
-    return {flat.get(name, name): value for name, value in _small(changes).items() if value is not None}
+    return {
+        flat.get(name, name): value for name, value in _small(changes).items() if value is not None
+    }
 
 
 def _small(changes: dict[str, Any] | None) -> dict[str, Any]:
@@ -135,7 +139,9 @@ def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Equal names, equal dtypes, equal bits."""
     assert one.keys() == other.keys()
-    different = [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]
+    different = [
+        n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])
+    ]
     assert not different
 
 
@@ -197,7 +203,9 @@ class Command:
         return (self.output / "stdout").read_text(), (self.output / "stderr").read_text()
 
 
-def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None) -> None:
+def _main(
+    words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None
+) -> None:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
     os.chdir(cwd)
@@ -241,4 +249,11 @@ def command(*words: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.Com
 
 def environment() -> dict[str, str]:
     """Environment of a process: 200 columns, no terminal, no colors."""
-    return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ROOT}
+    return {
+        **os.environ,
+        "COLUMNS": "200",
+        "LINES": "60",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "PYTHONPATH": ROOT,
+    }

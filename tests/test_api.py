@@ -43,7 +43,9 @@ def test_export_is_callable_before_and_after_its_package_is_imported(tmp_path: P
         m1clip.export(tmp_path / "model", to="safetensors", out=folder)
     with pytest.raises(UserError, match=r"to='onx': unknown format: did you mean 'onnx'\?"):
         m1clip.export(folder, to="onx")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="export takes the path of a run or a model folder, not Model"):
+    with pytest.raises(
+        UserError, match="export takes the path of a run or a model folder, not Model"
+    ):
         m1clip.export(m1clip.load(folder))  # type: ignore[arg-type]
 
 
@@ -51,7 +53,9 @@ def test_index_is_built_and_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     photos = make_photos(tmp_path / "photos", 3)
     counted: list[tuple[int, int]] = []
-    index = m1clip.Index.build(photos, save_model(tmp_path / "model"), lambda *count: counted.append(count))
+    index = m1clip.Index.build(
+        photos, save_model(tmp_path / "model"), lambda *count: counted.append(count)
+    )
     assert (len(index), counted[-1]) == (3, (3, 3))
     make_photos(photos / "more", 5)
     report = index.update()
@@ -68,7 +72,9 @@ def test_resume_continues_a_run_from_python(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
         train_config(small_config({"train.save_every": 2}), tmp_path / "run", screen(), on_log=stop)
     seen: list[int] = []
-    run = m1clip.resume(tmp_path / "run", on_log=lambda record: seen.append(record.get("step", -1)), device="cpu")
+    run = m1clip.resume(
+        tmp_path / "run", on_log=lambda record: seen.append(record.get("step", -1)), device="cpu"
+    )
     assert run.path == tmp_path / "run"
     assert seen[0] == 2
     assert losses_of(run.path)[-1] == losses_of(run_small(tmp_path / "whole").path)[-1]

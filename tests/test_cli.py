@@ -38,7 +38,11 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..
     """What `m1clip train WORDS` would train, without training it."""
 
     def stop(
-        settings: Settings, run: Path | None = None, screen: Any = None, name: str | None = None, *more: Any
+        settings: Settings,
+        run: Path | None = None,
+        screen: Any = None,
+        name: str | None = None,
+        *more: Any,
     ) -> None:
         raise Caught(settings.config, run or (Path("runs") / name if name else None))
 
@@ -75,7 +79,11 @@ def test_common_options(parse: typing.Callable[..., Caught]) -> None:
         "--out", "runs/x", "--seed", "9",
     )  # fmt: skip
     config = caught.config
-    assert (config.model.name, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
+    assert (config.model.name, config.data.source, config.train.minutes) == (
+        "small",
+        ("photos",),
+        2.5,
+    )
     assert (config.train.batch_size, config.train.device, config.seed) == (48, "cpu", 9)
     assert caught.run == Path("runs/x")
     assert parse("--out", "runs/y").run == Path("runs/y")
@@ -83,12 +91,23 @@ def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     assert parse("--steps=5", "--model=ViT-B-32", "--data=photos").config.data.source == ("photos",)
 
 
-def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternative_spellings(
+    parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch
+) -> None:
     frozen = ("--recipe", "frozen")
-    assert parse("photos", "--steps", "3", *frozen).config == parse("--data", "photos", "--steps", "3", *frozen).config
-    assert parse("photos", "more:0.3", "--batch-size", "8", *frozen).config.data.source == ("photos", "more:0.3")
+    assert (
+        parse("photos", "--steps", "3", *frozen).config
+        == parse("--data", "photos", "--steps", "3", *frozen).config
+    )
+    assert parse("photos", "more:0.3", "--batch-size", "8", *frozen).config.data.source == (
+        "photos",
+        "more:0.3",
+    )
     assert parse("--batch-size", "8").config == parse("--batch_size=8").config
-    assert parse("--weight-decay", "0.2", "--learning_rate=1e-3").config == parse("--wd", "0.2", "--lr", "1e-3").config
+    assert (
+        parse("--weight-decay", "0.2", "--learning_rate=1e-3").config
+        == parse("--wd", "0.2", "--lr", "1e-3").config
+    )
     assert parse("--batch-size", "auto").config.train.batch_size == "auto"
     assert parse("--steps", "3", "photos", "more", *frozen).config.data.source == ("photos", "more")
     for system, device in (("Linux", "cuda"), ("Darwin", "mps")):
@@ -97,24 +116,43 @@ def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch:
         assert parse("--device=gpu").config.train.device == device
 
 
-def test_options_override_the_file_and_the_preset(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("seed = 3\n[train]\nbatch_size = 32\nepochs = 4\n[data]\nsource = ['old']\n")
+def test_options_override_the_file_and_the_preset(
+    parse: typing.Callable[..., Caught], tmp_path: Path
+) -> None:
+    (tmp_path / "x.toml").write_text(
+        "seed = 3\n[train]\nbatch_size = 32\nepochs = 4\n[data]\nsource = ['old']\n"
+    )
     config = parse(
-        "--config=x.toml", "--batch-size=64", "--data=a", "--data=b:0.3", "--minutes=2", "--model=tiny"
+        "--config=x.toml",
+        "--batch-size=64",
+        "--data=a",
+        "--data=b:0.3",
+        "--minutes=2",
+        "--model=tiny",
     ).config
     assert (config.seed, config.train.batch_size, config.data.source) == (3, 64, ("a", "b:0.3"))
-    assert (config.train.minutes, config.train.epochs) == (2.0, None), "a duration replaces one of another kind"
+    assert (config.train.minutes, config.train.epochs) == (2.0, None), (
+        "a duration replaces one of another kind"
+    )
     plain = parse("--preset", "prior-art")
     train = parse("--preset", "prior-art", "--batch-size", "6", "--steps", "3").config.train
-    assert (plain.config.train.batch_size, plain.config.train.epochs, plain.run) == (12, 15.0, Path("runs/prior-art"))
+    assert (plain.config.train.batch_size, plain.config.train.epochs, plain.run) == (
+        12,
+        15.0,
+        Path("runs/prior-art"),
+    )
     assert (train.batch_size, train.epochs, train.steps) == (6, None, 3)
 
 
 def test_config_file_is_read_unchanged(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
     train = dataclasses.replace(Config().train, steps=7, eval_every=0, loss="sigmoid")
-    data = dataclasses.replace(Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y"))
+    data = dataclasses.replace(
+        Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y")
+    )
     model = dataclasses.replace(Config().model, name="small", grad_checkpointing=True, stem="conv")
-    config = Config(seed=5, train=train, data=data, model=model, transfer=TransferConfig(recipe="scratch"))
+    config = Config(
+        seed=5, train=train, data=data, model=model, transfer=TransferConfig(recipe="scratch")
+    )
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert parse("--config", "config.toml").config == config
     assert parse("--config", ".").config == config
@@ -127,7 +165,9 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
             assert f"Did you mean {meant}?" in refused(capsys, "train", option, "8")
         name, *value = meant.split()[:2] if meant.count(" ") == 1 else meant.split()[:1]
         assert name == "--out" or name.removeprefix("--").replace("-", "_") in NAMES
-        with pytest.raises(UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"):
+        with pytest.raises(
+            UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"
+        ):
             make_config({typed: 8})
         if name == "--precision":
             make_config({"precision": value[0]})
@@ -148,7 +188,10 @@ MISTAKES = [
     (("train", "--resume", "runs/x", "--steps", "9"), "remove --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
     (("train", "--steps", "3", "photos"), "photos: no such file or folder"),
-    (("train", "photos", "--data", "more"), "all paths of your images after train, or use --data for all"),
+    (
+        ("train", "photos", "--data", "more"),
+        "all paths of your images after train, or use --data for all",
+    ),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
     (("search", "dog", "--index", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--count", "0"), "--count"),
@@ -169,7 +212,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES]
+)
 def test_user_errors_are_one_line_with_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     words: tuple[str, ...], message: str,
@@ -201,7 +246,9 @@ def test_command_python_and_toml_report_a_mistake_in_the_same_words(
     assert printed == f"m1clip: {from_python.value}\n"
     section, key = NAMES[name]
     path = tmp_path / "x.toml"
-    path.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n" if section else f"{key} = {value}\n")
+    path.write_text(
+        f"[{section}]\n{key} = {json.dumps(value)}\n" if section else f"{key} = {value}\n"
+    )
     with pytest.raises(UserError) as from_toml:
         make_config({}, path)
     assert str(from_toml.value).startswith(f"{path}: ")
@@ -223,14 +270,24 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str,
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()
+    }
     assert "cyclopts" in imported
     assert not imported & set(HEAVY)
-    assert (done.stdout.strip() == __version__) if words == ("--version",) else ("Usage: m1clip" in done.stdout)
+    assert (
+        (done.stdout.strip() == __version__)
+        if words == ("--version",)
+        else ("Usage: m1clip" in done.stdout)
+    )
 
 
-def test_help_lists_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_console", Console(width=200))  # cyclopts keeps the console of the first --help
+def test_help_lists_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        app, "_console", Console(width=200)
+    )  # cyclopts keeps the console of the first --help
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out
@@ -243,14 +300,21 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"  # cyclopts is the first import of the command
     (tmp_path / "cyclopts.py").write_text(slow)
     ended = subprocess.run(
-        [sys.executable, "-m", "m1clip"], cwd=tmp_path, env=environment(), capture_output=True, timeout=300, check=False
+        [sys.executable, "-m", "m1clip"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        timeout=300,
+        check=False,
     )  # the current folder comes first on the path
     assert (ended.returncode, ended.stderr) == (130, b"")
 
 
 def test_index_report_counts_are_grammatical() -> None:
     places = (Path("photos/.m1clip-index"), Path("photos"))
-    lines = _report_lines(Report(*places, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
+    lines = _report_lines(
+        Report(*places, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None
+    )
     assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
     lines = _report_lines(Report(*places, links=2), None)
     assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"

@@ -63,14 +63,19 @@ def configs(draw: st.DrawFn) -> Config:
                 values[name] = None
             if isinstance(values["batch_size"], int):
                 values["micro_batch"] = min(values["micro_batch"], values["batch_size"])
-            values["save_every"] = draw(st.none() | st.integers(1, 99) | st.sampled_from(["30s", "1.5h"]))
+            values["save_every"] = draw(
+                st.none() | st.integers(1, 99) | st.sampled_from(["30s", "1.5h"])
+            )
             values[draw(st.sampled_from(["eval_every", "evaluations"]))] = None
             steps = values["steps"]
             values["plan"] = ((0, 9), (5, steps)) if steps is not None and steps > 5 else ()
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
         if section == "transfer":
-            values |= {"wise_ft": "0.5", "recipe": "scratch" if values["init"] is None else "finetune"}
+            values |= {
+                "wise_ft": "0.5",
+                "recipe": "scratch" if values["init"] is None else "finetune",
+            }
         built[section] = kind(**values)
     return Config(seed=draw(st.integers(0, 2**31 - 1)), **built)
 
@@ -101,11 +106,17 @@ def test_settings_of_older_runs_that_changed_nothing_are_ignored() -> None:
 
 
 MISTAKES = [
-    ({"data": {"patch_dropout": 1.0}}, ["--patch-dropout must be a finite number at least 0 and below 1"]),
+    (
+        {"data": {"patch_dropout": 1.0}},
+        ["--patch-dropout must be a finite number at least 0 and below 1"],
+    ),
     ({"modle": {}}, ["unknown key 'modle'", "'model'"]),
     ({"train": {"bacth_size": 4}}, ["unknown key 'train.bacth_size'", "'train.batch_size'"]),
     ({"transfer": {"lora_rank": 8}}, ["unknown key 'transfer.lora_rank'"]),  # removed
-    ({"optim": {"learning_rate": 1.0}}, ["unknown key 'optim.learning_rate'", "did you mean 'optim."]),
+    (
+        {"optim": {"learning_rate": 1.0}},
+        ["unknown key 'optim.learning_rate'", "did you mean 'optim."],
+    ),
     ({"train": {"batch_size": "12"}}, ["train.batch_size", "an integer", "'12'"]),
     ({"train": {"batch_size": 12.0}}, ["train.batch_size", "an integer"]),
     ({"train": {"batch_size": True}}, ["train.batch_size", "an integer"]),
@@ -120,7 +131,10 @@ MISTAKES = [
     ({"train": {"minutes": 1, "epochs": 1}}, ["--minutes and --epochs"]),
     ({"train": {"steps": 0}}, ["--steps must be a finite number above 0"]),
     ({"train": {"batch_size": 1}}, ["--batch-size must be at least 2"]),
-    ({"train": {"batch_size": 8, "micro_batch": 9}}, ["--micro-batch 9 is more than --batch-size 8"]),
+    (
+        {"train": {"batch_size": 8, "micro_batch": 9}},
+        ["--micro-batch 9 is more than --batch-size 8"],
+    ),
     ({"train": {"save_total_limit": 0}}, ["--save-total-limit must be a finite number at least 1"]),
     ({"train": {"device": "cpu", "precision": "fp16"}}, ["fp16", "use bf16"]),
     ({"train": {"minutes": float("inf")}}, ["minutes must be a finite number"]),
@@ -133,8 +147,14 @@ MISTAKES = [
     ({"data": {"workers": -1}}, ["--workers"]),
     ({"model": {"image_size": 10**6}}, ["--image-size", "at most 4,096"]),
     ({"transfer": {"wise_ft": "2"}}, ["--wise-ft is off, search, or a number from 0 to 1"]),
-    ({"transfer": {"init": "x", "recipe": "frozen"}}, ["--init cannot be combined with --recipe frozen"]),
-    ({"transfer": {"init": "x", "recipe": "scratch"}}, ["--init cannot be combined with --recipe scratch"]),
+    (
+        {"transfer": {"init": "x", "recipe": "frozen"}},
+        ["--init cannot be combined with --recipe frozen"],
+    ),
+    (
+        {"transfer": {"init": "x", "recipe": "scratch"}},
+        ["--init cannot be combined with --recipe scratch"],
+    ),
     ({"optim": {"optimizer": "sgd"}}, ["optim.optimizer", "one of muon, adamw"]),
     ({"train": {"batch_size": 0}}, ["--batch-size must be at least 2"]),
     ({"train": {"batch_size": "all"}}, ["train.batch_size must be an integer or auto, not 'all'"]),
@@ -142,7 +162,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("values", "words"), MISTAKES, ids=[repr(values)[:60] for values, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("values", "words"), MISTAKES, ids=[repr(values)[:60] for values, _ in MISTAKES]
+)
 def test_invalid_values_are_one_line_errors(values: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         from_dict(values, "my.toml")
@@ -173,16 +195,26 @@ def test_impossible_model_shapes(values: dict[str, Any], words: str) -> None:
 
 
 def test_flat_names_are_unique() -> None:
-    settings = [(section, item.name) for section, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
+    settings = [
+        (section, item.name)
+        for section, kind in SECTIONS.items()
+        for item in dataclasses.fields(kind)
+    ]
     assert len(NAMES) == len(settings) + 1  # + seed
     assert set(NAMES.values()) == {*settings, ("", "seed")}
 
 
 def test_options_override_the_file_and_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
-    file.write_text("[train]\nepochs = 4\nbatch_size = 32\n[model]\nname = 'tiny'\nvision_width = 64\ncompile = true\n")
+    file.write_text(
+        "[train]\nepochs = 4\nbatch_size = 32\n[model]\nname = 'tiny'\nvision_width = 64\ncompile = true\n"
+    )
     config = make_config({"minutes": 2, "batch_size": "auto", "data": "photos"}, file)
-    assert (config.train.minutes, config.train.epochs, config.train.batch_size) == (2.0, None, "auto")
+    assert (config.train.minutes, config.train.epochs, config.train.batch_size) == (
+        2.0,
+        None,
+        "auto",
+    )
     assert (config.data.source, config.model.vision_width) == (("photos",), 64)
     other = make_config({"model": "small"}, file)
     assert (other.model.vision_width, other.model.compile, other.train.epochs) == (None, True, 4.0)
@@ -223,11 +255,15 @@ def test_every_setting_has_a_help_text() -> None:
     tree = ast.parse(Path(m1clip.config.__file__).read_text(encoding="utf-8"))
     sections = {kind.__name__: kind for kind in SECTIONS.values()}
     texts = []
-    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in sections):
+    for kind in (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in sections
+    ):
         for field, text in itertools.pairwise(kind.body):
             if isinstance(field, ast.AnnAssign):
                 below = ast.literal_eval(text.value) if isinstance(text, ast.Expr) else ""
-                texts.append(below or parameter_help(sections[kind.name], ast.unparse(field.target)))
+                texts.append(
+                    below or parameter_help(sections[kind.name], ast.unparse(field.target))
+                )
     assert len(texts) == sum(len(dataclasses.fields(kind)) for kind in SECTIONS.values())
     assert all(text.endswith(".") for text in texts)
 
@@ -240,7 +276,11 @@ def test_shipped_presets_load() -> None:
         clip_config(config.model)
         assert from_dict(m1clip.config.to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
-    assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
+    assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == (
+        "small",
+        12,
+        15.0,
+    )
     assert prior_art.data.synthetic_images == 216
     with pytest.raises(UserError, match="did you mean 'prior-art'"):
         read_preset("priorart")
@@ -285,13 +325,17 @@ def test_suggestions_are_similar_names_or_none() -> None:
     for name, words in cases.items():
         with pytest.raises(UserError, match=f"unknown option '{name}'.*{re.escape(words)}"):
             make_config({name: 1})
-    with pytest.raises(UserError, match=r"unknown key 'train.zebra' \(known: minutes, epochs, ") as caught:
+    with pytest.raises(
+        UserError, match=r"unknown key 'train.zebra' \(known: minutes, epochs, "
+    ) as caught:
         from_dict({"train": {"zebra": 1}}, "config.toml")
     assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("system", "device"), [("Darwin", "mps"), ("Linux", "cuda")])
-def test_gpu_is_the_gpu_of_the_system(system: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_the_gpu_of_the_system(
+    system: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("platform.system", lambda: system)
     assert make_config({"device": "gpu"}).train.device == device
     assert make_config({"device": "cpu"}).train.device == "cpu"

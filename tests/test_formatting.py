@@ -87,7 +87,12 @@ def test_table_alignment() -> None:
 
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
-    [("8GB", "B", 8e9), ("1.5 gib", "B", 1.5 * 2**30), (".5M", "B", 5e5), ("2.6TFLOP/s", "FLOP", 2.6e12)],
+    [
+        ("8GB", "B", 8e9),
+        ("1.5 gib", "B", 1.5 * 2**30),
+        (".5M", "B", 5e5),
+        ("2.6TFLOP/s", "FLOP", 2.6e12),
+    ],
 )
 def test_valid_quantities(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)
@@ -101,7 +106,9 @@ def test_steps_or_seconds() -> None:
             steps_or_seconds(wrong, "--save-every")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "8", "GB", "-1GB", "0GB", "8XB", "8 GB!", "1e9", "8PIB", "8TFLOP"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "GB", "-1GB", "0GB", "8XB", "8 GB!", "1e9", "8PIB", "8TFLOP"]
+)
 def test_invalid_quantities_are_rejected(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*such as 8GB"):
         amount(text, "B", "--memory")
@@ -113,7 +120,9 @@ def test_counts_of_one_are_singular(tmp_path: Path) -> None:
     assert doctor_text([finding, finding]).endswith("0 problems, 2 warnings")
     report = Report(tmp_path, tmp_path)
     report.links = report.other = 1
-    assert "0 hidden, 1 link, 1 other file, 0 files that cannot be used" in "\n".join(_report_lines(report, None))
+    assert "0 hidden, 1 link, 1 other file, 0 files that cannot be used" in "\n".join(
+        _report_lines(report, None)
+    )
     assert str(Packed(tmp_path, {"train": 1}, 1, [])) == f"{tmp_path}: 1 image (train 1) in 1 shard"
     lint_report = LintReport("photos", {"train": 1}, 1, 1, 0.0, (), {}, ())
     assert lint_report.to_text().startswith("photos: 1 image (train 1), 1 caption; all checked")

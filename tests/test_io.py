@@ -62,7 +62,11 @@ def test_restore_folders_after_kill(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("complete")
     assert restore_folders(tmp_path) == ["best"]
     assert restore_folders(tmp_path) == remove_leftovers(tmp_path / "nowhere") == []
-    assert sorted(remove_leftovers(tmp_path)) == ["best.12.partial", "model.old.partial", "run.json.12.partial"]
+    assert sorted(remove_leftovers(tmp_path)) == [
+        "best.12.partial",
+        "model.old.partial",
+        "run.json.12.partial",
+    ]
     assert names(tmp_path) == ["best", "kept", "model"]
     assert (tmp_path / "best" / "weights").read_text() == "old"
     assert (tmp_path / "model" / "weights").read_text() == "new"
@@ -108,7 +112,11 @@ def test_process_start_id_is_the_tick_at_which_it_started() -> None:
     found = process_start_id(psutil.Process())
     if " " not in found:
         pytest.skip("this system measures the start of a process by the clock only")
-    boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+    boot = next(
+        int(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if "btime" in line
+    )
     started = boot + int(found.split()[1]) / os.sysconf("SC_CLK_TCK")
     assert started == pytest.approx(psutil.Process().create_time(), abs=2)
 
@@ -121,7 +129,9 @@ def test_owner_is_this_process_only_with_its_host_and_start(tmp_path: Path) -> N
     assert read_owner(tmp_path) is None
 
 
-def test_first_writable_folder_is_tried_by_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_writable_folder_is_tried_by_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     read_only, good = tmp_path / "read-only", tmp_path / "new" / "folder"
     create = tempfile.TemporaryFile
@@ -132,7 +142,9 @@ def test_first_writable_folder_is_tried_by_writing(tmp_path: Path, monkeypatch: 
         return create(dir=dir)
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    assert first_writable([tmp_path / "file", read_only, good, tmp_path], "the cache", "set X") == good
+    assert (
+        first_writable([tmp_path / "file", read_only, good, tmp_path], "the cache", "set X") == good
+    )
     with pytest.raises(UserError, match="Read-only file system"):
         first_writable([read_only], "the cache", "set X")
 
@@ -162,15 +174,28 @@ def test_files_beneath_a_folder_are_never_reached_through_links(tmp_path: Path) 
     (folder / "file").symlink_to(outside / "weights")
     (folder / "new").symlink_to(outside / "new")
     os.mkfifo(folder / "pipe")
-    for name in ("linked/weights", "file", "new", "../outside/weights", str(outside / "weights"), "a//b", "", "pipe"):
-        with pytest.raises(OSError, match=r"a link in|not a path inside|not a regular file|Not a directory"):
+    for name in (
+        "linked/weights",
+        "file",
+        "new",
+        "../outside/weights",
+        str(outside / "weights"),
+        "a//b",
+        "",
+        "pipe",
+    ):
+        with pytest.raises(
+            OSError, match=r"a link in|not a path inside|not a regular file|Not a directory"
+        ):
             io.read_beneath(folder, name)
     for name in ("linked/new", "linked/weights", "../outside/new", str(outside / "new")):
         with pytest.raises(OSError, match=r"a link in|not a path inside"):
             io.write_beneath(folder, name, b"overwritten")
     with pytest.raises(OSError, match="a link in"):
         io.open_beneath(folder, "file", os.O_WRONLY | os.O_CREAT)
-    io.write_beneath(folder, "file", b"replaced")  # the link itself is replaced, not what it points to
+    io.write_beneath(
+        folder, "file", b"replaced"
+    )  # the link itself is replaced, not what it points to
     assert {path.name: path.read_text() for path in outside.iterdir()} == {"weights": "secret"}
     assert not list(folder.rglob(f"*{io.PARTIAL}"))
     io.unlink_beneath(folder, "a/b/file")

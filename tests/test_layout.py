@@ -25,8 +25,12 @@ SYSTEM_FILES = ("io.py", "bench/doctor.py")  # of /proc and /sys
 
 def test_layout_rules_cover_the_package() -> None:
     """The rules below check the files that Python would import, and no fewer."""
-    modules = {module.name for module in pkgutil.walk_packages([str(PACKAGE)], "m1clip.")} | {"m1clip"}
-    named = {".".join(("m1clip", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES}
+    modules = {module.name for module in pkgutil.walk_packages([str(PACKAGE)], "m1clip.")} | {
+        "m1clip"
+    }
+    named = {
+        ".".join(("m1clip", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES
+    }
     assert {name.removesuffix(".__init__") for name in named} == modules
 
 

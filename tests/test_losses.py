@@ -19,7 +19,16 @@ from m1clip.errors import UserError
 from m1clip.losses import fused, run_loss
 from m1clip.losses.fused import fused_infonce, true_places
 from m1clip.losses.positives import own_pairs, same_pairs
-from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops, own_captions, same_image_or_caption
+from m1clip.losses.registry import (
+    DEFAULT_LOSS,
+    LOSSES,
+    Array,
+    Ids,
+    Loss,
+    Ops,
+    own_captions,
+    same_image_or_caption,
+)
 from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
 
@@ -57,8 +66,13 @@ def text_contrast(f: Features, ids: Ids, fused: bool) -> Tensor:
 
 def features(n: int = 6, scale: float = 5.0, bias: float | None = None) -> Features:
     torch.manual_seed(0)
-    image, text = (F.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1).requires_grad_() for _ in range(2))
-    scale_, bias_ = (torch.tensor(v or 0.0, dtype=torch.float64, requires_grad=True) for v in (scale, bias))
+    image, text = (
+        F.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1).requires_grad_()
+        for _ in range(2)
+    )
+    scale_, bias_ = (
+        torch.tensor(v or 0.0, dtype=torch.float64, requires_grad=True) for v in (scale, bias)
+    )
     return Features(image, text, scale_, None if bias is None else bias_)
 
 
@@ -76,7 +90,9 @@ def loop_infonce(f: Features, positive: Tensor) -> float:
         target = same.double() / same.sum(1, keepdim=True)
         for row, wanted in zip(matrix.tolist(), target.tolist(), strict=True):
             log_sum = math.log(sum(map(math.exp, row)))
-            total -= sum(w * (value - log_sum) for value, w in zip(row, wanted, strict=True)) / len(matrix)
+            total -= sum(w * (value - log_sum) for value, w in zip(row, wanted, strict=True)) / len(
+                matrix
+            )
     return total / 2
 
 
@@ -97,7 +113,9 @@ def unit_vectors(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
-DUPLICATES = same_pairs(Ids(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6)))
+DUPLICATES = same_pairs(
+    Ids(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6))
+)
 
 
 def test_positives_with_several_captions_per_image() -> None:
@@ -135,9 +153,9 @@ def test_losses_known_values() -> None:
     # (softplus(-log 2) + softplus(0) + softplus(0) + softplus(-log 4)) / 2
     expected = (math.log(1.5) + 2 * math.log(2.0) + math.log(1.25)) / 2
     assert loss_of("sigmoid", of_logits(logits), positive).item() == pytest.approx(expected)
-    assert loss_of("infonce", of_logits([[0.0] * 5] * 5), torch.eye(5, dtype=torch.bool)).item() == pytest.approx(
-        math.log(5)
-    )
+    assert loss_of(
+        "infonce", of_logits([[0.0] * 5] * 5), torch.eye(5, dtype=torch.bool)
+    ).item() == pytest.approx(math.log(5))
 
 
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
@@ -155,7 +173,9 @@ def test_losses_match_loop(positive: Tensor) -> None:
 
 def test_duplicates_are_not_negatives() -> None:
     f = of_logits([[20.0 if same else -20.0 for same in row] for row in DUPLICATES.tolist()])
-    assert loss_of("infonce", f, NO_DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
+    assert loss_of("infonce", f, NO_DUPLICATES).item() == pytest.approx(
+        4 / 6 * math.log(2), abs=1e-6
+    )
     f = f._replace(image=f.image.clone().requires_grad_())
     loss_of("infonce", f, DUPLICATES).backward()
     assert f.image.grad is not None
@@ -179,15 +199,22 @@ def test_symmetry_and_gradients(name: str) -> None:
     inputs = tuple(features(n=4, bias=-2.0))
     assert torch.autograd.gradcheck(of_inputs, inputs)
     used = inputs if LOSSES[name].needs_bias else inputs[:3]
-    assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(of_inputs(*inputs), used))
+    assert all(
+        gradient.abs().max() > 0 for gradient in torch.autograd.grad(of_inputs(*inputs), used)
+    )
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, fused.MAX_SHARED_SCALE - 1, fused.MAX_SHARED_SCALE + 1, 100.0])
+@pytest.mark.parametrize(
+    "scale", [1.0, 14.3, fused.MAX_SHARED_SCALE - 1, fused.MAX_SHARED_SCALE + 1, 100.0]
+)
 def test_fused_infonce_matches_autograd(scale: float) -> None:
     image, text, positive = unit_vectors(3, torch.double)
     results = []
     for loss_function in (fused_infonce, autograd_infonce):
-        inputs = [t.clone().requires_grad_() for t in (image, text, torch.tensor(scale, dtype=torch.double))]
+        inputs = [
+            t.clone().requires_grad_()
+            for t in (image, text, torch.tensor(scale, dtype=torch.double))
+        ]
         loss = loss_function(*inputs, positive)
         (3.0 * loss).backward()
         results.append([loss.detach(), *(t.grad for t in inputs)])
@@ -200,14 +227,20 @@ def test_fused_infonce_matches_autograd(scale: float) -> None:
 def test_fused_infonce_with_the_smallest_logits() -> None:
     image, text = torch.tensor([[1.0, 0.0]]).repeat(3, 1), torch.tensor([[-1.0, 0.0]]).repeat(3, 1)
     for scale in (fused.MAX_SHARED_SCALE, 99.0):
-        loss = loss_of("infonce", Features(image, text, torch.tensor(scale), None), torch.eye(3, dtype=torch.bool))
+        loss = loss_of(
+            "infonce",
+            Features(image, text, torch.tensor(scale), None),
+            torch.eye(3, dtype=torch.bool),
+        )
         assert float(loss) == pytest.approx(math.log(3.0), abs=1e-4)
 
 
 def test_fused_infonce_in_fp16_does_not_overflow() -> None:
     image, text, positive = unit_vectors(2, torch.float32)
     found = fused_infonce(image, text, torch.tensor(30.0), positive, torch.float16)
-    assert float(found) == pytest.approx(float(autograd_infonce(image, text, torch.tensor(30.0), positive)), rel=2e-3)
+    assert float(found) == pytest.approx(
+        float(autograd_infonce(image, text, torch.tensor(30.0), positive)), rel=2e-3
+    )
 
 
 def test_large_batches_use_the_precision_of_autocast() -> None:
@@ -258,8 +291,14 @@ def test_true_places_matches_nonzero(columns: int) -> None:
 def test_text_contrast_matches_loop() -> None:
     f = features(6)
     sample_ids, image_index = torch.tensor([7, 8, 7]), torch.tensor([0, 0, 1, 1, 2, 1])
-    caption_ids = torch.tensor([0, 1, 2, 3, 1, 5])  # the second image 7 repeats a caption of the first
-    samples, logits, rows = sample_ids[image_index].tolist(), (f.scale * f.text @ f.text.T).tolist(), []
+    caption_ids = torch.tensor(
+        [0, 1, 2, 3, 1, 5]
+    )  # the second image 7 repeats a caption of the first
+    samples, logits, rows = (
+        sample_ids[image_index].tolist(),
+        (f.scale * f.text @ f.text.T).tolist(),
+        [],
+    )
     for i in range(6):
         others = [j for j in range(6) if caption_ids[j] != caption_ids[i]]
         right = [j for j in others if samples[j] == samples[i]]
@@ -286,7 +325,11 @@ def test_text_contrast_without_positives_is_zero(caption_ids: list[int]) -> None
 def test_fused_text_contrast_matches_its_row_term(data: st.DataObject) -> None:
     m = data.draw(st.integers(2, 12))
     numbers = st.lists(st.integers(0, 3), min_size=m, max_size=m).map(torch.tensor)
-    sample_ids, caption_ids, image_index = data.draw(numbers), data.draw(numbers), data.draw(numbers) % m
+    sample_ids, caption_ids, image_index = (
+        data.draw(numbers),
+        data.draw(numbers),
+        data.draw(numbers) % m,
+    )
     block, scale = data.draw(st.integers(1, m * m)), data.draw(st.sampled_from([1.0, 20.0, 100.0]))
     results = []
     with pytest.MonkeyPatch.context() as patch:
@@ -303,7 +346,10 @@ def test_fused_text_contrast_matches_its_row_term(data: st.DataObject) -> None:
 
 
 def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.randn(14, 4, dtype=torch.float64)
+    a, b = (
+        torch.randn(9, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(14, 4, dtype=torch.float64),
+    )
     expected, weight = a @ b.T, torch.randn(9, 14, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((expected * weight).sum(), a)
     monkeypatch.setattr(run_loss, "MAX_ROWS", 4)
@@ -335,8 +381,13 @@ def test_fused_loss_matches_its_row_term(name: str, seed: int, scale: float) -> 
 def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> None:
     """The whole batch, blocks of any size, and the rows of two ranks; also for losses that are new to the registry."""
     n, m = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
-    numbers = {name: st.lists(st.integers(0, 4), min_size=k, max_size=k) for name, k in (("image", n), ("text", m))}
-    ids = Ids(*(torch.tensor(data.draw(numbers[name])) for name in ("image", "text")), torch.arange(m) % n)
+    numbers = {
+        name: st.lists(st.integers(0, 4), min_size=k, max_size=k)
+        for name, k in (("image", n), ("text", m))
+    }
+    ids = Ids(
+        *(torch.tensor(data.draw(numbers[name])) for name in ("image", "text")), torch.arange(m) % n
+    )
     torch.manual_seed(0)
     image, text = (F.normalize(torch.randn(k, 5, dtype=torch.double), dim=1) for k in (n, m))
     teacher_logits = torch.randn(5, 5, dtype=torch.double)
@@ -345,7 +396,9 @@ def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> N
         return teacher_logits[sample_ids][:, caption_ids]
 
     def parameters() -> tuple[Tensor, Tensor]:
-        log_scale, bias = (torch.tensor(v, dtype=torch.double, requires_grad=True) for v in (2.0, -2.0))
+        log_scale, bias = (
+            torch.tensor(v, dtype=torch.double, requires_grad=True) for v in (2.0, -2.0)
+        )
         return log_scale, bias
 
     with pytest.MonkeyPatch.context() as patch:
@@ -366,32 +419,44 @@ def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> N
         value.backward()
 
         cuts = [data.draw(st.integers(0, k)) for k in (n, m)]
-        first, second = Rows(slice(0, cuts[0]), slice(0, cuts[1])), Rows(slice(cuts[0], n), slice(cuts[1], m))
+        first, second = (
+            Rows(slice(0, cuts[0]), slice(0, cuts[1])),
+            Rows(slice(cuts[0], n), slice(cuts[1], m)),
+        )
         for max_logits, parts in ((n * m, [None]), (0, [None]), (n * m, [first, second])):
             patch.setattr(run_loss, "MAX_LOGITS", max_logits)
             found = parameters()
             results = [
-                loss.loss_and_grads(Features(image, text, found[0].exp(), found[1]), ids, rows) for rows in parts
+                loss.loss_and_grads(Features(image, text, found[0].exp(), found[1]), ids, rows)
+                for rows in parts
             ]
             torch.testing.assert_close(sum(total for total, _ in results), value.detach())
             for side, leaf in enumerate(inputs):
-                torch.testing.assert_close(sum(gradients[side] for _, gradients in results), leaf.grad)
+                torch.testing.assert_close(
+                    sum(gradients[side] for _, gradients in results), leaf.grad
+                )
             torch.testing.assert_close(found[0].grad, wanted[0].grad)
             torch.testing.assert_close(found[1].grad, wanted[1].grad)
             assert (found[1].grad is not None) == loss.objective.needs_bias
 
 
 @pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
-def test_scaled_backward_scales_gradients_but_not_the_loss(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaled_backward_scales_gradients_but_not_the_loss(
+    max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the gradient scaler of fp16 does; the graphs of the features are not used."""
     monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
     ids, loss = Ids(torch.arange(6), torch.arange(6), torch.arange(6)), RunLoss(LOSSES["sigmoid"])
     plain, scaled = features(bias=-2.0), features(bias=-2.0)
     value, gradients = loss.loss_and_grads(plain, ids)
-    scaled_value, scaled_gradients = loss.loss_and_grads(scaled, ids, backward=lambda term: (8.0 * term).backward())
+    scaled_value, scaled_gradients = loss.loss_and_grads(
+        scaled, ids, backward=lambda term: (8.0 * term).backward()
+    )
     assert torch.equal(scaled_value, value)
     assert not value.requires_grad
-    for one, other in zip([*gradients, plain.scale.grad], [*scaled_gradients, scaled.scale.grad], strict=True):
+    for one, other in zip(
+        [*gradients, plain.scale.grad], [*scaled_gradients, scaled.scale.grad], strict=True
+    ):
         assert one is not None
         torch.testing.assert_close(other, 8.0 * one)
     assert plain.image.grad is None
@@ -399,10 +464,14 @@ def test_scaled_backward_scales_gradients_but_not_the_loss(max_logits: int, monk
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
-def test_values_are_not_read_on_an_accelerator(name: str, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_not_read_on_an_accelerator(
+    name: str, max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Meta tensors have none: a step that reads one would wait for the device. Nor have fake tensors on the CPU."""
     monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
-    loss = RunLoss(LOSSES[name], text_contrast=0.3, teacher=lambda images, texts: images[:, None] + 0.5 * texts)
+    loss = RunLoss(
+        LOSSES[name], text_contrast=0.3, teacher=lambda images, texts: images[:, None] + 0.5 * texts
+    )
     for context in (torch.device("meta"), FakeTensorMode()):
         with context:
             numbers = (torch.ones((), requires_grad=True) for _ in range(2))
@@ -415,7 +484,9 @@ def test_values_are_not_read_on_an_accelerator(name: str, max_logits: int, monke
 
 def test_rank_without_rows_has_no_part_in_the_loss() -> None:
     f, ids = features(bias=-2.0), Ids(torch.arange(6), torch.arange(6), torch.arange(6))
-    loss, gradients = RunLoss(LOSSES["sigmoid"]).loss_and_grads(f, ids, Rows(slice(6, 6), slice(6, 6)))
+    loss, gradients = RunLoss(LOSSES["sigmoid"]).loss_and_grads(
+        f, ids, Rows(slice(6, 6), slice(6, 6))
+    )
     assert loss == 0
     assert [gradient.abs().sum() for gradient in gradients] == [0, 0]
     assert f.scale.grad == 0

@@ -18,7 +18,9 @@ from m1clip.data.synthetic.source import write_folder
 ROOT = Path(m1clip.__file__).parent.parent
 BLOCK = re.compile(r"(?:<!-- test: ([^\n]*) -->\n)?```(bash|python)\n(.*?)```", re.DOTALL)
 SET_UP = ("make", "source", "pip", "git", "cd")
-pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="not run from the repository")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "README.md").exists(), reason="not run from the repository"
+)
 
 
 def train_words(words: list[str], options: list[str]) -> list[str]:
@@ -41,7 +43,9 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     train = m1clip.train
 
     def short_train(data: str, **options: Any) -> Any:
-        small = small_options({"data.synthetic_images": None, "train.steps": 3, "train.eval_every": 2})
+        small = small_options(
+            {"data.synthetic_images": None, "train.steps": 3, "train.eval_every": 2}
+        )
         return train(data, screen=screen(), **{**small, **options})
 
     monkeypatch.setattr(m1clip, "train", short_train)
@@ -56,7 +60,9 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             name, *words = shlex.split(line, comments=True)
             if mark == "skip":
                 assert name in SET_UP, "only set-up may be skipped"
-                assert name != "make" or re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert name != "make" or re.search(
+                    rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+                )
                 continue
             assert name == "m1clip"
             done = command(*train_words(words, shlex.split(mark)), cwd=tmp_path, timeout=300)

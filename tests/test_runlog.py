@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.runlog import FIELDS, LogField, Record, RunLog, curve_fields, parse, plotted_fields, read_log
+from m1clip.runlog import (
+    FIELDS,
+    LogField,
+    Record,
+    RunLog,
+    curve_fields,
+    parse,
+    plotted_fields,
+    read_log,
+)
 
 
 @pytest.fixture
@@ -23,7 +32,9 @@ def kinds(run: Path) -> list[str]:
 
 def test_written_records_are_readable_immediately(log: RunLog, tmp_path: Path) -> None:
     log.write("start", steps=3, path="müsli\nline")
-    assert [(record["kind"], record["path"]) for record in read_log(tmp_path)] == [("start", "müsli\nline")]
+    assert [(record["kind"], record["path"]) for record in read_log(tmp_path)] == [
+        ("start", "müsli\nline")
+    ]
     log.write("step", step=1, loss=0.5)
     assert kinds(tmp_path) == ["start", "step"]
     assert all({"v", "kind", "time"} <= record.keys() for record in read_log(tmp_path))
@@ -84,10 +95,14 @@ def test_schema_of_a_field_may_depend_on_the_kind_of_record() -> None:
     assert not is_valid("eval", seconds={"data": 0.5})
 
 
-def test_new_entry_in_table_of_fields_is_validated_and_listed_for_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_entry_in_table_of_fields_is_validated_and_listed_for_curves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert is_valid("step", sharpness="high")
     plotted = LogField(name="sharpness", curve="step", title="Sharpness")
-    unplotted = LogField(name="rank", schema=int, schema_by_kind={"eval": str}, required_in=("eval",), curve="eval")
+    unplotted = LogField(
+        name="rank", schema=int, schema_by_kind={"eval": str}, required_in=("eval",), curve="eval"
+    )
     for field in (plotted, unplotted):
         monkeypatch.setitem(FIELDS, field.name, field)
     assert not is_valid("step", sharpness="high")

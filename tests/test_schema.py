@@ -11,7 +11,9 @@ from m1clip.errors import UserError
 from m1clip.schema import converted, format_version
 
 
-@pytest.mark.parametrize("record", [{"format": 0}, {"format": -1}, {"format": True}, {"format": 1.0}, {"format": "1"}])
+@pytest.mark.parametrize(
+    "record", [{"format": 0}, {"format": -1}, {"format": True}, {"format": 1.0}, {"format": "1"}]
+)
 def test_format_version_is_an_integer_of_at_least_1(record: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="format must be an integer of at least 1"):
         format_version(record)

@@ -42,4 +42,6 @@ def tiny_model(kind: str, captions: Iterable[str] = (), **changes: Any) -> Model
     """The same with a tokenizer of a kind for these captions."""
     tokenizer = make_tokenizer(kind, captions)
     clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **changes)
-    return Model(TorchEncoder(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3))))
+    return Model(
+        TorchEncoder(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3)))
+    )

@@ -21,18 +21,27 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     image = EfficientNetLite().state_dict()
     for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
-        torch.nn.init.kaiming_normal_(weight)  # with torch's default initialization the signal would vanish
+        torch.nn.init.kaiming_normal_(
+            weight
+        )  # with torch's default initialization the signal would vanish
     # As deep as MiniLM, but narrow: saving a full-size one would take most of the test's time.
     thin = BertSize(width=48, heads=4, hidden=96, positions=64)
     monkeypatch.setattr(registry, "MINILM", thin)
     text = BertTower(len(PIECES), size=thin).state_dict()
-    monkeypatch.setattr(registry, "package_weights", lambda name: dict(text if name == "minilm" else image))
+    monkeypatch.setattr(
+        registry, "package_weights", lambda name: dict(text if name == "minilm" else image)
+    )
     monkeypatch.setattr(registry, "wordpieces", lambda: PIECES)
 
 
 def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """Changes to the small run for the frozen recipe; features are cached in `tmp_path`."""
-    sizes = {"data.synthetic_images": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
+    sizes = {
+        "data.synthetic_images": 40,
+        "train.batch_size": 16,
+        "train.save_every": 3,
+        "train.steps": 6,
+    }
     frozen = {
         "transfer.recipe": "frozen",
         "transfer.image_tower": "efficientnet-lite0",

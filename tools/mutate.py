@@ -55,7 +55,12 @@ def places(tree: ast.Module) -> list[ast.AST]:
             if part is not None:
                 skipped.update(id(child) for child in ast.walk(part))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    inside = {id(child): child for function in functions for item in function.body for child in ast.walk(item)}
+    inside = {
+        id(child): child
+        for function in functions
+        for item in function.body
+        for child in ast.walk(item)
+    }
     return [node for key, node in inside.items() if key not in skipped and changes(node)]
 
 
@@ -73,7 +78,9 @@ def changes(node: ast.AST) -> list[str]:
         return ["condition negated"]
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
         return ["constant"]
-    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+    if isinstance(node, ast.AugAssign) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
         return ["statement removed"]
     return []
 
@@ -146,17 +153,25 @@ def tests_fail(tests: list[Path]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("modules", nargs="+", type=Path, help="such as m1clip/losses.py")
     parser.add_argument("--count", type=int, default=10, help="mutants per module")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="*", type=Path, default=[], help="more test files, for every module")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no mutant after this time")
+    parser.add_argument(
+        "--tests", nargs="*", type=Path, default=[], help="more test files, for every module"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no mutant after this time"
+    )
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="m1clip-mutants-") as folder:
         copied = Path(folder) / "m1clip"
-        shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__"))
+        shutil.copytree(
+            ROOT, copied, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__")
+        )
         os.chdir(copied)
         sys.path.insert(0, str(copied))
         sys.dont_write_bytecode = True
@@ -171,7 +186,9 @@ def main() -> None:
             if tests_fail(tests):
                 sys.exit(f"{module}: its tests fail without a change: {' '.join(map(str, tests))}")
             made = survived = 0
-            for line, kind, text, mutated in mutants(module, arguments.count, random.Random(arguments.seed)):
+            for line, kind, text, mutated in mutants(
+                module, arguments.count, random.Random(arguments.seed)
+            ):
                 if time.monotonic() - began > 60 * arguments.minutes:
                     break
                 module.write_text(mutated, encoding="utf-8")

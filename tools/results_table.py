@@ -50,7 +50,12 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
         n,
         command,
     )
-    yield Row(f"{what}: peak memory of `m1clip train`", f"{result['peak_bytes'] / 1e9:.2f} GB", "1", command)
+    yield Row(
+        f"{what}: peak memory of `m1clip train`",
+        f"{result['peak_bytes'] / 1e9:.2f} GB",
+        "1",
+        command,
+    )
 
 
 def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -85,7 +90,12 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 n,
                 command,
             )
-        yield Row(f"{what}: fraction of the GEMM rate", spread(job["gemm_fraction"], ".0%"), str(own["n"]), command)
+        yield Row(
+            f"{what}: fraction of the GEMM rate",
+            spread(job["gemm_fraction"], ".0%"),
+            str(own["n"]),
+            command,
+        )
 
 
 def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -105,14 +115,22 @@ def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Ratios of loader throughput."""
     n = str(next(iter(result["images_per_second"].values()))["n"])
     for name, ratio in result["ratios"].items():
-        yield Row(f"images loaded per second: {name}", f"{ratio:,.1f} times", n, "python benchmarks/loader.py DATA")
+        yield Row(
+            f"images loaded per second: {name}",
+            f"{ratio:,.1f} times",
+            n,
+            "python benchmarks/loader.py DATA",
+        )
 
 
 def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     """The cost of micro-batches in time and accuracy, and of gradient accumulation in open_clip."""
     command = "python benchmarks/large_batch.py"
     what = f"{result['model']}, batch {result['batch']}, micro-batches of {result['chunk']}"
-    n, peak = str(result["ratio"]["n"]), {side: value / 1e9 for side, value in result["peak_bytes"].items()}
+    n, peak = (
+        str(result["ratio"]["n"]),
+        {side: value / 1e9 for side, value in result["peak_bytes"].items()},
+    )
     yield Row(
         f"{what}: step with / without micro-batches",
         f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB vs. {peak['plain']:.2f} GB",
@@ -157,7 +175,9 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
         for text in found["ratios"]:
             yield Row(f"{model} on a GPU", text, n, "python benchmarks/cuda_step.py")
         best = max(
-            (line for line in done if line["side"] == "m1clip"), key=lambda line: line["gemm_fraction"], default=None
+            (line for line in done if line["side"] == "m1clip"),
+            key=lambda line: line["gemm_fraction"],
+            default=None,
         )
         if best is not None:
             yield Row(
@@ -197,14 +217,18 @@ def machine_line(result: dict[str, Any]) -> str:
         return str(place)
     name = place.get("cuda") or place.get("cpu", "unknown machine")
     cores = f", {place['cores']} cores" if "cores" in place else ""
-    return f"{name}{cores}, torch {place.get('torch', '?')}, commit {place.get('commit', 'unknown')}"
+    return (
+        f"{name}{cores}, torch {place.get('torch', '?')}, commit {place.get('commit', 'unknown')}"
+    )
 
 
 def render(folder: Path) -> str:
     """The markdown for all results in a folder."""
     lines: list[list[str]] = [["result", "figure", "n", "command"]]
     notes = []
-    for path in sorted(folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)):
+    for path in sorted(
+        folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)
+    ):
         result = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict):
             continue
@@ -212,7 +236,10 @@ def render(folder: Path) -> str:
         if not rows:
             continue
         smoke = " (a smoke test, not a result)" if result.get("quick") else ""
-        lines += [[row.what + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""] for row in rows]
+        lines += [
+            [row.what + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""]
+            for row in rows
+        ]
         notes.append(f"- [{path.name}](results/{path.name}): {machine_line(result)}")
     table = [f"| {' | '.join(cells)} |" for cells in lines]
     return "\n".join([table[0], "|---" * len(lines[0]) + "|", *table[1:], "", *notes])
@@ -220,7 +247,9 @@ def render(folder: Path) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
     print(render(parser.parse_args().folder))
 

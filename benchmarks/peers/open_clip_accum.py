@@ -56,7 +56,9 @@ class CountedLoss(ClipLoss):
         return super().forward(*inputs, **named)
 
 
-def step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], accum: int, precision: str) -> CountedLoss:
+def step(
+    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], accum: int, precision: str
+) -> CountedLoss:
     """One update with the batch in `accum` parts."""
     loader, loss = Loader(*batch, accum), CountedLoss()
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
@@ -87,7 +89,9 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], accum: int) -> dic
     hook.remove()
     found = dict(zip(names, keep.kept, strict=True))
     towers = [name for name in names if name != "logit_scale"]
-    worst = max(float((found[n] - full[n]).norm() / full[n].norm().clamp(min=1e-12)) for n in towers)
+    worst = max(
+        float((found[n] - full[n]).norm() / full[n].norm().clamp(min=1e-12)) for n in towers
+    )
     return {
         "temperature_ratio": float(found["logit_scale"] / full["logit_scale"]),
         "worst_tower_parameter": worst,
@@ -106,7 +110,9 @@ def main() -> None:
     model, _ = open_clip_model(job)
     shape, draw = job["shape"], torch.Generator().manual_seed(0)
     images = torch.randn(job["batch"], 3, shape["image_size"], shape["image_size"], generator=draw)
-    texts = torch.randint(3, shape["vocab_size"] - 1, (job["batch"], job["text_tokens"]), generator=draw)
+    texts = torch.randint(
+        3, shape["vocab_size"] - 1, (job["batch"], job["text_tokens"]), generator=draw
+    )
     texts[:, -1] = shape["vocab_size"] - 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     for line in sys.stdin:

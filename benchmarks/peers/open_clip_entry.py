@@ -21,7 +21,13 @@ from typing import Any
 MODEL = "ViT-256x6-16-112"
 SHAPE = {
     "embed_dim": 256,
-    "vision_cfg": {"image_size": 112, "layers": 6, "width": 256, "head_width": 64, "patch_size": 16},
+    "vision_cfg": {
+        "image_size": 112,
+        "layers": 6,
+        "width": 256,
+        "head_width": 64,
+        "patch_size": 16,
+    },
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 4},
 }
 # One worker keeps ahead of the step on two cores; a card needs as many as there are cores.
@@ -50,7 +56,10 @@ def probe(job: dict[str, Any]) -> dict[str, float]:
     """Samples per second, and the seconds before the first step and after the last."""
     begin, samples = time.time(), 8 * batch_size(job) if job["quick"] else PROBE_SAMPLES
     rate = run_training(job, "probe", samples)["images_per_second"]
-    return {"images_per_second": rate, "around_seconds": max(time.time() - begin - samples / rate, 0.0)}
+    return {
+        "images_per_second": rate,
+        "around_seconds": max(time.time() - begin - samples / rate, 0.0),
+    }
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +68,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     fits = (job["seconds"] * (1 - RESERVE) - speed["around_seconds"]) * speed["images_per_second"]
     samples = int(8 * batch if job["quick"] else fits) // batch * batch
     if samples < 2 * batch:
-        raise SystemExit(f"open_clip: set-up takes {speed['around_seconds']:.0f} s; no two batches fit into the clock")
+        raise SystemExit(
+            f"open_clip: set-up takes {speed['around_seconds']:.0f} s; no two batches fit into the clock"
+        )
     return run_training(job, "run", samples)
 
 
@@ -76,17 +87,27 @@ def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]
     write_rows(Path(job["data"]), table, samples, job["seed"])
     (out / f"{MODEL}.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     workers = 1 if job["device"] == "cpu" else min(os.cpu_count() or 1, 16)
-    settings = SETTINGS | {"model": MODEL, "train-data": table, "name": name, "warmup": max(1, steps // 10)}
+    settings = SETTINGS | {
+        "model": MODEL,
+        "train-data": table,
+        "name": name,
+        "warmup": max(1, steps // 10),
+    }
     settings |= {"device": job["device"], "seed": job["seed"], "logs": out, "workers": workers}
     if job["device"] == "cpu" and not bf16_is_fast():
         settings["precision"] = "fp32"
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
     command = [sys.executable, __file__, "cli", str(out), *words, *job["options"]]
     with (out / f"{name}.txt").open("w+", encoding="utf-8") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
         output.seek(0)
         text = output.read()
-    lines = [(datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), int(seen)) for when, seen in LINE.findall(text)]
+    lines = [
+        (datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), int(seen))
+        for when, seen in LINE.findall(text)
+    ]
     if code or len(lines) < 2:
         raise SystemExit(f"open_clip ended with {code}:\n{text[-3000:]}")
     # The first line is written after one batch, which also starts the loader.
@@ -110,7 +131,9 @@ def bf16_is_fast() -> bool:
 def write_rows(data: Path, path: Path, count: int, seed: int) -> None:
     """`count` training samples as open_clip reads them: shuffled passes over all captions, the last one cut."""
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
-    samples = [(row["image"], text) for row in rows if row["split"] == "train" for text in row["captions"]]
+    samples = [
+        (row["image"], text) for row in rows if row["split"] == "train" for text in row["captions"]
+    ]
     draw, chosen = random.Random(seed), []
     while len(chosen) < count:
         draw.shuffle(samples)
@@ -135,15 +158,21 @@ def encode(job: dict[str, Any]) -> dict[str, Any]:
     out = Path(job["out"])
     open_clip.add_model_config(str(out))
     model, _, transform = open_clip.create_model_and_transforms(MODEL)
-    kept = torch.load(out / "run" / "checkpoints" / "epoch_1.pt", map_location="cpu", weights_only=True)["state_dict"]
+    kept = torch.load(
+        out / "run" / "checkpoints" / "epoch_1.pt", map_location="cpu", weights_only=True
+    )["state_dict"]
     model.load_state_dict({key.removeprefix("module."): value for key, value in kept.items()})
     model.eval()
     tokenizer = open_clip.get_tokenizer(MODEL)
     rows = [json.loads(line) for line in Path(job["rows"]).read_text(encoding="utf-8").splitlines()]
     texts = [text for row in rows for text in row["captions"]]
     image = [
-        model.encode_image(torch.stack([transform(Image.open(row["image"]).convert("RGB")) for row in part]))
-        for part in (rows[start : start + ENCODE_BATCH] for start in range(0, len(rows), ENCODE_BATCH))
+        model.encode_image(
+            torch.stack([transform(Image.open(row["image"]).convert("RGB")) for row in part])
+        )
+        for part in (
+            rows[start : start + ENCODE_BATCH] for start in range(0, len(rows), ENCODE_BATCH)
+        )
     ]
     text = [
         model.encode_text(tokenizer(texts[start : start + ENCODE_BATCH]))
@@ -153,7 +182,9 @@ def encode(job: dict[str, Any]) -> dict[str, Any]:
         np.save(out / f"{name}.npy", torch.cat(parts).float().numpy())
     return {
         "version": f"open_clip {open_clip.__version__}, timm {timm.__version__}",
-        "sources": [str(Path(str(module.__file__)).parent) for module in (open_clip, open_clip_train, timm)],
+        "sources": [
+            str(Path(str(module.__file__)).parent) for module in (open_clip, open_clip_train, timm)
+        ],
     }
 
 

@@ -28,11 +28,15 @@ def main() -> None:
     )  # fmt: skip
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     transform = open_clip.image_transform(64, is_train=False)
-    loader = training.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer).dataloader
+    loader = training.get_wds_dataset(
+        options, transform, is_train=True, tokenizer=tokenizer
+    ).dataloader
     found = list(loader)
     images, texts = found[0]
     count = sum(len(batch[0]) for batch in found)
-    print(f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts {tuple(texts.shape)}")
+    print(
+        f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts {tuple(texts.shape)}"
+    )
     print(f"first caption: {tokenizer.decode(texts[0][texts[0] != 0].tolist())}")
 
 

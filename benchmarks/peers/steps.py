@@ -59,8 +59,14 @@ def hugging_face_model(job: dict[str, Any], attention: str) -> tuple[nn.Module, 
     last = shape["vocab_size"] - 1
     text = {"vocab_size": last + 1, "max_position_embeddings": job["text_tokens"], "eos_token_id": last,
             "bos_token_id": 1, "pad_token_id": 0, **tower("text")}  # fmt: skip
-    vision = {"image_size": shape["image_size"], "patch_size": shape["patch_size"], **tower("vision")}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=shape["embed_dim"])
+    vision = {
+        "image_size": shape["image_size"],
+        "patch_size": shape["patch_size"],
+        **tower("vision"),
+    }
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=shape["embed_dim"]
+    )
     config._attn_implementation = attention
     model = transformers.CLIPModel._from_config(config, attn_implementation=attention)
     return model, lambda out, _: out.loss
@@ -84,14 +90,18 @@ class Trainer:
         self.mixed = "amp_bf16" in flags
         self.parameters = sum(p.numel() for p in model.parameters())
         self.scale = model.logit_scale
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, weight_decay=0.1, fused=True
+        )
         self.model = torch.compile(model.train()) if "compiled" in flags else model.train()
         size, batch, shape = job["shape"]["image_size"], job["batch"], job["shape"]
         draw = torch.Generator().manual_seed(0)
         self.inputs = [
             (
                 torch.randn(batch, 3, size, size, generator=draw).to(self.dtype),
-                torch.randint(3, shape["vocab_size"] - 1, (batch, job["text_tokens"]), generator=draw),
+                torch.randint(
+                    3, shape["vocab_size"] - 1, (batch, job["text_tokens"]), generator=draw
+                ),
             )
             for _ in range(BATCHES)
         ]

@@ -12,8 +12,14 @@ def _binary_loads() -> bool:
     """Whether torchvision's own operators can be loaded; loading them twice is harmless."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
-        raise SystemExit("this Python has no torchvision: see benchmarks/README.md, 'An environment for the peers'")
-    files = [file for file in Path(spec.origin).parent.glob("_C*") if file.suffix in (".so", ".pyd", ".dylib")]
+        raise SystemExit(
+            "this Python has no torchvision: see benchmarks/README.md, 'An environment for the peers'"
+        )
+    files = [
+        file
+        for file in Path(spec.origin).parent.glob("_C*")
+        if file.suffix in (".so", ".pyd", ".dylib")
+    ]
     try:
         for file in files:
             torch.ops.load_library(str(file))

@@ -13,7 +13,14 @@ import psutil
 
 from m1clip import __version__
 from m1clip.bench.report import verdict
-from m1clip.bench.steps import ASSUMED_GEMM_FRACTION, Configuration, Result, predict, save_measured, size_of
+from m1clip.bench.steps import (
+    ASSUMED_GEMM_FRACTION,
+    Configuration,
+    Result,
+    predict,
+    save_measured,
+    size_of,
+)
 from m1clip.bench.worker import Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import Kind, Precision, available, choose_device, rules
@@ -27,7 +34,9 @@ FORMAT = "m1clip-comparison"
 MAX_SECONDS, MIN_STEPS = 10.0, 3  # of one measurement of a configuration
 OVERHEAD_STEPS = 12  # warm-up and the check of the gradient, in steps
 START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
-ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as any time is left
+ALWAYS_SECONDS = (
+    2.0  # a configuration that needs less than this is measured as long as any time is left
+)
 BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
 MAX_MEMORY = 0.85  # of free memory, for one configuration
 
@@ -47,7 +56,9 @@ class CompareOptions:
         for name in self.models:
             preset(name)  # raises for an unknown name
         if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise UserError("--batch-size: give integers of at least 1, such as --batch-size 1 8 64")
+            raise UserError(
+                "--batch-size: give integers of at least 1, such as --batch-size 1 8 64"
+            )
         if not self.minutes > 0:
             raise UserError(f"--minutes must be above 0, not {self.minutes:g}")
 
@@ -70,7 +81,9 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
     return session
 
 
-def configurations(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> list[Configuration]:
+def configurations(
+    facts: Facts, options: CompareOptions, devices: Sequence[Kind]
+) -> list[Configuration]:
     """Every device and precision for each model and batch size, from small to large.
 
     A single model is also measured with one change at a time from the likely fastest configuration of each device, and
@@ -109,18 +122,30 @@ def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Config
 class Session:
     """One comparison: the results, the time budget, and a worker process for each variant."""
 
-    def __init__(self, options: CompareOptions, facts: Facts, folder: Path, show: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        options: CompareOptions,
+        facts: Facts,
+        folder: Path,
+        show: Callable[[str, float], None],
+    ) -> None:
         self.options, self.facts, self.folder = options, facts, folder
         self.begin, self.seconds = time.monotonic(), 60 * options.minutes
         self.show = lambda text: show(text, 1 - self.left / self.seconds)
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
-        self.devices: dict[Kind, tuple[int, dict[str, float]]] = {}  # memory, and GEMM FLOP/s by precision
+        self.devices: dict[
+            Kind, tuple[int, dict[str, float]]
+        ] = {}  # memory, and GEMM FLOP/s by precision
         self.measured: dict[Configuration, list[Measurement]] = {}
-        self.gradients: dict[tuple[str, str], float] = {}  # model and variant -> difference from the CPU's
+        self.gradients: dict[
+            tuple[str, str], float
+        ] = {}  # model and variant -> difference from the CPU's
         self.skipped: dict[str, str] = {}  # label -> reason
-        self.failed: dict[tuple[str, str], int] = {}  # model and variant -> the smallest batch size that failed
+        self.failed: dict[
+            tuple[str, str], int
+        ] = {}  # model and variant -> the smallest batch size that failed
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
@@ -134,11 +159,15 @@ class Session:
     def run(self) -> None:
         for kind in available(self.facts):
             # MLX's build for Linux has no GPU: it is measured only on request.
-            if kind in self.options.devices or (not self.options.devices and (kind != "mlx" or self.facts.mps)):
+            if kind in self.options.devices or (
+                not self.options.devices and (kind != "mlx" or self.facts.mps)
+            ):
                 self.show(f"{kind}: matrix multiplication")
                 precisions = precisions_of(self.facts, kind, self.options.precisions)
                 try:
-                    self.devices[kind] = self.worker(kind).call("probe", max(60.0, self.left), kind, precisions)
+                    self.devices[kind] = self.worker(kind).call(
+                        "probe", max(60.0, self.left), kind, precisions
+                    )
                 except MeasurementError as error:
                     self.skipped[kind] = str(error)
                 self.close()
@@ -187,7 +216,9 @@ class Session:
         key = c.model, c.variant
         arguments = c, min(MAX_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
         try:
-            found: Measurement = self.worker(c.variant).call("measure", max(120.0, self.left), *arguments)
+            found: Measurement = self.worker(c.variant).call(
+                "measure", max(120.0, self.left), *arguments
+            )
         except MeasurementError as error:
             self.skipped[c.label] = str(error)
             self.failed.setdefault(key, c.batch_size)

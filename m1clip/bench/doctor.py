@@ -29,10 +29,18 @@ class Machine:
 
     facts: Facts
     torch_cuda_build: str | None = None
-    nvidia_driver: bool = False  # the system has an NVIDIA GPU and driver, regardless of the torch build
-    kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" if its gradient was correct
-    known_errors: dict[str, dict[str, str]] = field(default_factory=dict)  # device -> error -> "" if it does not occur
-    gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
+    nvidia_driver: bool = (
+        False  # the system has an NVIDIA GPU and driver, regardless of the torch build
+    )
+    kernel_failures: dict[str, str] = field(
+        default_factory=dict
+    )  # device -> "" if its gradient was correct
+    known_errors: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # device -> error -> "" if it does not occur
+    gemm_flops: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # device -> precision -> FLOP/s
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
     cpu_quota: float | None = None  # of a container, in CPUs
@@ -55,18 +63,26 @@ def read_machine() -> Machine:
     from m1clip.hardware.timing import gemm_rates
 
     facts, load = read_facts(), os.getloadavg()[0]
-    kinds = [kind for kind in available(facts) if kind != "mlx"]  # each run in MLX checks itself (training/parity.py)
+    kinds = [
+        kind for kind in available(facts) if kind != "mlx"
+    ]  # each run in MLX checks itself (training/parity.py)
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
     battery = getattr(psutil, "sensors_battery", lambda: None)()
     low_power = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
     return Machine(
         facts=facts,
         torch_cuda_build=torch.version.cuda,
-        nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        nvidia_driver=Path("/proc/driver/nvidia/version").exists()
+        or shutil.which("nvidia-smi") is not None,
         kernel_failures=failures,
         known_errors={kind: find_errors(kind) for kind in kinds if not failures[kind]},
         gemm_flops={
-            kind: gemm_rates(Device(kind, facts), rules(kind, facts).precisions, 1024 if kind == "cpu" else 4096, 3)
+            kind: gemm_rates(
+                Device(kind, facts),
+                rules(kind, facts).precisions,
+                1024 if kind == "cpu" else 4096,
+                3,
+            )
             for kind in kinds
             if not failures[kind]
         },
@@ -75,7 +91,9 @@ def read_machine() -> Machine:
         cpu_quota=cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         memory_available=psutil.virtual_memory().available,
         disk_free=shutil.disk_usage(".").free,
-        shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+        shared_memory_free=shutil.disk_usage("/dev/shm").free
+        if Path("/dev/shm").is_dir()
+        else None,
         on_battery=None if battery is None else not battery.power_plugged,
         low_power=low_power is not None and low_power.group(1) == "1",
         rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
@@ -90,12 +108,18 @@ def try_kernel(device: Device) -> str:
     import torch
 
     def gradient(place: torch.device) -> torch.Tensor:
-        a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(place).requires_grad_()
+        a = (
+            torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+            .to(place)
+            .requires_grad_()
+        )
         (found,) = torch.autograd.grad((a @ a).sum(), a)
         return found.cpu()
 
     try:
-        is_right = torch.allclose(gradient(device.torch), gradient(torch.device("cpu")), rtol=1e-3, atol=1e-3)
+        is_right = torch.allclose(
+            gradient(device.torch), gradient(torch.device("cpu")), rtol=1e-3, atol=1e-3
+        )
     except RuntimeError as error:
         return first_line(error)
     return "" if is_right else "its gradient differs from the CPU's"
@@ -128,7 +152,14 @@ class Finding:
 
 
 def check(m: Machine) -> list[Finding]:
-    parts = (check_software, check_resources, check_power, check_threads, check_devices, check_choices)
+    parts = (
+        check_software,
+        check_resources,
+        check_power,
+        check_threads,
+        check_devices,
+        check_choices,
+    )
     return [finding for part in parts for finding in part(m)]
 
 
@@ -137,14 +168,27 @@ def check_software(m: Machine) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
     if facts.mlx:
         gpu = "" if facts.mps else ", its build for the CPU"
-        yield Finding("ok", "mlx", f"{facts.mlx}{gpu}: m1clip train --device mlx; m1clip compare measures it")
+        yield Finding(
+            "ok", "mlx", f"{facts.mlx}{gpu}: m1clip train --device mlx; m1clip compare measures it"
+        )
     if m.rosetta:
         text = "this is an Intel build of Python, running under Rosetta on Apple silicon"
-        yield Finding("problem", "rosetta", text, "install an arm64 Python (python.org, Homebrew) and a new venv")
+        yield Finding(
+            "problem",
+            "rosetta",
+            text,
+            "install an arm64 Python (python.org, Homebrew) and a new venv",
+        )
     if m.nvidia_driver and facts.cuda is None:
         reason = "cannot use the NVIDIA GPU: driver too old, or hidden by CUDA_VISIBLE_DEVICES"
-        reason = reason if m.torch_cuda_build else "was built without CUDA, but this machine has an NVIDIA driver"
-        remedy = "install the CUDA build of torch that matches the driver (nvidia-smi shows its version)"
+        reason = (
+            reason
+            if m.torch_cuda_build
+            else "was built without CUDA, but this machine has an NVIDIA driver"
+        )
+        remedy = (
+            "install the CUDA build of torch that matches the driver (nvidia-smi shows its version)"
+        )
         yield Finding("problem", "torch", f"torch {facts.torch} {reason}", remedy)
     elif facts.system == "Darwin" and facts.machine == "arm64" and not facts.mps and not m.rosetta:
         text = f"{facts.torch}, without support for the Apple GPU"
@@ -165,19 +209,27 @@ def check_resources(m: Machine) -> Iterator[Finding]:
     yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", remedy)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
-        yield Finding("warning", "shared memory", text, "docker run --shm-size=2g, or train with --workers 0")
+        yield Finding(
+            "warning", "shared memory", text, "docker run --shm-size=2g, or train with --workers 0"
+        )
 
 
 def check_power(m: Machine) -> Iterator[Finding]:
     if m.low_power:
-        yield Finding("warning", "power", "Low Power Mode is on, which slows the machine down", "turn it off")
+        yield Finding(
+            "warning", "power", "Low Power Mode is on, which slows the machine down", "turn it off"
+        )
     elif m.on_battery:
-        yield Finding("warning", "power", "running on battery", "plug in: many laptops are slower on battery")
+        yield Finding(
+            "warning", "power", "running on battery", "plug in: many laptops are slower on battery"
+        )
     else:
         yield Finding("ok", "power", "not reported" if m.on_battery is None else "plugged in")
     busy = m.load > max(1.0, 0.5 * m.facts.cores)
     text = f"load average {m.load:.1f} in the last minute, on {m.facts.cores} cores"
-    yield Finding("warning" if busy else "ok", "load", text, "stop other programs: they compete with training")
+    yield Finding(
+        "warning" if busy else "ok", "load", text, "stop other programs: they compete with training"
+    )
     meters = [f"{kind} by {name}" for kind, name in m.meters.items() if name]
     text = "no energy meter available: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
     yield Finding("ok", "energy", ", ".join(meters) or text)
@@ -192,7 +244,9 @@ def check_threads(m: Machine) -> Iterator[Finding]:
             yield Finding("warning", "environment", text, f"unset {name}")
     if m.cpu_quota is not None and m.cpu_quota < cores:
         text = f"the container is limited to {m.cpu_quota:.1f} CPUs, but {cores} are visible"
-        yield Finding("warning", "threads", text, f"train with --threads {max(1, int(m.cpu_quota))}")
+        yield Finding(
+            "warning", "threads", text, f"train with --threads {max(1, int(m.cpu_quota))}"
+        )
     else:
         kind = "fast core" if cores < m.facts.cores else "physical core"
         yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} CPUs")
@@ -218,7 +272,9 @@ def check_devices(m: Machine) -> Iterator[Finding]:
 def check_choices(m: Machine) -> Iterator[Finding]:
     """Show what earlier runs measured on a quiet machine and still use."""
     if not m.kept_choices:
-        yield Finding("ok", "choices", "no measurements are kept: the next run with --device auto measures")
+        yield Finding(
+            "ok", "choices", "no measurements are kept: the next run with --device auto measures"
+        )
     for line in m.kept_choices:
         yield Finding("ok", "choice", f"{line} (m1clip doctor --clear-choices measures again)")
 
@@ -227,15 +283,24 @@ def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
     """Which known errors of torch on Apple GPUs this device has; m1clip avoids them, other programs may not."""
     from m1clip.bench.known_errors import KNOWN_ERRORS
 
-    present = [(error, what) for error, what in zip(KNOWN_ERRORS, found.values(), strict=False) if what]
+    present = [
+        (error, what) for error, what in zip(KNOWN_ERRORS, found.values(), strict=False) if what
+    ]
     if found and not present:
         yield Finding("ok", f"{kind} errors", f"none of {len(found)} known errors of torch")
     for error, what in present:
         text = f"pytorch#{error.issue}, {error.what}: {what}"
         if kind == "mps":
-            yield Finding("warning", "mps error", text, f"m1clip avoids it: {error.avoided}; a newer torch may fix it")
+            yield Finding(
+                "warning",
+                "mps error",
+                text,
+                f"m1clip avoids it: {error.avoided}; a newer torch may fix it",
+            )
         else:
-            yield Finding("problem", f"{kind} error", text, "use another device or version of torch")
+            yield Finding(
+                "problem", f"{kind} error", text, "use another device or version of torch"
+            )
 
 
 def doctor_text(findings: list[Finding]) -> str:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from m1clip.errors import first_line
 
-LONG, POISON = 40_000, 1e4  # a reduction beyond the limit; the value in the memory behind the operands
+LONG, POISON = (
+    40_000,
+    1e4,
+)  # a reduction beyond the limit; the value in the memory behind the operands
 TIMEOUT = 120  # seconds
 WRONG = 3  # exit code of the process that reproduces an error; 1 would be that of an exception
 
@@ -39,12 +42,17 @@ def _causal(device: torch.device) -> bool:
     changed = v.clone()
     changed[:, :, 33:] += 1
     with torch.no_grad():
-        before, after = (F.scaled_dot_product_attention(q, k, x, is_causal=True)[:, :, :33] for x in (v, changed))
+        before, after = (
+            F.scaled_dot_product_attention(q, k, x, is_causal=True)[:, :, :33] for x in (v, changed)
+        )
     return _differs(after, before, 1e-3)
 
 
 def _transposed_weight(device: torch.device) -> bool:
-    x, weight = _random(2, 256, 256).to(device, torch.bfloat16), _random(256, 512).to(device, torch.bfloat16)
+    x, weight = (
+        _random(2, 256, 256).to(device, torch.bfloat16),
+        _random(256, 512).to(device, torch.bfloat16),
+    )
     return _differs(F.linear(x, weight.T), x.float().cpu() @ weight.float().cpu())
 
 
@@ -58,7 +66,9 @@ def _repeated(device: torch.device) -> bool:
 
 def _linear_with_bias(device: torch.device, *shape: int) -> bool:
     x, weight, bias = _random(*shape), _random(192, shape[-1]), _random(192)
-    return _differs(F.linear(x.to(device), weight.to(device), bias.to(device)), F.linear(x, weight, bias))
+    return _differs(
+        F.linear(x.to(device), weight.to(device), bias.to(device)), F.linear(x, weight, bias)
+    )
 
 
 class KnownError(NamedTuple):
@@ -73,15 +83,42 @@ class KnownError(NamedTuple):
 
 SPLIT = "no call is that long"
 KNOWN_ERRORS = (
-    KnownError(193487, "mm with a reduction of 40,000", SPLIT, lambda d: _long_product(d, LONG, False)),
-    KnownError(195163, "mm with a reduction of 32,767", SPLIT, lambda d: _long_product(d, 32_767, False)),
-    KnownError(195163, "bmm with a reduction of 40,000", SPLIT, lambda d: _long_product(d, LONG, True)),
-    KnownError(195910, "causal attention in bf16 sees later tokens", "bmm attention is used there", _causal),
-    KnownError(197796, "bf16 linear with a transposed weight", "weights are contiguous", _transposed_weight, True),
-    KnownError(180776, "bf16 linear without bias, 3-D, differs in each call", "such inputs are 2-D", _repeated),
-    KnownError(189495, "linear with bias, 65,537 sequences", SPLIT, lambda d: _linear_with_bias(d, 65_537, 1, 8)),
     KnownError(
-        188438, "linear with bias, sequences of 1", "such inputs are 2-D", lambda d: _linear_with_bias(d, 80, 1, 2)
+        193487, "mm with a reduction of 40,000", SPLIT, lambda d: _long_product(d, LONG, False)
+    ),
+    KnownError(
+        195163, "mm with a reduction of 32,767", SPLIT, lambda d: _long_product(d, 32_767, False)
+    ),
+    KnownError(
+        195163, "bmm with a reduction of 40,000", SPLIT, lambda d: _long_product(d, LONG, True)
+    ),
+    KnownError(
+        195910, "causal attention in bf16 sees later tokens", "bmm attention is used there", _causal
+    ),
+    KnownError(
+        197796,
+        "bf16 linear with a transposed weight",
+        "weights are contiguous",
+        _transposed_weight,
+        True,
+    ),
+    KnownError(
+        180776,
+        "bf16 linear without bias, 3-D, differs in each call",
+        "such inputs are 2-D",
+        _repeated,
+    ),
+    KnownError(
+        189495,
+        "linear with bias, 65,537 sequences",
+        SPLIT,
+        lambda d: _linear_with_bias(d, 65_537, 1, 8),
+    ),
+    KnownError(
+        188438,
+        "linear with bias, sequences of 1",
+        "such inputs are 2-D",
+        lambda d: _linear_with_bias(d, 80, 1, 2),
     ),
 )
 
@@ -93,7 +130,9 @@ def find_errors(kind: str) -> dict[str, str]:
         name = f"pytorch#{error.issue}, {error.what}"
         if error.aborts and kind == "mps":
             command = [sys.executable, "-m", __name__, kind, str(number)]
-            code = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT).returncode
+            code = subprocess.run(
+                command, capture_output=True, check=False, timeout=TIMEOUT
+            ).returncode
             found[name] = {0: "", WRONG: "wrong"}.get(code, "the process ends")
             continue
         try:

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from m1clip.bench.steps import ASSUMED_GEMM_FRACTION, Configuration, load_measured, model_shape, predict, size_of
+from m1clip.bench.steps import (
+    ASSUMED_GEMM_FRACTION,
+    Configuration,
+    load_measured,
+    model_shape,
+    predict,
+    size_of,
+)
 from m1clip.bench.worker import GEMM_SIZE
 from m1clip.data.image_cache import RAM_FRACTION
 from m1clip.errors import UserError
@@ -39,7 +46,12 @@ def make_plan(
 
     `ranks` is the number of ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
-    given = ("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9), ("ranks", ranks, 1)
+    given = (
+        ("batch-size", batch_size, 2),
+        ("images", images, 2),
+        ("epochs", epochs, 1e-9),
+        ("ranks", ranks, 1),
+    )
     for option, value, least in given:
         if value is not None and not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
@@ -60,7 +72,9 @@ def make_plan(
     steps = max(1, round(epochs * images / batch_size))
 
     data = images * shape.image_size**2 * 3
-    in_memory = device.kind == "cpu" and data <= RAM_FRACTION * facts.memory_bytes  # else on disk, or on the device
+    in_memory = (
+        device.kind == "cpu" and data <= RAM_FRACTION * facts.memory_bytes
+    )  # else on disk, or on the device
     estimate = MemoryEstimate(
         c.train_config(), Start(shape), facts, device, precision, tokens, data if in_memory else 0
     )
@@ -68,12 +82,25 @@ def make_plan(
     own = -(-batch_size // count)  # images of each rank
     peak, by_ranks = estimate.peak(own, False), dict[str, Any]()
     if count > 1:
-        speed = amount(bandwidth, "B", "--bandwidth") if bandwidth else connected.bandwidth(device.torch)
+        speed = (
+            amount(bandwidth, "B", "--bandwidth")
+            if bandwidth
+            else connected.bandwidth(device.torch)
+        )
         own_seconds = step_time(dataclasses.replace(c, batch_size=own), facts, device)[0]
         sent = sent_bytes(parameters, batch_size, shape.embed_dim, count, optimizer, precision)
         by_ranks = {
-            **{"count": count, "batch_size": own, "compute_seconds": own_seconds, "exchange_seconds": sent / speed},
-            **{"sent_bytes": sent, "bandwidth": speed, "measured_ranks": 0 if bandwidth else connected.size},
+            **{
+                "count": count,
+                "batch_size": own,
+                "compute_seconds": own_seconds,
+                "exchange_seconds": sent / speed,
+            },
+            **{
+                "sent_bytes": sent,
+                "bandwidth": speed,
+                "measured_ranks": 0 if bandwidth else connected.size,
+            },
             "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
             "fsdp": "on" if device.kind == "cuda" and peak > MAX_UNSHARDED * limit else "off",
         }
@@ -103,7 +130,9 @@ def _rank_count(ranks: int | None, connected: int, batch_size: int, bandwidth: s
     """The number of ranks to plan for; UserError if that is not possible."""
     count = ranks or connected
     if count > batch_size:
-        raise UserError(f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch")
+        raise UserError(
+            f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch"
+        )
     if count > connected == 1 and bandwidth is None:
         raise UserError(
             f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
@@ -112,9 +141,13 @@ def _rank_count(ranks: int | None, connected: int, batch_size: int, bandwidth: s
     return count
 
 
-def sent_bytes(parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str) -> float:
+def sent_bytes(
+    parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str
+) -> float:
     """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's updates."""
-    features = 2 * 2 * 4 * batch_size * embed_dim  # of images and captions: gathered, and their gradients added
+    features = (
+        2 * 2 * 4 * batch_size * embed_dim
+    )  # of images and captions: gathered, and their gradients added
     updates = parameters * (2 if precision == "bf16" else 4) if optimizer == "muon" else 0
     return (ranks - 1) / ranks * (2 * 4 * parameters + features + updates)
 
@@ -125,7 +158,9 @@ def step_time(c: Configuration, facts: Facts, device: Device) -> tuple[float, st
         return found[0], f"{found[1]} on this machine"
     rate = _gemm_rate(device, c.precision)
     source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {rate / 1e12:.3g} TFLOP/s measured on this machine"
-    return size_of(c)[1] / (rate * ASSUMED_GEMM_FRACTION), f"{source}; m1clip compare measures the step itself"
+    return size_of(c)[1] / (
+        rate * ASSUMED_GEMM_FRACTION
+    ), f"{source}; m1clip compare measures the step itself"
 
 
 @functools.cache  # one rate for one rank and for several
@@ -139,7 +174,10 @@ def plan_text(plan: dict[str, Any]) -> str:
     if by_ranks:
         n, source = by_ranks["count"], "as given"
         unsharded = " (all figures are without it)" if by_ranks["fsdp"] == "on" else ""
-        batch, most = f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,", "largest batch of a rank"
+        batch, most = (
+            f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,",
+            "largest batch of a rank",
+        )
         if by_ranks["measured_ranks"]:
             source = f"measured between {by_ranks['measured_ranks']} ranks"
         lines = (

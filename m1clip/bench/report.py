@@ -10,8 +10,21 @@ from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.timing import Timing
 
-HEAD = ("configuration", "step", "quartiles", "n", "vs. fastest", "images/s", "of GEMM", "memory", "energy", "gradient")
-DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
+HEAD = (
+    "configuration",
+    "step",
+    "quartiles",
+    "n",
+    "vs. fastest",
+    "images/s",
+    "of GEMM",
+    "memory",
+    "energy",
+    "gradient",
+)
+DETAILED = (
+    4  # models and batch sizes described individually; beyond that, only each model's largest batch
+)
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
@@ -32,7 +45,10 @@ def verdict(results: Sequence[Result]) -> list[str]:
     lines += crossovers(right)
     groups = by_model_and_batch(right)
     if len(groups) > DETAILED:
-        groups = {key: groups[key] for key in {model: (model, batch_size) for model, batch_size in groups}.values()}
+        groups = {
+            key: groups[key]
+            for key in {model: (model, batch_size) for model, batch_size in groups}.values()
+        }
     for group in groups.values():
         lines += _fastest(group)
     if results and {r.configuration.device for r in results} == {"cpu"}:
@@ -47,7 +63,9 @@ def _fastest(group: list[Result]) -> Iterator[str]:
         f"{c.model}, batch {c.batch_size}: {c.variant} is the fastest of {len(group)}, {duration(t.median)} per step "
         f"[{duration(t.low)}, {duration(t.high)}], n={t.n}, {best.images_per_second:,.1f} images/s."
     )
-    rivals = {r.configuration.device: r for r in reversed(others) if r.configuration.device != c.device}
+    rivals = {
+        r.configuration.device: r for r in reversed(others) if r.configuration.device != c.device
+    }
     for device, r in rivals.items():
         ratios = (r.seconds.median / t.median, r.seconds.low / t.high, r.seconds.high / t.low)
         middle, low, high = (f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}" for ratio in ratios)
@@ -76,7 +94,9 @@ def crossovers(results: Sequence[Result]) -> Iterator[str]:
                 equal, one, fits = None, gpu[shared[0]], (fit(others), fit(members))
                 if fits[0] and fits[1]:
                     equal = crossing(fits[0], fits[1], one.parameters, one.flops / shared[0])
-                note = f" (the cost model predicts equal times at batch {equal:.2g})" if equal else ""
+                note = (
+                    f" (the cost model predicts equal times at batch {equal:.2g})" if equal else ""
+                )
                 pairs = {batch: (cpu[batch].seconds, gpu[batch].seconds) for batch in shared}
                 yield f"{model} in {precision}: {_crossover(device, pairs)}{note}."
 
@@ -90,7 +110,9 @@ def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
     if wins:
         return f"the CPU is faster than {device} at every batch size measured, up to {max(wins)}"
     if losses:
-        ratios = [f"{cpu.median / gpu.median:.1f} times at {batch}" for batch, (cpu, gpu) in pairs.items()]
+        ratios = [
+            f"{cpu.median / gpu.median:.1f} times at {batch}" for batch, (cpu, gpu) in pairs.items()
+        ]
         return f"{device} is faster than the CPU at every batch size measured, {ratios[0]}, {ratios[-1]}"
     return f"no clear difference between the CPU and {device} at the batch sizes measured"
 
@@ -144,4 +166,6 @@ def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
         for r in results
         if (r.other_load or 0.0) > MAX_OTHERS
     ]
-    return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in skipped.items())])
+    return "\n".join(
+        [*lines, *(f"skipped: {label}: {reason}" for label, reason in skipped.items())]
+    )

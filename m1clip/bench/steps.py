@@ -50,7 +50,9 @@ class Configuration:
             f"{self.threads} thread{'s' * (self.threads > 1)}": self.threads,
             "gradient checkpointing": self.grad_checkpointing,
         }
-        return " ".join([self.device, self.precision, *(name for name, on in options.items() if on)])
+        return " ".join(
+            [self.device, self.precision, *(name for name, on in options.items() if on)]
+        )
 
     @property
     def label(self) -> str:
@@ -60,15 +62,21 @@ class Configuration:
     @property
     def is_default(self) -> bool:
         """Whether this is the default configuration of its model, batch size, device and precision."""
-        return self == Configuration.default(self.model, self.batch_size, self.device, self.precision, self.optimizer)
+        return self == Configuration.default(
+            self.model, self.batch_size, self.device, self.precision, self.optimizer
+        )
 
     @classmethod
-    def default(cls, model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Self:
+    def default(
+        cls, model: str, batch_size: int, device: Kind, precision: Any, optimizer: str
+    ) -> Self:
         """How `train` computes the step by default."""
         return cls(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
 
     def train_config(self) -> Config:
-        return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
+        return Config().changed(
+            **{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000}
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,9 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
     captions = [caption for sample in samples for caption in sample.captions]
     tokenizer = make_tokenizer(kind, captions)
     shape = clip_config(ModelConfig(name=model), tokenizer)
-    longest = int(tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max())
+    longest = int(
+        tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max()
+    )
     return shape, min(-(-longest // 8) * 8, shape.context_length)
 
 
@@ -131,11 +141,15 @@ def fit(results: Sequence[Result]) -> CostModel | None:
     if len(results) < 3:
         return None
     columns = np.array([[1.0, r.parameters, r.flops] for r in results])
-    columns /= np.array([[r.seconds.median] for r in results])  # relative error: 10 ms count as much as 10 s
+    columns /= np.array(
+        [[r.seconds.median] for r in results]
+    )  # relative error: 10 ms count as much as 10 s
     size = columns.max(axis=0)  # the columns differ by 12 orders of magnitude
     used = [0, 1, 2]
     while True:
-        values = np.linalg.lstsq(columns[:, used] / size[used], np.ones(len(results)), rcond=None)[0]
+        values = np.linalg.lstsq(columns[:, used] / size[used], np.ones(len(results)), rcond=None)[
+            0
+        ]
         if (values >= 0).all():
             break
         used.pop(int(values.argmin()))  # a negative cost makes no sense: fit without it
@@ -144,7 +158,9 @@ def fit(results: Sequence[Result]) -> CostModel | None:
     return CostModel(*found.tolist())
 
 
-def crossing(first: CostModel, second: CostModel, parameters: float, flops_per_image: float) -> float | None:
+def crossing(
+    first: CostModel, second: CostModel, parameters: float, flops_per_image: float
+) -> float | None:
     """The batch size at which two devices take the same time; None if one is faster at every batch size."""
     start = first.seconds(parameters, 0) - second.seconds(parameters, 0)
     slope = (second.per_flop - first.per_flop) * flops_per_image
@@ -153,11 +169,18 @@ def crossing(first: CostModel, second: CostModel, parameters: float, flops_per_i
 
 def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] | None:
     """Seconds of a step and where they come from; None without measured steps of the same variant."""
-    alike = [r for r in measured if r.configuration.variant == c.variant and r.configuration.optimizer == c.optimizer]
+    alike = [
+        r
+        for r in measured
+        if r.configuration.variant == c.variant and r.configuration.optimizer == c.optimizer
+    ]
     parameters, flops = size_of(c)
     if same_model := [r for r in alike if r.configuration.model == c.model]:
         near = min(same_model, key=lambda r: abs(r.configuration.batch_size - c.batch_size))
-        return near.seconds.median * flops / near.flops, f"measured at batch {near.configuration.batch_size}"
+        return (
+            near.seconds.median * flops / near.flops,
+            f"measured at batch {near.configuration.batch_size}",
+        )
     if model := fit(alike):
         return model.seconds(parameters, flops), f"cost model of {len(alike)} measured steps"
     return None
@@ -191,4 +214,8 @@ def _result(configuration: dict[str, Any], seconds: dict[str, Any], **rest: Any)
 
 def _path(facts: Facts, folder: Path | None) -> Path:
     values = json.dumps({**asdict(facts), "python": ""}, sort_keys=True)
-    return (folder or user_cache()) / "compare" / f"{hashlib.sha256(values.encode()).hexdigest()[:16]}.json"
+    return (
+        (folder or user_cache())
+        / "compare"
+        / f"{hashlib.sha256(values.encode()).hexdigest()[:16]}.json"
+    )

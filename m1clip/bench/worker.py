@@ -26,7 +26,12 @@ from m1clip.training.memory import random_batch
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
 from m1clip.training.step import step_class
 
-GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
+GEMM_SIZE = {
+    "cpu": 1536,
+    "mps": 4096,
+    "mlx": 4096,
+    "cuda": 8192,
+}  # large enough to reach the device's peak rate
 MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
 MAX_STEPS = 100  # timed at once
 PARITY_IMAGES = 4
@@ -87,7 +92,11 @@ def _serve(pipe: Connection, log: str) -> None:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  one configuration that fails must not end the comparison
                 traceback.print_exc()
-                reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:300]
+                reason = (
+                    f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[
+                        :300
+                    ]
+                )
             pipe.send((reason, value))
 
 
@@ -106,7 +115,9 @@ class Measurement:
     joules: float | None  # of all of them
     other_load: float | None  # fraction of the CPU used by other programs
     peak_bytes: int
-    gradient_difference: float | None  # for a few images, relative to the CPU's in fp32; None: not checked
+    gradient_difference: (
+        float | None
+    )  # for a few images, relative to the CPU's in fp32; None: not checked
 
 
 def measure(c: Configuration, seconds: float, least: int, check_gradient: bool) -> Measurement:
@@ -147,7 +158,11 @@ def _measure(
     for _ in range(MAX_WARM_STEPS):
         if not (len(taken) > 2 and is_settled(taken)):
             run_step()
-    while step.cuda_graph is not None and not step.cuda_graph.settled and len(taken) < MAX_CAPTURE_STEPS:
+    while (
+        step.cuda_graph is not None
+        and not step.cuda_graph.settled
+        and len(taken) < MAX_CAPTURE_STEPS
+    ):
         run_step()
     taken.clear()
     meter, load = open_meter(c.device), Load()

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 data = App(name="data", help="Make, check and pack image-caption datasets.")
 app.command(data)
 
-Data = Annotated[str, Parameter(help="A file or folder in any format that m1clip data formats lists.")]
+Data = Annotated[
+    str, Parameter(help="A file or folder in any format that m1clip data formats lists.")
+]
 NewFolder = Annotated[Path, Parameter(help="A new or empty folder.")]
 ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the image path.")]
 CaptionColumn = Annotated[
-    tuple[str, ...], Parameter(negative="", show_default=False, help="Tables only: the caption columns.")
+    tuple[str, ...],
+    Parameter(negative="", show_default=False, help="Tables only: the caption columns."),
 ]
 
 
@@ -42,7 +45,9 @@ def data_formats() -> None:
 
 
 @data.command(name="make")
-def data_make(folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0) -> None:
+def data_make(
+    folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0
+) -> None:
     """Write a synthetic dataset that any tool can read: images/ and captions.csv.
 
     Parameters
@@ -79,8 +84,12 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
     text = io.StringIO(newline="")
     path = folder / "captions.csv"
     if path.exists():
-        raise UserError(f"{path}: already exists; write the captions into it, or rename it to start again")
-    names = [name for name in walk_images(folder) if name.isprintable()]  # a table cannot name others
+        raise UserError(
+            f"{path}: already exists; write the captions into it, or rename it to start again"
+        )
+    names = [
+        name for name in walk_images(folder) if name.isprintable()
+    ]  # a table cannot name others
     if not names:
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(text).writerows([("image", "caption"), *((name, "") for name in names)])
@@ -120,7 +129,9 @@ def data_lint(
         report = lint(source, sample, context_length=context_length, workers=usable_cpus())
     else:
         with Screen().counter("checking") as show:
-            report = lint(source, context_length=context_length, workers=usable_cpus(), progress=show)
+            report = lint(
+                source, context_length=context_length, workers=usable_cpus(), progress=show
+            )
     print(report.to_json() if json else printable(report.to_text()))
     if report.verdict == "problems":
         sys.exit(1)
@@ -128,7 +139,9 @@ def data_lint(
 
 @data.command(name="index")
 def data_index(
-    shards: Annotated[str, Parameter(help="Shards: a folder, a pattern such as train-{000..099}.tar, or a URL.")],
+    shards: Annotated[
+        str, Parameter(help="Shards: a folder, a pattern such as train-{000..099}.tar, or a URL.")
+    ],
     /,
     *,
     cache_dir: str | None = None,
@@ -161,9 +174,13 @@ def data_index(
         screen.warn(f"{plural(len(problems) - 10, 'more problem')}")
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
-    screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")
+    screen.say(
+        f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}"
+    )
     if empty := sum(not shard.samples for shard in found):
-        raise UserError(f"{plural(empty, 'shard')} without images that can be read: see above; replace or remove them")
+        raise UserError(
+            f"{plural(empty, 'shard')} without images that can be read: see above; replace or remove them"
+        )
 
 
 @data.command(name="pack")
@@ -199,5 +216,7 @@ def data_pack(
     for line in packed.skipped[:10]:
         screen.warn(f"skipped {line}")
     if len(packed.skipped) > 10:
-        screen.warn(f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint lists them")
+        screen.warn(
+            f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint lists them"
+        )
     screen.say(str(packed))

@@ -10,7 +10,11 @@ from m1clip.cli.app import Flag, app
 from m1clip.config import OptimizerName
 from m1clip.formatting import one_line
 
-Several = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)) or "all")
+Several = Parameter(
+    consume_multiple=True,
+    negative="",
+    show_default=lambda values: " ".join(map(str, values)) or "all",
+)
 
 
 @app.command
@@ -58,7 +62,12 @@ def compare(
     from m1clip.io import write_json
 
     options = CompareOptions(
-        models=model, batch_sizes=batch_size, devices=device, precisions=precision, optimizer=optimizer, minutes=minutes
+        models=model,
+        batch_sizes=batch_size,
+        devices=device,
+        precisions=precision,
+        optimizer=optimizer,
+        minutes=minutes,
     )
     console = Console(highlight=False)
     with console.status("starting") as status:
@@ -101,7 +110,9 @@ def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
     machine = read_machine()
     findings = check(machine)
     if json:
-        _print_json({"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]})
+        _print_json(
+            {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
+        )
     else:
         print(doctor_text(findings))
     if any(finding.level == "problem" for finding in findings):
@@ -156,7 +167,9 @@ def plan(
     from m1clip.bench.plan import make_plan, plan_text
     from m1clip.training.distributed import connect
 
-    found = make_plan(model, batch_size, images, epochs, device, precision, optimizer, memory, ranks, bandwidth)
+    found = make_plan(
+        model, batch_size, images, epochs, device, precision, optimizer, memory, ranks, bandwidth
+    )
     if connect().rank == 0:
         _print_json(found) if json else print(plan_text(found))
 

@@ -28,7 +28,9 @@ def evaluate(
     model: Path,
     /,
     *,
-    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
+    source: Annotated[
+        tuple[str, ...], Parameter(name="--data", negative="", show_default=False)
+    ] = (),
     split: Literal["train", "val", "test"] = "test",
     classes: Path | None = None,
     template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
@@ -72,7 +74,9 @@ def evaluate(
     from m1clip.training.progress import Screen, decode_options
 
     screen = Screen()
-    folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
+    folder = (
+        model if (model / "config.toml").is_file() else Path()
+    )  # figures go to the run, or to the current folder
     if classes is not None:
         loaded = load(model)
         loaded.encoder.use_device(device)
@@ -93,7 +97,9 @@ def evaluate(
     found = {**analyze(*features[:4]), "confusions": confusion_examples(evaluator.data, features)}
     write_json(folder / f"analysis-{name}.json", found)
     confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
-    screen.say(f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n")
+    screen.say(
+        f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
+    )
     screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
 
 
@@ -130,7 +136,9 @@ def classify(
         raise UserError("--labels: give two or more labels, separated by commas")
     paths = _image_files(images)
     if model is None:
-        from m1clip.model.folder import newest_run  # imports torch, which an ONNX folder does not need
+        from m1clip.model.folder import (
+            newest_run,
+        )  # imports torch, which an ONNX folder does not need
 
         model = newest_run()
     loaded = load(model)
@@ -139,10 +147,16 @@ def classify(
     for start in range(0, len(paths), CLASSIFY_BATCH):
         pixels = _read_images(paths[start : start + CLASSIFY_BATCH], loaded.square)
         problems += [str(result) for result in pixels.values() if isinstance(result, Exception)]
-        readable = {path: result for path, result in pixels.items() if not isinstance(result, Exception)}
-        ranked = loaded.classify(list(readable.values()), names, template or ("{}",)) if readable else []
+        readable = {
+            path: result for path, result in pixels.items() if not isinstance(result, Exception)
+        }
+        ranked = (
+            loaded.classify(list(readable.values()), names, template or ("{}",)) if readable else []
+        )
         for path, ranking in zip(readable, ranked, strict=True):
-            found.append({"image": str(path), "labels": [{"label": n, "probability": p} for n, p in ranking]})
+            found.append(
+                {"image": str(path), "labels": [{"label": n, "probability": p} for n, p in ranking]}
+            )
             if not json:
                 _print_ranking(path if len(paths) > 1 else None, ranking)
     if json:
@@ -173,7 +187,9 @@ def _image_files(given: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(paths))
 
 
-def _read_images(paths: Sequence[Path], square: Callable[[Path], np.ndarray]) -> dict[Path, np.ndarray | BadImage]:
+def _read_images(
+    paths: Sequence[Path], square: Callable[[Path], np.ndarray]
+) -> dict[Path, np.ndarray | BadImage]:
     """The pixels of each image, decoded in threads, or why it cannot be used."""
     from m1clip.data.images import READ_TIMEOUT, BadImage, map_with_timeout
     from m1clip.hardware.facts import decode_threads
@@ -207,7 +223,9 @@ def export(
     *,
     to: Target = "onnx",
     out: Path | None = None,
-    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
+    source: Annotated[
+        tuple[str, ...], Parameter(name="--data", negative="", show_default=False)
+    ] = (),
     image_size: Count | None = None,
     int8: Flag = False,
     fp16: Flag = False,
@@ -248,5 +266,7 @@ def export(
         raise UserError("choose one of --int8 and --fp16")
     screen = Screen()
     precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
-    folder = write(model, to, out, image_size, source, precision, force, screen.say, decode_options(screen))
+    folder = write(
+        model, to, out, image_size, source, precision, force, screen.say, decode_options(screen)
+    )
     screen.say(f"exported   {folder}")

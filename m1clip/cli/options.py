@@ -89,7 +89,9 @@ def help_texts() -> dict[tuple[str, str], str]:
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, text in zip(section.body, section.body[1:], strict=False):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(words))
+                ):
                     texts[section.name, name] = " ".join([words, *_choices_text(name)])
     return texts
 

@@ -92,7 +92,9 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
 
 
 @app.command
-def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None) -> None:
+def report(
+    *runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None
+) -> None:
     """Write one self-contained HTML file about a run: scores against chance, curves, examples, settings.
 
     Several runs are overlaid, with a table of their differences. Plots need matplotlib (pip install 'm1clip[plot]').

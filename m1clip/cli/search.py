@@ -179,7 +179,9 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
 
     images = plural(found.searched, "image")
     if not found.nearest:
-        print("no image passes the filters" if filtered else "no image is left in the indexed folder")
+        print(
+            "no image passes the filters" if filtered else "no image is left in the indexed folder"
+        )
     elif not found.possible:
         nearest = ":" if listed else f" is {one_line(found.nearest[0].path)} (--all lists more)"
         print(f"nothing here matches, in {images}; the nearest{nearest}")
@@ -194,7 +196,9 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
         print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
     unlisted = len(found) - len(listed)
     if found.possible and unlisted:
-        print(f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)")
+        print(
+            f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)"
+        )
 
 
 def _open(path: Path, root: Path) -> None:
@@ -214,7 +218,9 @@ def _open(path: Path, root: Path) -> None:
     try:
         subprocess.Popen([program, str(path)], stderr=subprocess.DEVNULL)
     except OSError as error:
-        raise UserError(f"--open: cannot start {program} ({error.strerror}); open {path} yourself") from None
+        raise UserError(
+            f"--open: cannot start {program} ({error.strerror}); open {path} yourself"
+        ) from None
 
 
 @app.command
@@ -310,7 +316,9 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     for group in groups:
         for number, copy in enumerate(group):
             kind = "best" if number == 0 else "equal" if copy.equal else "near"
-            print(f"{kind:5}  {f'{copy.width} x {copy.height}':>11}  {size(copy.bytes):>7}  {one_line(copy.path)}")
+            print(
+                f"{kind:5}  {f'{copy.width} x {copy.height}':>11}  {size(copy.bytes):>7}  {one_line(copy.path)}"
+            )
         print()
     copies = [copy for group in groups for copy in group[1:]]
     total = f", {size(sum(copy.bytes for copy in copies))}" if copies else ""

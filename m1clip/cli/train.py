@@ -94,7 +94,9 @@ def train(
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
-        screen.say(f"{interrupted} outside of training; m1clip train --resume continues a run that had started")
+        screen.say(
+            f"{interrupted} outside of training; m1clip train --resume continues a run that had started"
+        )
         sys.exit(interrupted.exit_code)
     screen.say(f"\n{SPLITS[result.split]}\n\n{result.scores}\n")
     screen.say(f"model      {result.path}")

@@ -34,7 +34,9 @@ def _normal(x):
     """Cumulative distribution and density of the normal distribution (Abramowitz and Stegun 7.1.26, within 1e-7)."""
     t = 1.0 / (1.0 + 0.2316418882 * tl.abs(x))
     e = tl.exp2(-0.7213475204 * x * x)
-    series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    series = 0.254829592 + t * (
+        -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+    )
     upper = 0.5 * t * series * e
     return tl.where(x > 0, 1.0 - upper, upper), 0.3989422804 * e
 
@@ -78,7 +80,9 @@ def _gelu_backward_kernel(
 def _rows(base, row, length, stride, D: tl.constexpr):
     """Rows of one head, strided between those of the other heads; zero past the end of the sequence."""
     dim = tl.arange(0, D)
-    return tl.load(base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0)
+    return tl.load(
+        base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0
+    )
 
 
 @triton.jit
@@ -145,7 +149,8 @@ def _attention_kernel(
         mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
         _put(out, row, length, width, mixed, D)
         weights, others = _softmax_of_two(
-            _scores(k, q2, row, late, length, scale, CAUSAL), _scores(k2, q2, late, late, length, scale, CAUSAL)
+            _scores(k, q2, row, late, length, scale, CAUSAL),
+            _scores(k2, q2, late, late, length, scale, CAUSAL),
         )
         mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
         _put(out, late, length, width, mixed, D)
@@ -204,7 +209,8 @@ def _attention_backward_kernel(
         dq = tl.dot(tl.trans(narrow), k) + tl.dot(tl.trans(narrow2), k2)
         # Those of the second.
         weights, others = _softmax_of_two(
-            _scores(k, q2, row, late, length, scale, CAUSAL), _scores(k2, q2, late, late, length, scale, CAUSAL)
+            _scores(k, q2, row, late, length, scale, CAUSAL),
+            _scores(k2, q2, late, late, length, scale, CAUSAL),
         )
         dv += tl.dot(weights.to(g.dtype), g2)
         dv2 += tl.dot(others.to(g.dtype), g2)
@@ -247,7 +253,16 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     parts = triton.cdiv(rows, ROWS)
     sums = torch.empty(parts, columns, device=x.device, dtype=torch.float32)
     _gelu_backward_kernel[(triton.cdiv(columns, TILE_COLUMNS), parts)](
-        grad, x, dx, sums, rows, columns, ROWS=ROWS, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=8
+        grad,
+        x,
+        dx,
+        sums,
+        rows,
+        columns,
+        ROWS=ROWS,
+        TILE_ROWS=TILE_ROWS,
+        TILE_COLUMNS=TILE_COLUMNS,
+        num_warps=8,
     )
     return dx, sums.sum(0)
 
@@ -264,24 +279,48 @@ def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
     out = torch.empty(qkv.shape[0], width, device=qkv.device, dtype=qkv.dtype)
     dim, (tile, rest) = width // heads, tiles_of(length)
     _attention_kernel[(heads * sequences,)](
-        qkv, out, length, dim**-0.5, HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4
+        qkv,
+        out,
+        length,
+        dim**-0.5,
+        HEADS=heads,
+        D=dim,
+        T=tile,
+        REST=rest,
+        CAUSAL=causal,
+        num_warps=4,
     )
     return out
 
 
 @attention.register_fake
 def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)  # len() would make the compiler fix the batch
+    return qkv.new_empty(
+        qkv.shape[0], qkv.shape[1] // 3
+    )  # len() would make the compiler fix the batch
 
 
 @custom_op("m1clip::attention_backward", mutates_args=())
-def attention_backward(grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_backward(
+    grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool
+) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv`, and its sum over rows."""
     length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
     dqkv, dim, (tile, rest) = torch.empty_like(qkv), width // heads, tiles_of(length)
     sums = torch.empty(sequences, 3 * width, device=qkv.device, dtype=torch.float32)
     _attention_backward_kernel[(heads * sequences,)](
-        qkv, grad, dqkv, sums, length, dim**-0.5, HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4
+        qkv,
+        grad,
+        dqkv,
+        sums,
+        length,
+        dim**-0.5,
+        HEADS=heads,
+        D=dim,
+        T=tile,
+        REST=rest,
+        CAUSAL=causal,
+        num_warps=4,
     )
     return dqkv, sums.sum(0)
 
@@ -318,7 +357,9 @@ def short_attention(x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal:
 
 class _GeluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+    ) -> Tensor:
         flat, wide, narrow = x.flatten(0, -2), up.to(HALF), down.to(HALF)
         hidden = torch.addmm(up_bias.to(HALF), flat, wide.t())
         active = gelu(hidden)
@@ -338,7 +379,9 @@ class _GeluMlp(torch.autograd.Function):
 
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool
+    ) -> Tensor:
         flat, narrow = x.flatten(0, -2), weight.to(HALF)
         qkv = torch.addmm(bias.to(HALF), flat, narrow.t())
         ctx.save_for_backward(flat, narrow, qkv)

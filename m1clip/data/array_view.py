@@ -24,12 +24,16 @@ class ArrayView:
     `rows[i]` is the row of item i; None: item i is row i. A mapped file is pickled as its path.
     """
 
-    def __init__(self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None
+    ) -> None:
         self.array, self.path = array, path
         self.rows = np.arange(len(array)) if rows is None else rows
 
     @classmethod
-    def mapped(cls, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], rows: np.ndarray | None) -> ArrayView:
+    def mapped(
+        cls, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], rows: np.ndarray | None
+    ) -> ArrayView:
         """Map the rows of a file; OSError for a FIFO or device."""
         if math.prod(shape) == 0:
             return cls(np.zeros(shape, dtype), rows)

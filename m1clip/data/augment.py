@@ -26,7 +26,9 @@ class Augmentation:
     word_dropout: float = 0.0  # fraction of caption tokens dropped
 
 
-def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Tensor | None:
+def draw_views(
+    augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray
+) -> Tensor | None:
     """(n, 7) float32, the random view of each image: left, top, width, height, flipped, brightness, contrast.
 
     The box is in fractions of the side. A view is a function of (seed, epoch, sample); None if all are complete.
@@ -38,16 +40,24 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
         return rnd.uniform(seed, epoch, samples, stream)
 
     area = augmentation.crop_min + (1 - augmentation.crop_min) * u(rnd.CROP_AREA)
-    stretch = np.exp((2 * u(rnd.CROP_ASPECT) - 1) * np.log(4 / 3)) if augmentation.crop_min < 1 else 1.0
+    stretch = (
+        np.exp((2 * u(rnd.CROP_ASPECT) - 1) * np.log(4 / 3)) if augmentation.crop_min < 1 else 1.0
+    )
     width = np.minimum(np.sqrt(area * stretch), 1.0)
     height = np.minimum(np.sqrt(area / stretch), 1.0)
     left, top = u(rnd.CROP_X) * (1 - width), u(rnd.CROP_Y) * (1 - height)
-    brightness, contrast = (1 + augmentation.color_jitter * (2 * u(s) - 1) for s in (rnd.BRIGHTNESS, rnd.CONTRAST))
+    brightness, contrast = (
+        1 + augmentation.color_jitter * (2 * u(s) - 1) for s in (rnd.BRIGHTNESS, rnd.CONTRAST)
+    )
     flips = u(rnd.FLIP) < augmentation.flip
-    return torch.from_numpy(np.stack([left, top, width, height, flips, brightness, contrast], 1).astype(np.float32))
+    return torch.from_numpy(
+        np.stack([left, top, width, height, flips, brightness, contrast], 1).astype(np.float32)
+    )
 
 
-def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+def draw_patches(
+    dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray
+) -> np.ndarray:
     """(n, kept) of `count` patches for each sample, sorted, as a function of (seed, epoch, sample)."""
     kept = max(1, round(count * (1 - dropout)))
     draws = rnd.bits(seed, epoch, samples[:, None] * count + np.arange(count), rnd.PATCH)
@@ -68,13 +78,20 @@ def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tens
         return rows.view(pixels.shape).permute(0, 3, 1, 2)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
     complete = torch.tensor([0.0, 0, 1, 1, 0]).repeat(len(x), 1)
-    x = _resample(x, (complete if views is None else views).to(x.device), preprocess.image_size).float() / 255
+    x = (
+        _resample(
+            x, (complete if views is None else views).to(x.device), preprocess.image_size
+        ).float()
+        / 255
+    )
     if views is not None:
         brightness, contrast = views[:, 5:].to(x.device).view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)
-    return x.sub_(constants(_channels, preprocess.mean, x.device)).div_(constants(_channels, preprocess.std, x.device))
+    return x.sub_(constants(_channels, preprocess.mean, x.device)).div_(
+        constants(_channels, preprocess.std, x.device)
+    )
 
 
 def _channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
@@ -103,14 +120,18 @@ def _resample(x: Tensor, views: Tensor, size: int) -> Tensor:
     across = _resampler(left, width, flips > 0, side, size).to(dtype)  # (n, size, side)
     down = _resampler(top, height, torch.zeros_like(flips, dtype=torch.bool), side, size).to(dtype)
     # One product for all three channels, without a copy of the matrix for each.
-    wide = torch.bmm(x.to(dtype).view(n, 3 * side, side), across.transpose(1, 2)).view(n, 3, side, size)
+    wide = torch.bmm(x.to(dtype).view(n, 3 * side, side), across.transpose(1, 2)).view(
+        n, 3, side, size
+    )
     return torch.stack([torch.bmm(down, wide[:, channel]) for channel in range(3)], dim=1)
 
 
 def _resampler(start: Tensor, extent: Tensor, flip: Tensor, side: int, size: int) -> Tensor:
     """(n, size, side) weights of a triangle filter as wide as one output pixel, at least one input pixel."""
     step = extent * side / size  # input pixels for one output pixel
-    centers = (torch.arange(size, device=start.device) + 0.5) * step[:, None] + (start * side)[:, None]
+    centers = (torch.arange(size, device=start.device) + 0.5) * step[:, None] + (start * side)[
+        :, None
+    ]
     centers = torch.where(flip[:, None], centers.flip(1), centers)
     inputs = torch.arange(side, device=start.device) + 0.5
     support = step.clamp(min=1.0)[:, None, None]

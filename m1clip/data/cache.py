@@ -32,7 +32,9 @@ ROWS, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 DISK_MARGIN = 1.05
-Computed = Generator[tuple[list[int], np.ndarray]]  # places in the list of wanted items, and their rows
+Computed = Generator[
+    tuple[list[int], np.ndarray]
+]  # places in the list of wanted items, and their rows
 Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places that failed to the dict
 
 
@@ -56,7 +58,14 @@ def image_keys(samples: Sequence[Sample], folders: Sequence[str]) -> list[bytes]
 class RowCache:
     """Rows of one shape and type on disk, looked up by key and shared by all runs."""
 
-    def __init__(self, folder: Path, kind: str, settings: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        settings: str,
+        shape: tuple[int, ...],
+        dtype: type[np.generic],
+    ) -> None:
         """`settings` is everything that all rows depend on."""
         self.path = folder / f"{kind}-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
         self.shape, self.dtype = shape, np.dtype(dtype)
@@ -68,7 +77,9 @@ class RowCache:
         first = {key: item for item, key in reversed(list(enumerate(keys))) if key not in stored}
         return sorted(first.values())
 
-    def fill(self, keys: Sequence[bytes], compute: Compute, warn: Warn) -> tuple[np.ndarray, dict[int, str]]:
+    def fill(
+        self, keys: Sequence[bytes], compute: Compute, warn: Warn
+    ) -> tuple[np.ndarray, dict[int, str]]:
         """(n,) the row of each key, computing missing ones; and the items that failed, whose row is -1."""
         failed = self._add(keys, compute, warn) if self.missing(keys) else {}
         stored = self._index()
@@ -95,10 +106,14 @@ class RowCache:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise UserError(f"{self.path}: the disk is full; free some space and run again to continue") from None
+                raise UserError(
+                    f"{self.path}: the disk is full; free some space and run again to continue"
+                ) from None
         return {keys[wanted[place]]: reason for place, reason in failed.items()}
 
-    def _append(self, row_file: BinaryIO, key_file: BinaryIO, keys: Sequence[bytes], blocks: Computed) -> None:
+    def _append(
+        self, row_file: BinaryIO, key_file: BinaryIO, keys: Sequence[bytes], blocks: Computed
+    ) -> None:
         unsaved, saved = list[bytes](), time.monotonic()
 
         def save() -> None:
@@ -119,7 +134,9 @@ class RowCache:
             save()
 
     def _locked(self, warn: Warn) -> AbstractContextManager[object]:
-        lock = FileLock(self.path / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
+        lock = FileLock(
+            self.path / LOCK, fallback_to_soft=False
+        )  # a soft lock would outlive a killed process
         try:
             try:
                 return lock.acquire(blocking=False)
@@ -177,12 +194,20 @@ def _sync(file: BinaryIO) -> None:
 
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     """The requested folder; else next to the data; else, if that is not writable, the user's cache folder."""
-    places = [Path(asked).expanduser()] if asked else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
+    places = (
+        [Path(asked).expanduser()]
+        if asked
+        else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
+    )
     return first_writable(places, "cache", "choose one with --cache-dir, or use --cache ram")
 
 
 def data_folders(source: Source) -> tuple[str, ...]:
     """The folders that contain the data; a cache goes next to the first."""
     # A shard pattern is not a file, and a hub dataset (hf:owner/name) has no folder.
-    folders = [path if path.is_dir() else path.parent for path in source.paths if not str(path).startswith("hf:")]
+    folders = [
+        path if path.is_dir() else path.parent
+        for path in source.paths
+        if not str(path).startswith("hf:")
+    ]
     return tuple(str(folder) for folder in folders if folder.is_dir())

@@ -26,7 +26,9 @@ class CaptionTable:
     classes: bool = False  # made from class names: equal first captions are one class
     features: ArrayView | None = None  # of a frozen text tower, one row per caption
     numbers: np.ndarray | None = None  # (captions,) by which word dropout is drawn; None: the rows
-    other_classes: CaptionTable | None = None  # of the classes without an image here, which are candidates too
+    other_classes: CaptionTable | None = (
+        None  # of the classes without an image here, which are candidates too
+    )
 
     def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
         """A table with the captions of some images, and the numbers of these images in it."""
@@ -40,9 +42,15 @@ class CaptionTable:
     @property
     def labels(self) -> np.ndarray | None:
         """(images,) the class of each image, numbered from 0; None if captions are not made from classes."""
-        return np.unique(self.caption_ids[self.first[:-1]], return_inverse=True)[1] if self.classes else None
+        return (
+            np.unique(self.caption_ids[self.first[:-1]], return_inverse=True)[1]
+            if self.classes
+            else None
+        )
 
-    def pick(self, images: np.ndarray, draws: np.ndarray, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def pick(
+        self, images: np.ndarray, draws: np.ndarray, count: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Up to `count` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
         counts = (self.first[1:] - self.first[:-1])[images]
         taken = np.minimum(counts, count)
@@ -65,9 +73,16 @@ class LazyCaptions:
         """A table of the captions of some images; numbers and ids do not depend on the other images of the batch."""
         texts = [self.read(image)[:MAX_LAZY_CAPTIONS] for image in images.tolist()]
         table = tokenize_captions(texts, self.tokenizer, self.context_length)
-        keys = [blake2b(text.strip().lower().encode(), digest_size=8).digest() for group in texts for text in group]
+        keys = [
+            blake2b(text.strip().lower().encode(), digest_size=8).digest()
+            for group in texts
+            for text in group
+        ]
         numbers = np.concatenate(
-            [image * MAX_LAZY_CAPTIONS + np.arange(len(g)) for image, g in zip(images, texts, strict=True)]
+            [
+                image * MAX_LAZY_CAPTIONS + np.arange(len(g))
+                for image, g in zip(images, texts, strict=True)
+            ]
         )
         ids = np.frombuffer(b"".join(keys), "<i8")
         return replace(table, caption_ids=ids, numbers=numbers), np.arange(len(images))
@@ -83,7 +98,10 @@ def drop_tokens(
     empty = (dropped.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
     dropped[empty, 1] = False
     order = np.argsort(dropped, axis=1, kind="stable")
-    kept, left = np.take_along_axis(tokens, order, axis=1), lengths - dropped.sum(axis=1, dtype=lengths.dtype)
+    kept, left = (
+        np.take_along_axis(tokens, order, axis=1),
+        lengths - dropped.sum(axis=1, dtype=lengths.dtype),
+    )
     # Third-party towers read every token that is not padding, even after the EOT token.
     kept[(place >= left[:, None]) & dropped.any(axis=1, keepdims=True)] = pad_id
     return kept, left
@@ -92,12 +110,18 @@ def drop_tokens(
 def caption_ids_of(captions: Sequence[str]) -> np.ndarray:
     """(n,) int64: captions that differ only in case and outer spaces have equal ids."""
     number: dict[str, int] = {}
-    return np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64)
+    return np.array(
+        [number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64
+    )
 
 
-def tokenize_captions(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
+def tokenize_captions(
+    captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int
+) -> CaptionTable:
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
     tokens = tokenizer.tokenize(flat, context_length)
     lengths = (tokens == tokenizer.eot_id).argmax(axis=1) + 1
-    return CaptionTable(tokens, lengths.astype(np.int32), caption_ids_of(flat), first, tokenizer.pad_id)
+    return CaptionTable(
+        tokens, lengths.astype(np.int32), caption_ids_of(flat), first, tokenizer.pad_id
+    )

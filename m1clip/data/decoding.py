@@ -58,7 +58,10 @@ class LazyImages:
         """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
         # Single-threaded: with many worker processes, threads would only compete for the cores.
         threads = self.threads or (1 if parent_process() is not None else decode_threads())
-        pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
+        pixels, failed = (
+            np.zeros((len(indices), self.side, self.side, 3), np.uint8),
+            dict[int, Failure](),
+        )
         for place, found in enumerate(self.decode(indices.tolist(), min(threads, len(indices)))):
             if isinstance(found, str):
                 failed[place] = Failure(int(indices[place]), str(self.refs[indices[place]]), found)
@@ -69,8 +72,13 @@ class LazyImages:
     def decode(self, indices: Sequence[int], threads: int = 1) -> Iterator[np.ndarray | str]:
         """(side, side, 3) uint8 of each image, or why it failed; uses threads, since Pillow releases the GIL."""
         work = functools.partial(_decode, side=self.side, resize=self.resize)
-        results = map_with_timeout([self.refs[index] for index in indices], work, self.timeout, threads)
-        return (f"{TIMED_OUT} within {self.timeout:g} s" if found is None else found for found in results)
+        results = map_with_timeout(
+            [self.refs[index] for index in indices], work, self.timeout, threads
+        )
+        return (
+            f"{TIMED_OUT} within {self.timeout:g} s" if found is None else found
+            for found in results
+        )
 
     def to_device(self, device: torch.device, free_bytes: int) -> None:
         """None: the images are not decoded."""
@@ -101,7 +109,9 @@ def read_or_replace(
         for tries in range(REPLACEMENT_TRIES):
             failures.append(again[0])
             sample = np.array([int(members[place]) + tries * len(images)])
-            chosen[place] = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0] % np.uint64(len(images))
+            chosen[place] = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0] % np.uint64(
+                len(images)
+            )
             pixels[place : place + 1], again = images.try_read(chosen[place : place + 1])
             if not again:
                 break

@@ -35,7 +35,9 @@ def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]
     An image that cannot be decoded has b"" for both. None above MAX_ALL_PAIRS images.
     """
     usable = np.array([i for i, (look, _) in enumerate(images) if look], int)
-    looks, thumbs = (np.frombuffer(b"".join(each[part] for each in images), np.uint8) for part in (0, 1))
+    looks, thumbs = (
+        np.frombuffer(b"".join(each[part] for each in images), np.uint8) for part in (0, 1)
+    )
     looks, thumbs = looks.reshape(-1, LOOK_BYTES), thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
     distinct = thumbs.std(axis=(1, 2)) >= MIN_CONTRAST
     usable, looks, thumbs = usable[distinct], looks[distinct], thumbs[distinct]
@@ -44,7 +46,9 @@ def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]
     signs = np.unpackbits(looks, axis=1).astype(np.float32) * 2 - 1
     for start in range(0, len(usable), 256):
         # Bits that agree minus bits that differ.
-        i, j = np.nonzero(signs[start : start + 256] @ signs[start:].T >= signs.shape[1] - 2 * MAX_BITS)
+        i, j = np.nonzero(
+            signs[start : start + 256] @ signs[start:].T >= signs.shape[1] - 2 * MAX_BITS
+        )
         pairs = np.stack([i[i < j], j[i < j]]) + start
         for part in np.array_split(pairs, len(pairs[0]) // 2**14 + 1, axis=1):  # a video has many
             (gray1, detail1), (gray2, detail2) = (_unit_vectors(thumbs[index]) for index in part)
@@ -57,7 +61,15 @@ def _unit_vectors(thumbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Thumbnails as unit vectors: as they are, and without the broad shades of sky or fog."""
     gray = thumbs.astype(np.float32)
     padded = np.pad(gray, ((0, 0), (2, 2), (2, 2)), mode="edge")
-    shades = sum(padded[:, y : y + _THUMB_SIDE, x : x + _THUMB_SIDE] for y in range(5) for x in range(5)) / 25
-    pair = (each.reshape(-1, _THUMB_SIDE**2) for each in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades))
-    plain, detail = (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6) for values in pair)
+    shades = (
+        sum(padded[:, y : y + _THUMB_SIDE, x : x + _THUMB_SIDE] for y in range(5) for x in range(5))
+        / 25
+    )
+    pair = (
+        each.reshape(-1, _THUMB_SIDE**2)
+        for each in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades)
+    )
+    plain, detail = (
+        values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6) for values in pair
+    )
     return plain, detail

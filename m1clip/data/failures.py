@@ -24,7 +24,12 @@ class Failure:
 
 
 def check_failures(
-    bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float, warn: Warn
+    bad: Mapping[int, str],
+    refs: Sequence[ImageRef],
+    split: str,
+    tried: int,
+    limit: float,
+    warn: Warn,
 ) -> tuple[Failure, ...]:
     """Report the first bad images; UserError if there are too many."""
     found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
@@ -33,7 +38,9 @@ def check_failures(
     if len(found) > limit * tried:
         raise _too_many_failures(found, plural(tried, f"{split} image"), tried, limit)
     if len(found) > SHOWN:
-        warn(f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them")
+        warn(
+            f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them"
+        )
     return found
 
 
@@ -49,7 +56,12 @@ class FailureLog:
     """Logs each failed image once; stops the run if too many fail during training."""
 
     def __init__(
-        self, total: int, limit: float, write: Callable[..., Any], warn: Warn, named: Iterable[str] = ()
+        self,
+        total: int,
+        limit: float,
+        write: Callable[..., Any],
+        warn: Warn,
+        named: Iterable[str] = (),
     ) -> None:
         self.total, self.limit, self.write, self.warn = total, limit, write, warn
         self.named = set(named)  # before a resume
@@ -70,9 +82,14 @@ class FailureLog:
                 self.failures[failure.index] = failure
                 if failure.where not in self.shown and len(self.shown) < SHOWN:  # once for a shard
                     self.shown.add(failure.where)
-                    self.warn(f"skipped {failure.where}: {failure.reason}; replaced by another image")
+                    self.warn(
+                        f"skipped {failure.where}: {failure.reason}; replaced by another image"
+                    )
         self.record("train", failures)
         if len(self.failures) > self.limit * self.total:
             raise _too_many_failures(
-                list(self.failures.values()), plural(self.total, "train image"), self.total, self.limit
+                list(self.failures.values()),
+                plural(self.total, "train image"),
+                self.total,
+                self.limit,
             )

@@ -10,7 +10,14 @@ import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.array_view import ArrayView
-from m1clip.data.cache import DISK_MARGIN, Computed, RowCache, cache_folder, data_folders, image_keys
+from m1clip.data.cache import (
+    DISK_MARGIN,
+    Computed,
+    RowCache,
+    cache_folder,
+    data_folders,
+    image_keys,
+)
 from m1clip.data.decoding import DecodeOptions, Images, LazyImages, decode_images
 from m1clip.data.failures import Failure, check_failures
 from m1clip.data.synthetic.source import SyntheticImage
@@ -23,7 +30,9 @@ CHECKED = 256  # training images tried before a run that decodes while it trains
 Kind = Literal["ram", "disk", "off"]
 
 
-def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int) -> Kind:
+def choose_kind(
+    asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int
+) -> Kind:
     """Where to cache a split that needs `needed` more bytes on disk, of a set of `total` bytes.
 
     Synthetic images and small datasets stay in RAM. Others go to disk, so that the next run starts immediately; if the
@@ -42,11 +51,18 @@ def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total:
 def _unreadable(refs: Sequence[ImageRef], tried: Sequence[int], threads: int) -> dict[int, str]:
     """Which of the images that are tried cannot be read, and why."""
     found = LazyImages(refs, side=32).decode(tried, threads)
-    return {index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)}
+    return {
+        index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)
+    }
 
 
 def stream_images(
-    refs: Sequence[ImageRef], side: int, resize: str, config: DataConfig, options: DecodeOptions, threads: int
+    refs: Sequence[ImageRef],
+    side: int,
+    resize: str,
+    config: DataConfig,
+    options: DecodeOptions,
+    threads: int,
 ) -> tuple[LazyImages, tuple[Failure, ...]]:
     """Training images that are read for each batch, and those of a sample that cannot be read."""
     tried = sorted({index * len(refs) // CHECKED for index in range(CHECKED)})
@@ -62,7 +78,11 @@ def cache_split(
     samples, folders = source.cached(split), data_folders(source)
     refs = [sample.image for sample in samples]
     synthetic = all(isinstance(ref, SyntheticImage) for ref in refs)
-    total = len(samples) if source.streamed else sum(len(source.samples(name)) for name in source.splits())
+    total = (
+        len(samples)
+        if source.streamed
+        else sum(len(source.samples(name)) for name in source.splits())
+    )
     threads = source.threads or options.threads
     bad: dict[int, str] = {}
 
@@ -78,10 +98,16 @@ def cache_split(
     kind = kind_for(0, 0)
     if kind == "disk":
         cache = RowCache(
-            cache_folder(config.cache_dir, folders), "images", f"{side}|{resize}", (side, side, 3), np.uint8
+            cache_folder(config.cache_dir, folders),
+            "images",
+            f"{side}|{resize}",
+            (side, side, 3),
+            np.uint8,
         )
         keys = image_keys(samples, folders)
-        kind = kind_for(len(cache.missing(keys)) * cache.row_bytes, shutil.disk_usage(cache.path.parent).free)
+        kind = kind_for(
+            len(cache.missing(keys)) * cache.row_bytes, shutil.disk_usage(cache.path.parent).free
+        )
     images: Images
     tried: Sequence[int] = range(len(samples))
     if kind == "disk":

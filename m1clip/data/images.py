@@ -37,11 +37,48 @@ if TYPE_CHECKING:
 # The formats of photos that Pillow reads; other formats are rare, and EPS would start another program.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
 SUFFIXES = raw.SUFFIXES | {
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
-    *(".heic", ".heif", ".hif", ".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".qoi"),
+    *(
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+    ),
+    *(
+        ".heic",
+        ".heif",
+        ".hif",
+        ".avif",
+        ".jp2",
+        ".j2k",
+        ".jpx",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".pnm",
+        ".qoi",
+    ),
 }
-HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypheim", b"ftypheis", b"ftyphevc", b"ftyphevx", b"ftypmif1", b"ftypmsf1")
-HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
+HEIC_BRANDS = (
+    b"ftypheic",
+    b"ftypheix",
+    b"ftypheim",
+    b"ftypheis",
+    b"ftyphevc",
+    b"ftyphevx",
+    b"ftypmif1",
+    b"ftypmsf1",
+)
+HEIC_REMEDY = (
+    "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
+)
 # RGB of this size takes 192 MiB once decoded.
 MAX_PIXELS = 64 * 2**20
 # A JPEG may have more: it is decoded at 1/2, 1/4 or 1/8 of its size, without memory for the rest.
@@ -80,7 +117,9 @@ def failure_reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None) -> Image.Image:
+def decode(
+    data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None
+) -> Image.Image:
     """8-bit RGB, upright, first frame; `want` is the short side needed, so that JPEG may decode smaller.
 
     A JPEG of more than MAX_PIXELS is always decoded smaller.
@@ -216,7 +255,9 @@ def _open_file(path: str | os.PathLike[str], where: str, inside: str | None = No
     except (OSError, ValueError) as error:
         if isinstance(error, IsADirectoryError) or getattr(error, "errno", 0) == errno.EINVAL:
             raise BadImage(where, "not a file", "not-an-image") from error
-        raise BadImage(where, f"cannot be opened ({getattr(error, 'strerror', None) or error})") from error
+        raise BadImage(
+            where, f"cannot be opened ({getattr(error, 'strerror', None) or error})"
+        ) from error
     size = os.fstat(stream.fileno()).st_size
     if 0 < size <= MAX_EXTRA_BYTES:
         return stream
@@ -236,7 +277,10 @@ def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; reduce its size", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return ("not an image in a supported format (JPEG, PNG, WebP, GIF, BMP, TIFF, HEIC, AVIF, ...)", "not-an-image")
+        return (
+            "not an image in a supported format (JPEG, PNG, WebP, GIF, BMP, TIFF, HEIC, AVIF, ...)",
+            "not-an-image",
+        )
     if "truncated" in str(error).lower():
         return "truncated: the file ends before the end of the image", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"
@@ -366,10 +410,16 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
         image = image.resize((size, size), Image.Resampling.BICUBIC)
     elif (width, height) != (size, size):
         # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
-        wide, high = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+        wide, high = (
+            (size, int(size * height / width))
+            if width <= height
+            else (int(size * width / height), size)
+        )
         image = image.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
         left, top = ((length - size) / 2 for length in image.size)
-        left, top = (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
+        left, top = (
+            (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
+        )
         image = image.crop((left, top, left + size, top + size))
     return np.asarray(image)
 
@@ -401,7 +451,10 @@ _abandoned: list[_Read] = []
 
 
 def map_with_timeout(
-    items: Iterable[Item], work: Callable[[Item], Result], timeout: float = READ_TIMEOUT, threads: int = 1
+    items: Iterable[Item],
+    work: Callable[[Item], Result],
+    timeout: float = READ_TIMEOUT,
+    threads: int = 1,
 ) -> Iterator[Result | None]:
     """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
 
@@ -439,7 +492,9 @@ def map_with_timeout(
             read, item = waiting.popleft()
             now = time.monotonic()
             try:
-                yield read.result(max(0.0, min(read.started, now) + timeout - now) if timeout > 0 else None)
+                yield read.result(
+                    max(0.0, min(read.started, now) + timeout - now) if timeout > 0 else None
+                )
             except TimeoutError:
                 if read.done():  # the error of `work`
                     raise

@@ -28,22 +28,48 @@ STREAMED = 2_000  # images checked of streamed shards
 MAX_EXAMPLES = 100  # of each finding in the JSON
 EXAMPLES_SHOWN = 3  # of each finding in the text
 MAX_UNREADABLE_FRACTION = 0.10  # a run stops above it
-_VERDICT: dict[Severity, str] = {"problem": "problems", "warning": "warnings", "info": "ok"}  # worst first
+_VERDICT: dict[Severity, str] = {
+    "problem": "problems",
+    "warning": "warnings",
+    "info": "ok",
+}  # worst first
 
 FAULTS = {  # kinds of BadImage
     "missing": ("missing images", "restore the missing images, or remove their rows"),
     "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove their rows"),
     "truncated": ("truncated images", "copy or download the truncated images again"),
-    "not-an-image": ("files that are not images", "convert them to JPEG or PNG, or remove their rows"),
+    "not-an-image": (
+        "files that are not images",
+        "convert them to JPEG or PNG, or remove their rows",
+    ),
     "no-decoder": ("HEIC images without a decoder", "pip install pi-heif, or save them as JPEG"),
     "too-large": ("images too large to decode safely", "reduce the size of the oversized images"),
-    "broken": ("images that cannot be decoded", "save the broken images again, or remove their rows"),
+    "broken": (
+        "images that cannot be decoded",
+        "save the broken images again, or remove their rows",
+    ),
 }
 SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
-    "empty-caption": ("warning", "rows without a caption, skipped", "write the missing captions, or remove the rows"),
-    "no-image": ("warning", "rows without a usable image, skipped", "fix the rows without an image"),
-    "split-conflict": ("problem", "rows that put an image in a second split", "give each image one split"),
-    "unsafe-member": ("warning", "files in shards with unsafe names, skipped", "write the shards again"),
+    "empty-caption": (
+        "warning",
+        "rows without a caption, skipped",
+        "write the missing captions, or remove the rows",
+    ),
+    "no-image": (
+        "warning",
+        "rows without a usable image, skipped",
+        "fix the rows without an image",
+    ),
+    "split-conflict": (
+        "problem",
+        "rows that put an image in a second split",
+        "give each image one split",
+    ),
+    "unsafe-member": (
+        "warning",
+        "files in shards with unsafe names, skipped",
+        "write the shards again",
+    ),
     "shard": ("problem", "damaged shards", "copy or write the damaged shards again"),
     "row": ("warning", "unreadable rows, skipped", "fix the unreadable rows"),
 }
@@ -61,9 +87,15 @@ class Finding:
     examples: tuple[str, ...] = ()
 
 
-def finding(code: str, severity: Severity, message: str, remedy: str, places: Sequence[str]) -> list[Finding]:
+def finding(
+    code: str, severity: Severity, message: str, remedy: str, places: Sequence[str]
+) -> list[Finding]:
     """A finding at these places; none without a place."""
-    return [Finding(code, severity, len(places), message, remedy, tuple(places[:MAX_EXAMPLES]))] if places else []
+    return (
+        [Finding(code, severity, len(places), message, remedy, tuple(places[:MAX_EXAMPLES]))]
+        if places
+        else []
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +118,9 @@ class LintReport:
 
     def advice(self) -> list[str]:
         """What to do, each remedy once, the most urgent first."""
-        return list(dict.fromkeys(f.remedy for f in self.findings if f.remedy and f.severity != "info"))
+        return list(
+            dict.fromkeys(f.remedy for f in self.findings if f.remedy and f.severity != "info")
+        )
 
     def to_json(self) -> str:
         report = {"verdict": self.verdict, "advice": self.advice(), **asdict(self)}
@@ -101,7 +135,8 @@ class LintReport:
         lines = [f"{head}; {checked} checked in {self.seconds:.1f} s"]
         for name, values in self.facts.items():
             lines.append(
-                f"  {name.replace('_', ' ')}: " + ", ".join(f"{key} {value:,}" for key, value in values.items())
+                f"  {name.replace('_', ' ')}: "
+                + ", ".join(f"{key} {value:,}" for key, value in values.items())
             )
         lines += [f"  note: {note}" for note in self.notes]
         for found in self.findings:
@@ -110,7 +145,9 @@ class LintReport:
             lines += [f"           {example}" for example in shown]
             if shown and found.count > len(shown):
                 lines.append(f"           ... and {found.count - len(shown):,} more")
-        return "\n".join([*lines, f"verdict: {self.verdict}", *(f"  - {remedy}" for remedy in self.advice())])
+        return "\n".join(
+            [*lines, f"verdict: {self.verdict}", *(f"  - {remedy}" for remedy in self.advice())]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +185,9 @@ def lint(
     total = sum(counts.values())
     everything = sample is None and not source.streamed
     checked = _entries(source, counts, total if everything else min(sample or STREAMED, total))
-    facts = inspect_all([entry.sample.image for entry in checked], max(workers, source.threads), progress)
+    facts = inspect_all(
+        [entry.sample.image for entry in checked], max(workers, source.threads), progress
+    )
     found = check_images(checked, facts)
     if everything:
         found += find_duplicates(checked, facts)
@@ -169,7 +208,10 @@ def lint(
         seconds=time.perf_counter() - start,
         findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
         facts={} if sample is not None else _statistics(checked, facts),
-        notes=(*source.notes, *([TOO_MANY_FOR_PAIRS] if everything and total > MAX_ALL_PAIRS else [])),
+        notes=(
+            *source.notes,
+            *([TOO_MANY_FOR_PAIRS] if everything and total > MAX_ALL_PAIRS else []),
+        ),
     )
 
 
@@ -192,7 +234,11 @@ def _statistics(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> dict[s
         "words_per_caption": [len(text.split()) for texts in captions for text in texts],
         "short_side": [min(fact.size) for fact in facts if not fact.fault],
     }
-    return {name: {"min": min(v), "median": int(median(v)), "max": max(v)} for name, v in counts.items() if v}
+    return {
+        name: {"min": min(v), "median": int(median(v)), "max": max(v)}
+        for name, v in counts.items()
+        if v
+    }
 
 
 # Images
@@ -251,15 +297,25 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
         found.append(Finding("too-many-bad", "problem", bad, message))
     both = list(zip(entries, facts, strict=True))
     for fault, (message, remedy) in FAULTS.items():
-        places = [f"{entry.image_name()}: {fact.reason}" for entry, fact in both if fact.fault == fault]
+        places = [
+            f"{entry.image_name()}: {fact.reason}" for entry, fact in both if fact.fault == fault
+        ]
         found += finding(fault, "problem", f"{message}, skipped", remedy, places)
-    named = [(f"{entry.image_name()}: {fact.size[0]} x {fact.size[1]}", fact) for entry, fact in both if not fact.fault]
-    odd = [name for name, fact in named if min(fact.size) < max(MIN_SIDE, max(fact.size) / MAX_ASPECT)]
+    named = [
+        (f"{entry.image_name()}: {fact.size[0]} x {fact.size[1]}", fact)
+        for entry, fact in both
+        if not fact.fault
+    ]
+    odd = [
+        name for name, fact in named if min(fact.size) < max(MIN_SIDE, max(fact.size) / MAX_ASPECT)
+    ]
     message = f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
     remedy = "check images of extreme size: icons and strips contribute little"
     found += finding("extreme-size", "warning", message, remedy, odd)
     blank = [name for name, fact in named if fact.contrast < NEAR_EMPTY_CONTRAST]
-    return found + finding("near-empty", "warning", "images of nearly a single color", "remove blank images", blank)
+    return found + finding(
+        "near-empty", "warning", "images of nearly a single color", "remove blank images", blank
+    )
 
 
 def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[Finding]:
@@ -280,17 +336,38 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
             if (entries[i].split != entries[j].split) == between
         ]
 
-    leak, saved_again = "identical images in two splits (scores would be too high)", "(saved again, or the same scene)"
+    leak, saved_again = (
+        "identical images in two splits (scores would be too high)",
+        "(saved again, or the same scene)",
+    )
     leak_remedy = "remove the images that are in two splits from one of them"
-    near_remedy = "check the near-duplicates in two splits, and remove those of the same image from train"
+    near_remedy = (
+        "check the near-duplicates in two splits, and remove those of the same image from train"
+    )
     join = "join the captions of copies under one image: two copies in a batch are false negatives"
     return [
         *finding("leak-identical", "problem", leak, leak_remedy, places(same, True)),
         *finding(
-            "leak-near", "warning", f"near-duplicates in two splits {saved_again}", near_remedy, places(near, True)
+            "leak-near",
+            "warning",
+            f"near-duplicates in two splits {saved_again}",
+            near_remedy,
+            places(near, True),
         ),
-        *finding("duplicate-identical", "warning", "identical images within a split", join, places(same, False)),
-        *finding("duplicate-near", "info", f"near-duplicates within a split {saved_again}", "", places(near, False)),
+        *finding(
+            "duplicate-identical",
+            "warning",
+            "identical images within a split",
+            join,
+            places(same, False),
+        ),
+        *finding(
+            "duplicate-near",
+            "info",
+            f"near-duplicates within a split {saved_again}",
+            "",
+            places(near, False),
+        ),
     ]
 
 
@@ -299,10 +376,14 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
 LABEL_WORDS = 2  # captions this short are labels, not descriptions
 _MANY = 0.5
 _FEW_DISTINCT = 0.1
-_FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE)
+_FILE_NAME = re.compile(
+    r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE
+)
 
 
-def check_captions(entries: Sequence[Entry], context_length: int, class_captions: bool) -> list[Finding]:
+def check_captions(
+    entries: Sequence[Entry], context_length: int, class_captions: bool
+) -> list[Finding]:
     """File names and labels as captions, repeated, shared and truncated captions."""
     tokenizer, limit = BpeTokenizer(), context_length - 2  # start and end tokens
     file_names, repeated, overlong, short = (list[tuple[Entry, int]]() for _ in range(4))
@@ -329,25 +410,43 @@ def check_captions(entries: Sequence[Entry], context_length: int, class_captions
         return [entry.caption_name(number) for entry, number in places]
 
     message = "captions that are file names or URLs"
-    found = finding("file-name", "warning", message, "replace file names and URLs with descriptions", names(file_names))
+    found = finding(
+        "file-name",
+        "warning",
+        message,
+        "replace file names and URLs with descriptions",
+        names(file_names),
+    )
     message = "captions that repeat another one of their image"
     found += finding("duplicate-caption", "warning", message, f"remove {message}", names(repeated))
     message = f"captions over {limit} tokens ({plural(cut, 'token')} cut off)"
     found += finding(
-        "overlong", "warning", message, "shorten long captions, or use a larger context length", names(overlong)
+        "overlong",
+        "warning",
+        message,
+        "shorten long captions, or use a larger context length",
+        names(overlong),
     )
     if class_captions:
         message = f"images whose captions are made from {plural(len(images), 'class name')} (this is classification)"
         return [*found, Finding("labels", "info", len(entries), message)]
     captions = sum(len(entry.sample.captions) for entry in entries)
-    if len(short) > _MANY * captions or (len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)):
+    if len(short) > _MANY * captions or (
+        len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)
+    ):
         message = f"captions that are only labels ({len(images):,} different ones for {plural(len(entries), 'image')})"
         remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
         examples = tuple(names(short[:MAX_EXAMPLES] or [(entries[0], 0)]))
-        found.append(Finding("labels", "warning", len(short) or captions, message, remedy, examples))
-    shared = sorted((text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text]))
+        found.append(
+            Finding("labels", "warning", len(short) or captions, message, remedy, examples)
+        )
+    shared = sorted(
+        (text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text])
+    )
     fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
     shown = [f"{plural(len(images[text]), 'image')}: {text[:80]}" for text in shared]
     severity: Severity = "warning" if fraction > _MANY else "info"
     remedy = "write captions that distinguish the images"
-    return found + finding("shared-caption", severity, "captions of more than one image", remedy, shown)
+    return found + finding(
+        "shared-caption", severity, "captions of more than one image", remedy, shown
+    )

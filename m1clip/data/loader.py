@@ -54,11 +54,17 @@ class Batch:
     image_features: Tensor | None = None  # (n, width) float32, from a frozen image tower
     tokens: Tensor | None = None  # (m, length) int64, sorted by length
     text_features: Tensor | None = None  # (m, width) float32, from a frozen text tower
-    views: Tensor | None = None  # (n, 7) crop, flip and color of each image (see `draw_views`); None: complete images
+    views: Tensor | None = (
+        None  # (n, 7) crop, flip and color of each image (see `draw_views`); None: complete images
+    )
     kept_patches: Tensor | None = None  # (n, kept) patches that the image tower sees; None: all
-    lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: every caption has the full length
+    lengths: tuple[
+        int, ...
+    ] = ()  # of each caption, on the host; empty: every caption has the full length
     failed: tuple[Failure, ...] = ()  # images that could not be read; others replace them
-    cached_images: Tensor | None = None  # (all images, side, side, 3) uint8 on the device, instead of `images`
+    cached_images: Tensor | None = (
+        None  # (all images, side, side, 3) uint8 on the device, instead of `images`
+    )
     rows: Tensor | None = None  # (n,) this batch's rows of `cached_images`
 
     def __len__(self) -> int:
@@ -99,7 +105,11 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that differ between steps, by name."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cached_images"}
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "cached_images"
+        }
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -115,7 +125,9 @@ class BatchPlan:
     batch: int
     seed: int
     part: tuple[int, int] = (0, 1)  # of each batch: this rank and the number of ranks
-    blocks: np.ndarray | None = None  # of streamed images, whose order keeps neighbours near each other
+    blocks: np.ndarray | None = (
+        None  # of streamed images, whose order keeps neighbours near each other
+    )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -133,7 +145,9 @@ class BatchPlan:
         """(epoch, image indices) of a step, or of this rank's part of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rank, ranks = self.part
-        first, last = (place * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1))
+        first, last = (
+            place * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1)
+        )
         if self.blocks is not None:
             return epoch, rnd.windowed_order(self.seed, epoch, self.blocks, first, last)
         return epoch, rnd.permutation(self.seed, epoch, self.images)[first:last]
@@ -182,9 +196,14 @@ class TrainingSet:
         """The images of a batch, where some members may be replaced, and its fields for them."""
         seed, fields = self.plan.seed, dict[str, Any]()
         if self.image_features is not None:
-            return members, {"image_features": torch.from_numpy(self.image_features.read(members)).float()}
+            return members, {
+                "image_features": torch.from_numpy(self.image_features.read(members)).float()
+            }
         if self.device_images is not None:
-            fields = {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
+            fields = {
+                "cached_images": self.device_images,
+                "rows": torch.from_numpy(members.astype(np.int64)),
+            }
         else:
             assert self.images is not None
             members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
@@ -196,7 +215,9 @@ class TrainingSet:
             fields["kept_patches"] = torch.from_numpy(kept)
         return members, fields
 
-    def _tokens(self, epoch: int, table: CaptionTable, chosen: np.ndarray) -> tuple[Tensor, tuple[int, ...]]:
+    def _tokens(
+        self, epoch: int, table: CaptionTable, chosen: np.ndarray
+    ) -> tuple[Tensor, tuple[int, ...]]:
         """(tokens, lengths) of captions after word dropout."""
         dropout = self.augmentation.word_dropout
         tokens = table.tokens[chosen]
@@ -225,7 +246,13 @@ class TrainingSet:
             tensors = [tensor.pin_memory() for tensor in tensors]
         caption_ids, image_index, tokens = tensors
         lengths_in_order = tuple(lengths[order].tolist())
-        return replace(batch, caption_ids=caption_ids, image_index=image_index, tokens=tokens, lengths=lengths_in_order)
+        return replace(
+            batch,
+            caption_ids=caption_ids,
+            image_index=image_index,
+            tokens=tokens,
+            lengths=lengths_in_order,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "report": None}  # workers report through the batch
@@ -237,7 +264,8 @@ def _concatenated(pieces: Sequence[Batch], pin: bool) -> Batch:
         return pieces[0].pin_memory() if pin else pieces[0]
     starts = itertools.accumulate((len(piece) for piece in pieces), initial=0)
     pieces = [
-        replace(piece, image_index=piece.image_index + start) for piece, start in zip(pieces, starts, strict=False)
+        replace(piece, image_index=piece.image_index + start)
+        for piece, start in zip(pieces, starts, strict=False)
     ]
     tensors: dict[str, Any] = {}
     for name, first in pieces[0].tensors().items():
@@ -278,21 +306,30 @@ def batches(
 
         feed = _from_workers(start_workers, start, stop, warn)
     else:
-        feed = (batch.pin_memory() if pin else batch for batch in _in_this_process(data, start, stop, interruptible))
-    with contextlib.closing(feed):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
+        feed = (
+            batch.pin_memory() if pin else batch
+            for batch in _in_this_process(data, start, stop, interruptible)
+        )
+    with contextlib.closing(
+        feed
+    ):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
         for batch in feed:
             if data.report is not None:
                 data.report(batch.failed)
             yield batch
 
 
-def _in_this_process(data: TrainingSet, start: int, stop: int, interruptible: Interruptible) -> Feed:
+def _in_this_process(
+    data: TrainingSet, start: int, stop: int, interruptible: Interruptible
+) -> Feed:
     """Batches without workers; a thread reads streamed ones ahead, as reads of remote shards mostly wait."""
     if data.plan.blocks is None:
         yield from (data[step] for step in range(start, stop))
         return
     with ThreadPoolExecutor(1) as thread:
-        coming = deque(thread.submit(data.__getitem__, step) for step in range(start, min(start + AHEAD, stop)))
+        coming = deque(
+            thread.submit(data.__getitem__, step) for step in range(start, min(start + AHEAD, stop))
+        )
         try:
             for step in range(start, stop):
                 with interruptible():
@@ -304,7 +341,9 @@ def _in_this_process(data: TrainingSet, start: int, stop: int, interruptible: In
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _from_workers(start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]) -> Feed:
+def _from_workers(
+    start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]
+) -> Feed:
     """Batches from worker processes, which are restarted if one is killed: a batch depends only on its step."""
     step, deaths = start, 0
     while step < stop:
@@ -336,7 +375,13 @@ class _Workers:
     """
 
     def __init__(
-        self, data: TrainingSet, steps: range, count: int, start_method: str, pin: bool, interruptible: Interruptible
+        self,
+        data: TrainingSet,
+        steps: range,
+        count: int,
+        start_method: str,
+        pin: bool,
+        interruptible: Interruptible,
     ) -> None:
         self.data, self.steps, self.pin, self.interruptible = data, steps, pin, interruptible
         self.workers: list[tuple[BaseProcess, Connection]] = []
@@ -352,7 +397,9 @@ class _Workers:
             for number in range(self.pieces):
                 pipe, far_end = context.Pipe()
                 own_data = data if forked else None
-                process = context.Process(target=_make_pieces, args=(far_end, number, self.pieces, own_data))
+                process = context.Process(
+                    target=_make_pieces, args=(far_end, number, self.pieces, own_data)
+                )
                 process.start()
                 far_end.close()  # so that reading ends when the worker does
                 self.workers.append((process, pipe))
@@ -394,11 +441,15 @@ class _Workers:
             piece = pipe.recv()
         except (EOFError, OSError):
             end = time.monotonic() + 1.0
-            while process.exitcode is None and time.monotonic() < end:  # another thread may be joining it
+            while (
+                process.exitcode is None and time.monotonic() < end
+            ):  # another thread may be joining it
                 time.sleep(0.01)
             if process.exitcode is None:
                 raise
-            raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
+            raise WorkerDied(
+                f"data worker {process.pid} was killed (exit code {process.exitcode})"
+            ) from None
         if isinstance(piece, Exception):
             raise piece
         self.greetings[number].join()  # two threads must not send at the same time
@@ -444,7 +495,9 @@ def _follow_parent() -> None:
 def _make_pieces(pipe: Connection, number: int, pieces: int, data: TrainingSet | None) -> None:
     """Run a worker: receive the data unless it is forked, then numbers of steps; send its pieces of their batches."""
     _follow_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the process group: the parent needs batches for its step
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # sent to the process group: the parent needs batches for its step
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     with contextlib.suppress(EOFError, OSError):  # the parent has ended

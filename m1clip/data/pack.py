@@ -39,9 +39,8 @@ class Packed(NamedTuple):
 
     def __str__(self) -> str:
         parts = ", ".join(f"{split} {number:,}" for split, number in self.images.items())
-        return (
-            f"{self.folder}: {plural(sum(self.images.values()), 'image')} ({parts}) in {plural(self.shards, 'shard')}"
-        )
+        images = plural(sum(self.images.values()), "image")
+        return f"{self.folder}: {images} ({parts}) in {plural(self.shards, 'shard')}"
 
 
 def pack(
@@ -59,11 +58,15 @@ def pack(
     counts = {split: len(source.samples(split)) for split in source.splits()}
     settings: dict[str, Any] = {"shard_size": shard_size, "image_size": image_size}
     settings |= {split: source.fingerprint(source.samples(split)) for split in counts}
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_unfinished(folder, settings))):
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not _is_unfinished(folder, settings))
+    ):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / UNFINISHED, settings)
-    jobs = [(split, start) for split, count in counts.items() for start in range(0, count, shard_size)]
+    jobs = [
+        (split, start) for split, count in counts.items() for start in range(0, count, shard_size)
+    ]
     done, total = itertools.count(1), sum(counts.values())
 
     def write(split: str, start: int) -> tuple[str, int, list[str]]:
@@ -77,10 +80,15 @@ def pack(
             progress(max(next(done) for _ in wanted), total)
             return path.name, shard.samples, skipped
         with _new_shard(path) as tar:
-            for number, sample in zip(wanted, source.samples(split)[wanted.start : wanted.stop], strict=True):
+            for number, sample in zip(
+                wanted, source.samples(split)[wanted.start : wanted.stop], strict=True
+            ):
                 try:
                     suffix, data = image_bytes(sample.image, image_size)
-                except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
+                except (
+                    OSError,
+                    ValueError,
+                ) as error:  # what decoders raise for an image they cannot read
                     skipped.append(f"{sample.image}: {failure_reason(error)}")
                 else:
                     _add_sample(tar, f"{number:09d}", {suffix: data, **_texts(sample, split)})
@@ -137,8 +145,16 @@ def _add_sample(tar: tarfile.TarFile, key: str, files: dict[str, bytes]) -> None
 
 def _texts(sample: Sample, split: str) -> dict[str, bytes]:
     """The first caption as txt; all captions, the id and the split as json."""
-    metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
-    return {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}
+    metadata = {
+        "captions": list(sample.captions),
+        "id": sample.id,
+        "split": split,
+        "format": PACKED,
+    }
+    return {
+        "txt": sample.captions[0].encode("utf-8", "replace"),
+        "json": json.dumps(metadata).encode(),
+    }
 
 
 def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
@@ -154,7 +170,9 @@ def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
     if image_size is not None and short > image_size:
         scale = image_size / min(image.size)
         width, height = (max(image_size, round(side * scale)) for side in image.size)
-        image.resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=JPEG_QUALITY)
+        image.resize((width, height), Image.Resampling.BICUBIC).save(
+            stream, "JPEG", quality=JPEG_QUALITY
+        )
         return "jpg", stream.getvalue()
     if kind in KEPT:
         return KEPT[kind], data

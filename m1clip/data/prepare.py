@@ -57,16 +57,23 @@ def is_synthetic(config: DataConfig) -> bool:
 
 
 def choose_augmentation(
-    config: DataConfig, mentions_sides: bool = False, keep_patches: bool = False, keep_words: bool = False
+    config: DataConfig,
+    mentions_sides: bool = False,
+    keep_patches: bool = False,
+    keep_words: bool = False,
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
-    from m1clip.data.augment import Augmentation  # imports torch, which an evaluation in onnxruntime does not need
+    from m1clip.data.augment import (
+        Augmentation,
+    )  # imports torch, which an evaluation in onnxruntime does not need
 
     usual = Augmentation(0.6, 0.5, 0.2, 0.0 if keep_patches else 0.5, 0.0 if keep_words else 0.3)
     if is_synthetic(config):
         usual = Augmentation()
     elif mentions_sides:
-        usual = replace(usual, crop_min=1.0, flip=0.0)  # a mirrored or shifted image would make its caption false
+        usual = replace(
+            usual, crop_min=1.0, flip=0.0
+        )  # a mirrored or shifted image would make its caption false
     asked = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
     return replace(usual, **{name: value for name, value in asked.items() if value is not None})
 
@@ -77,7 +84,9 @@ def often_mention_sides(captions: Iterable[str]) -> bool:
     return sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions)
 
 
-def open_data(config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None) -> Source:
+def open_data(
+    config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None
+) -> Source:
     """Open the configured source; `progress` of indexing shards."""
     if is_synthetic(config):
         held_out = max(2, min(config.synthetic_images // 9, 1000))
@@ -85,7 +94,9 @@ def open_data(config: DataConfig, image_size: int, seed: int, progress: Progress
         return SyntheticSource(size, config.synthetic_images, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
-    return open_sources(config.source, options=Options(*columns, stream, config.cache_dir, progress))
+    return open_sources(
+        config.source, options=Options(*columns, stream, config.cache_dir, progress)
+    )
 
 
 def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()) -> float:
@@ -101,7 +112,9 @@ def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()
         image = samples[number].image
         with suppress(BadImage), opened(image.read(), str(image)) as header:
             short_sides.append(min(header.size))
-    return min(CROP_MARGIN, max(1.0, median(short_sides) / image_size)) if short_sides else CROP_MARGIN
+    return (
+        min(CROP_MARGIN, max(1.0, median(short_sides) / image_size)) if short_sides else CROP_MARGIN
+    )
 
 
 def load_split(
@@ -116,10 +129,14 @@ def load_split(
 ) -> Split:
     """Cache the images of a split, `margin` larger than the model's images, and tokenize its captions."""
     side = round(preprocess.image_size * margin)
-    images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, options)
+    images, samples, failures, cache = cache_split(
+        source, split, side, preprocess.resize, config, options
+    )
     if not len(images):
         total = len(source.samples(split))
-        raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint shows why")
+        raise UserError(
+            f"none of the {total:,} {split} images can be read; m1clip data lint shows why"
+        )
     captions, others = (
         tokenize_captions([sample.captions for sample in group], tokenizer, context_length)
         for group in (samples, other_classes(source, samples))
@@ -138,9 +155,19 @@ def stream_split(
 ) -> Split:
     """The training images of streamed shards with their captions, which are read for each batch."""
     samples, side = source.parts["train"], round(preprocess.image_size * margin)
-    images, failures = stream_images(samples.images(), side, preprocess.resize, config, options, source.threads)
+    images, failures = stream_images(
+        samples.images(), side, preprocess.resize, config, options, source.threads
+    )
     captions = LazyCaptions(samples.captions, tokenizer, context_length)
-    return Split(images, tokenize_captions([], tokenizer, context_length), samples, failures, "off", None, captions)
+    return Split(
+        images,
+        tokenize_captions([], tokenizer, context_length),
+        samples,
+        failures,
+        "off",
+        None,
+        captions,
+    )
 
 
 def other_classes(source: Source, samples: Sequence[Sample]) -> list[Sample]:
@@ -148,7 +175,9 @@ def other_classes(source: Source, samples: Sequence[Sample]) -> list[Sample]:
     if not source.class_captions:
         return []
     here = {_class_key(sample) for sample in samples}
-    others = {_class_key(sample): sample for split in source.splits() for sample in source.samples(split)}
+    others = {
+        _class_key(sample): sample for split in source.splits() for sample in source.samples(split)
+    }
     return [others[key] for key in sorted(others.keys() - here)]
 
 
@@ -176,6 +205,10 @@ def quick_check(
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
         warn(f"data: {finding.message}: {finding.count:,}{first}")
     if len(found) > WARNINGS_SHOWN:
-        warn(f"data: {plural(len(found) - WARNINGS_SHOWN, 'more finding')}; m1clip data lint shows all")
-    kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]
+        warn(
+            f"data: {plural(len(found) - WARNINGS_SHOWN, 'more finding')}; m1clip data lint shows all"
+        )
+    kept = [
+        {**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found
+    ]
     return {"verdict": report.verdict, "checked": report.checked, "findings": kept}

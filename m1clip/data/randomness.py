@@ -5,7 +5,19 @@ import functools
 import numpy as np
 
 # One stream for each use.
-CAPTION, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, FLIP, BRIGHTNESS, CONTRAST, REPLACEMENT, PATCH, WORD = range(11)
+(
+    CAPTION,
+    CROP_AREA,
+    CROP_ASPECT,
+    CROP_X,
+    CROP_Y,
+    FLIP,
+    BRIGHTNESS,
+    CONTRAST,
+    REPLACEMENT,
+    PATCH,
+    WORD,
+) = range(11)
 
 WINDOW = 65_536  # samples that are shuffled together
 
@@ -13,7 +25,9 @@ WINDOW = 65_536  # samples that are shuffled together
 @functools.lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of an epoch; cached, because each step of the epoch needs it."""
-    order = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(count)
+    order = np.random.Generator(
+        np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    ).permutation(count)
     order.flags.writeable = False
     return order
 
@@ -28,7 +42,9 @@ def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: 
     starts, ends = (np.cumsum(blocks) - blocks)[order], np.cumsum(blocks[order])
     windows = range(first // WINDOW, -(-last // WINDOW))
     sizes = [min(WINDOW, int(ends[-1]) - number * WINDOW) for number in windows]
-    shuffled = [n * WINDOW + _window(seed, epoch, n, size) for n, size in zip(windows, sizes, strict=True)]
+    shuffled = [
+        n * WINDOW + _window(seed, epoch, n, size) for n, size in zip(windows, sizes, strict=True)
+    ]
     places = np.concatenate(shuffled)[first - windows[0] * WINDOW :][: last - first]
     block = np.searchsorted(ends, places, side="right")
     return starts[block] + places - (ends - blocks[order])[block]
@@ -43,7 +59,9 @@ def _window(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
 def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
     """A 64-bit hash for each sample: splitmix64 over the four integers."""
     with np.errstate(over="ignore"):
-        state = _splitmix(np.array(seed, np.uint64))  # hashed alone, or seed 1 epoch 0 would equal seed 0 epoch 1
+        state = _splitmix(
+            np.array(seed, np.uint64)
+        )  # hashed alone, or seed 1 epoch 0 would equal seed 0 epoch 1
         for word in (epoch, stream):
             state = _splitmix(state ^ np.uint64(word))
         return _splitmix(_splitmix(samples.astype(np.uint64) ^ state))

@@ -12,7 +12,13 @@ SUFFIXES = frozenset({".dng", ".cr2", ".nef", ".nrw", ".arw", ".srw"})
 MAX_DIRECTORIES, MAX_ENTRIES, MAX_VALUES, MAX_BYTES = 32, 1000, 64, 2**26
 SUBFILE, STRIP, ORIENTATION, STRIP_BYTES, DATE = 254, 273, 274, 279, 306
 CHILDREN, JPEG, JPEG_BYTES, EXIF, DNG, TAKEN = 330, 513, 514, 0x8769, 50706, 0x9003
-TYPES = {1: ("B", 1), 2: ("B", 1), 3: ("H", 2), 4: ("I", 4), 13: ("I", 4)}  # other TIFF types are not needed
+TYPES = {
+    1: ("B", 1),
+    2: ("B", 1),
+    3: ("H", 2),
+    4: ("I", 4),
+    13: ("I", 4),
+}  # other TIFF types are not needed
 
 Directory = dict[int, tuple[int, ...]]  # {tag: values}
 
@@ -26,15 +32,23 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
         return None
     pairs = ((JPEG, JPEG_BYTES), (STRIP, STRIP_BYTES))
     places = {each.get(start, ()) + each.get(size, ()) for each in found for start, size in pairs}
-    usable = [place for place in places if len(place) == 2 and place[1] <= MAX_BYTES and sum(place) <= length]
+    usable = [
+        place
+        for place in places
+        if len(place) == 2 and place[1] <= MAX_BYTES and sum(place) <= length
+    ]
     for at, size in sorted(usable, key=lambda place: (-place[1], place[0])):
         stream.seek(at)
         try:
             image = Image.open(io.BytesIO(stream.read(size)), formats=("JPEG",))
-        except UnidentifiedImageError:  # pixels without compression, or the sensor's values as a lossless JPEG
+        except (
+            UnidentifiedImageError
+        ):  # pixels without compression, or the sensor's values as a lossless JPEG
             continue
         exif = image.getexif()
-        exif.setdefault(ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1))
+        exif.setdefault(
+            ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1)
+        )
         taken = next((each[tag] for tag in (TAKEN, DATE) for each in found if tag in each), ())
         exif.setdefault(DATE, bytes(each & 255 for each in taken).decode("ascii", "replace"))
         return image

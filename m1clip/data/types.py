@@ -28,7 +28,9 @@ class Sample:
 def sample_ids_of(samples: Sequence[Sample]) -> np.ndarray:
     """(n,) int64: the index of the first sample with the same image."""
     first: dict[ImageRef, int] = {}
-    return np.array([first.setdefault(sample.image, place) for place, sample in enumerate(samples)], np.int64)
+    return np.array(
+        [first.setdefault(sample.image, place) for place, sample in enumerate(samples)], np.int64
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class Source:
     def splits(self) -> tuple[str, ...]:
         """The splits that hold at least one sample: train, val, test, then others by name."""
         return tuple(
-            sorted(self.by_split, key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name))
+            sorted(
+                self.by_split,
+                key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name),
+            )
         )
 
     def samples(self, split: str) -> Sequence[Sample]:
@@ -85,7 +90,9 @@ class Source:
         return list(self.samples(split))
 
     def caption_count(self) -> int:
-        return sum(len(sample.captions) for split in self.splits() for sample in self.samples(split))
+        return sum(
+            len(sample.captions) for split in self.splits() for sample in self.samples(split)
+        )
 
     def fewest_captions(self, split: str) -> int:
         """The least number of captions that an image of a split has."""
@@ -95,5 +102,7 @@ class Source:
         """Hash of the names and captions of some of its samples, in order."""
         digest = hashlib.sha256()
         for sample in samples:
-            digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
+            digest.update(
+                "\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass")
+            )
         return digest.hexdigest()

@@ -23,7 +23,9 @@ HARD, MEDIUM = 0.9, 0.5  # quantiles of similarity
 DIFFICULTIES = ("easy", "medium", "hard")
 
 
-def analyze(image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray) -> dict[str, Any]:
+def analyze(
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray
+) -> dict[str, Any]:
     """The analysis for the run log; nothing is encoded for it."""
     return {
         "alignment": round(alignment(image, text, image_index), 5),
@@ -85,7 +87,12 @@ class Confusion:
 
 
 def confusions(
-    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None, *, limit: int
+    image: np.ndarray,
+    text: np.ndarray,
+    image_index: np.ndarray,
+    keys: np.ndarray | None = None,
+    *,
+    limit: int,
 ) -> list[Confusion]:
     """The captions whose wrong image leads by the largest margin, each pair of images once."""
     best, found = nearest(text, image, 1)
@@ -102,7 +109,11 @@ def confusions(
 
 
 def negatives_accuracy(
-    image: np.ndarray, caption: np.ndarray, negative: np.ndarray, image_index: np.ndarray, changed: Sequence[str]
+    image: np.ndarray,
+    caption: np.ndarray,
+    negative: np.ndarray,
+    image_index: np.ndarray,
+    changed: Sequence[str],
 ) -> Scores:
     """How often an image scores its true caption above a negative one; chance is 1/2.
 
@@ -115,7 +126,9 @@ def negatives_accuracy(
     metrics = metrics_of(["negatives"], hits[:, None], [0.5], image_index)
     for name in sorted(set(changed)):
         mask = np.array([each == name for each in changed])
-        metrics += metrics_of([f"negatives/changed_{name}"], hits[mask][:, None], [0.5], image_index[mask])
+        metrics += metrics_of(
+            [f"negatives/changed_{name}"], hits[mask][:, None], [0.5], image_index[mask]
+        )
     return Scores(tuple(metrics))
 
 
@@ -130,12 +143,25 @@ GEOMETRY = {
     "uniformity_text": "how evenly captions spread",
     "modality_gap": "distance between the mean image and the mean caption",
 }
-SIMILARITY = {"easy": "the lower half by similarity", "medium": "the middle", "hard": "the top tenth"}
+SIMILARITY = {
+    "easy": "the lower half by similarity",
+    "medium": "the middle",
+    "hard": "the top tenth",
+}
 
 
 def analysis_table(analysis: Mapping[str, Any]) -> str:
     """The geometry of the embedding space, and the accuracy by similarity of the wrong caption."""
-    rows = [(name.replace("_", " "), f"{analysis[name]:.3f}", meaning) for name, meaning in GEOMETRY.items()]
+    rows = [
+        (name.replace("_", " "), f"{analysis[name]:.3f}", meaning)
+        for name, meaning in GEOMETRY.items()
+    ]
     for name, (value, n) in analysis["difficulty"].items():
-        rows.append((f"accuracy, {name}", percent(value), f"against {n:,} other captions, {SIMILARITY[name]}"))
+        rows.append(
+            (
+                f"accuracy, {name}",
+                percent(value),
+                f"against {n:,} other captions, {SIMILARITY[name]}",
+            )
+        )
     return table(("figure", "value", "meaning"), rows)

@@ -28,7 +28,10 @@ from m1clip.inference.model import Model
 
 
 def evaluate(
-    model: Model | str | Path, data: str | Path | Sequence[str | Path], split: str = "test", device: str = "auto"
+    model: Model | str | Path,
+    data: str | Path | Sequence[str | Path],
+    split: str = "test",
+    device: str = "auto",
 ) -> Scores:
     """Scores of a model, or of the model at a path, on a split of any data that `--data` accepts."""
     sources = [data] if isinstance(data, str | Path) else data
@@ -38,7 +41,9 @@ def evaluate(
 
 def quiet_decoding(facts: Facts) -> DecodeOptions:
     """Decode images without reporting progress."""
-    return DecodeOptions(decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
+    return DecodeOptions(
+        decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore
+    )
 
 
 def _ignore(*_: object) -> None:
@@ -57,15 +62,28 @@ def open_split(
     opened = model if isinstance(model, Model) else load(model)
     trained = run is not None and (run / "config.toml").is_file()
     if not trained and not data:
-        raise UserError(f"{run}: no config.toml, so the training data is unknown; specify data with --data")
+        raise UserError(
+            f"{run}: no config.toml, so the training data is unknown; specify data with --data"
+        )
     config = load_config(run / "config.toml") if run is not None and trained else Config()
     sources = dataclasses.replace(config.data, source=data) if data else config.data
     opened.encoder.use_device(device_name, config.train if trained else None)
     source = open_data(sources, opened.preprocess.image_size, config.seed)
     if split not in source.splits():
-        raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")
+        raise UserError(
+            f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}"
+        )
     plan = decoding(read_facts(gpu=False))
-    samples = load_split(source, split, sources, opened.tokenizer, opened.context_length, opened.preprocess, 1.0, plan)
+    samples = load_split(
+        source,
+        split,
+        sources,
+        opened.tokenizer,
+        opened.context_length,
+        opened.preprocess,
+        1.0,
+        plan,
+    )
     return Evaluator(opened, source, split, samples)
 
 
@@ -88,11 +106,17 @@ class Evaluator:
         scores = retrieval(*features, others)
         if features.labels is not None:
             scores += class_accuracies(features, others, self.class_names(features.labels))
-        return scores + self.negative_scores(features[0]) if isinstance(self.source, SyntheticSource) else scores
+        return (
+            scores + self.negative_scores(features[0])
+            if isinstance(self.source, SyntheticSource)
+            else scores
+        )
 
     def class_names(self, labels: np.ndarray) -> list[str]:
         """The name of each class with an image in the split, by label."""
-        captions = dict(zip(labels.tolist(), (sample.captions[0] for sample in self.data.samples), strict=False))
+        captions = dict(
+            zip(labels.tolist(), (sample.captions[0] for sample in self.data.samples), strict=False)
+        )
         return [class_name(captions[label]) for label in sorted(captions)]
 
     def negative_scores(self, image: np.ndarray) -> Scores:
@@ -104,7 +128,11 @@ class Evaluator:
             for negative in negatives(self.source.scene_of[sample.id], seed=index)
         ]
         # The negatives of an image share one true caption, which is encoded once.
-        texts = list(dict.fromkeys(text for _, negative in pairs for text in (negative.truth, negative.caption)))
+        texts = list(
+            dict.fromkeys(
+                text for _, negative in pairs for text in (negative.truth, negative.caption)
+            )
+        )
         row = {text: number for number, text in enumerate(texts)}
         vectors = np.asarray(self.model.encode_text(texts))
         return negatives_accuracy(

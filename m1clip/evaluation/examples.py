@@ -45,8 +45,13 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Spli
             small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
             encoded = io.BytesIO()
             small.save(encoded, format="JPEG", quality=82)
-            write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but without waiting for the disk
-    write_text(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+            write_bytes(
+                path, encoded.getvalue(), sync=False
+            )  # atomic, but without waiting for the disk
+    write_text(
+        folder / f"step-{step:08d}.json",
+        json.dumps(content, ensure_ascii=False, separators=(",", ":")),
+    )
     thin_out(folder, step)
 
 
@@ -133,23 +138,34 @@ QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
 QUERY_LETTERS = 32  # per line; images are drawn over what is too wide
 MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
 # The built-in font has no glyph for these.
-ASCII = str.maketrans({"–": "-", "—": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "→": "->"})
+ASCII = str.maketrans(
+    {"–": "-", "—": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "→": "->"}
+)
 
 
 def retrieval_grid(data: Split, features: SplitFeatures, split: str, path: Path) -> None:
     """Write a PNG with captions on the left and the images they retrieve on the right."""
     rows = query_examples(data, features)
     images = [data.images.read(np.array(row["found"])) for row in rows]
-    draw_grid(rows, images, path, f"{len(data.images):,} images of the {split} split: the best for each caption")
+    draw_grid(
+        rows,
+        images,
+        path,
+        f"{len(data.images):,} images of the {split} split: the best for each caption",
+    )
 
 
-def draw_grid(rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path: Path, title: str) -> None:
+def draw_grid(
+    rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path: Path, title: str
+) -> None:
     """Draw queries and their images (n, side, side, 3) uint8, best first, framed as correct or wrong."""
     side = CELL + 2 * FRAME
     columns = max(map(len, images))
     row_height = side + LABEL_HEIGHT + ROW_GAP
     width = max(2 * MARGIN + QUERY_WIDTH + columns * (side + GAP), 560)
-    canvas = Image.new("RGB", (width, 2 * MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER)
+    canvas = Image.new(
+        "RGB", (width, 2 * MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER
+    )
     draw = ImageDraw.Draw(canvas)
     small, normal, large = (ImageFont.load_default(size) for size in (12, 14, 20))
     draw.text((MARGIN, MARGIN - 6), safe_text(title), fill=INK, font=large)
@@ -157,7 +173,9 @@ def draw_grid(rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path
     draw.text((MARGIN, MARGIN + 28), legend, fill=GRAY, font=normal)
     for number, row in enumerate(rows):
         top = MARGIN + HEADER_HEIGHT + number * row_height
-        lines = textwrap.wrap(safe_text(row["caption"]), QUERY_LETTERS, max_lines=5, placeholder="...")
+        lines = textwrap.wrap(
+            safe_text(row["caption"]), QUERY_LETTERS, max_lines=5, placeholder="..."
+        )
         query = "\n".join([*lines, f"(right image: rank {row['rank']:,})"])
         draw.multiline_text((MARGIN, top), query, fill=INK, font=normal)
         for column, pixels in enumerate(images[number]):
@@ -169,10 +187,14 @@ def draw_grid(rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path
             # Words as well as color, for readers who cannot tell green from red.
             label = f"{column + 1}.  {row['scores'][column]:.2f}  {'right' if row['correct'][column] else 'wrong'}"
             draw.text((left + side / 2, top + side + 5), label, fill=color, font=small, anchor="ma")
-    canvas.save(path, format="PNG", compress_level=1)  # 7% larger than the smallest, in a fifth of the time
+    canvas.save(
+        path, format="PNG", compress_level=1
+    )  # 7% larger than the smallest, in a fifth of the time
 
 
 def safe_text(text: str) -> str:
     """Text that Pillow can draw: one line, no control characters, no lone surrogates, of bounded length."""
     text = text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").translate(ASCII)
-    return " ".join("".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text).split())
+    return " ".join(
+        "".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text).split()
+    )

@@ -30,15 +30,21 @@ def linear_probe(vectors: np.ndarray, classes: np.ndarray, seed: int = 0) -> Sco
     return top_k_accuracy(predict(inputs[test]).numpy(), labels[test].numpy(), "linear_probe")
 
 
-def fit_classifier(inputs: Tensor, labels: Tensor, weight_decay: float = 1.0) -> Callable[[Tensor], Tensor]:
+def fit_classifier(
+    inputs: Tensor, labels: Tensor, weight_decay: float = 1.0
+) -> Callable[[Tensor], Tensor]:
     """Logistic regression in float64: the function from inputs (n, d) to scores (n, classes)."""
 
     def extended(rows: Tensor) -> Tensor:
         return F.pad(rows.double(), (0, 1), value=1.0)
 
     known = extended(inputs)
-    weight = torch.zeros(known.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=PROBE_ITERATIONS, line_search_fn="strong_wolfe")
+    weight = torch.zeros(
+        known.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True
+    )
+    optimizer = torch.optim.LBFGS(
+        [weight], max_iter=PROBE_ITERATIONS, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> Tensor:
         optimizer.zero_grad()

@@ -33,9 +33,15 @@ def retrieval(
     found = ranks(image, text, image_index, keys)
     queries = np.flatnonzero(found.captioned)
     metrics = [
-        *_direction("text_to_image", found.text_to_image, image_index, found.right_images, len(image)),
         *_direction(
-            "image_to_text", found.image_to_text[queries], queries, found.right_texts[queries], found.distinct_texts
+            "text_to_image", found.text_to_image, image_index, found.right_images, len(image)
+        ),
+        *_direction(
+            "image_to_text",
+            found.image_to_text[queries],
+            queries,
+            found.right_texts[queries],
+            found.distinct_texts,
         ),
     ]
     metrics.insert(0, _mean_recall(metrics))
@@ -63,7 +69,11 @@ def _mean_recall(recalls: Sequence[Metric]) -> Metric:
 
 
 def _top1_accuracy(
-    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, labels: np.ndarray, others: np.ndarray | None
+    image: np.ndarray,
+    text: np.ndarray,
+    image_index: np.ndarray,
+    labels: np.ndarray,
+    others: np.ndarray | None,
 ) -> Metric:
     """How often an image is closest to its own class; a tie is a miss."""
     hits, classes = _class_hits(image, text, image_index, labels, others)
@@ -71,26 +81,36 @@ def _top1_accuracy(
     return Metric(TOP1, value, 1 / classes, wilson(value, len(image)), len(image))
 
 
-def class_accuracies(features: SplitFeatures, other_classes: np.ndarray | None, names: Sequence[str]) -> Scores:
+def class_accuracies(
+    features: SplitFeatures, other_classes: np.ndarray | None, names: Sequence[str]
+) -> Scores:
     """The top-1 accuracy of the images of each class; `names` are those of the labels."""
     assert features.labels is not None
     hits, candidates = _class_hits(*features[:3], features.labels, other_classes)
     return accuracy_by_class(hits, features.labels, names, candidates)
 
 
-def accuracy_by_class(hits: np.ndarray, labels: np.ndarray, names: Sequence[str], candidates: int) -> Scores:
+def accuracy_by_class(
+    hits: np.ndarray, labels: np.ndarray, names: Sequence[str], candidates: int
+) -> Scores:
     """The fraction of hits (n,) bool of each class with an image, the worst class first."""
     accuracies = []
     for label, name in enumerate(names):
         of_class = hits[labels == label]
         if len(of_class):
             value = float(of_class.mean())
-            accuracies.append(Metric(name, value, 1 / candidates, wilson(value, len(of_class)), len(of_class)))
+            accuracies.append(
+                Metric(name, value, 1 / candidates, wilson(value, len(of_class)), len(of_class))
+            )
     return Scores((), tuple(sorted(accuracies, key=lambda metric: (metric.value, metric.name))))
 
 
 def _class_hits(
-    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, labels: np.ndarray, others: np.ndarray | None
+    image: np.ndarray,
+    text: np.ndarray,
+    image_index: np.ndarray,
+    labels: np.ndarray,
+    others: np.ndarray | None,
 ) -> tuple[np.ndarray, int]:
     """(n_images,) whether each is closest to its class, the mean of the class's captions; the number of classes."""
     sums = np.zeros((int(labels.max()) + 1, text.shape[1]), np.float32)
@@ -109,7 +129,9 @@ class Ranks:
     """
 
     text_to_image: np.ndarray  # (n_texts,) best rank among the images that have this caption
-    image_to_text: np.ndarray  # (n_images,) best rank among its captions; valid only where `captioned`
+    image_to_text: (
+        np.ndarray
+    )  # (n_images,) best rank among its captions; valid only where `captioned`
     right_images: np.ndarray  # (n_texts,) how many images have this caption
     right_texts: np.ndarray  # (n_images,) how many distinct captions the image has
     distinct_texts: int
@@ -120,7 +142,9 @@ class Ranks:
         return self.right_texts > 0
 
 
-def ranks(image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None) -> Ranks:
+def ranks(
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
+) -> Ranks:
     """Ranks of image (n_images, d) against text (n_texts, d); a tie with a wrong candidate counts as a loss."""
     low, high = int(image_index.min()), int(image_index.max())
     if low < 0 or high >= len(image) or len(image_index) != len(text):
@@ -136,7 +160,9 @@ def ranks(image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np
     by_caption = np.argsort(caption_of, kind="stable")
     texts = text[first]
     return Ranks(
-        text_to_image=_best_ranks(texts, image, caption_of[by_caption], image_of[by_caption])[caption],
+        text_to_image=_best_ranks(texts, image, caption_of[by_caption], image_of[by_caption])[
+            caption
+        ],
         image_to_text=_best_ranks(image, texts, image_of, caption_of),
         right_images=np.bincount(caption_of)[caption],
         right_texts=np.bincount(image_of, minlength=len(image)),
@@ -162,13 +188,17 @@ def _best_ranks(
         np.maximum.at(best, row, np.where(np.isnan(right), -np.inf, right).astype(np.float32))
         scores[row, column] = -np.inf
         above = scores >= best[:, None] - np.float32(TIE)
-        rank = 1 + above.view(np.uint8).sum(axis=1, dtype=np.int32)  # half the time of a sum of bool
+        rank = 1 + above.view(np.uint8).sum(
+            axis=1, dtype=np.int32
+        )  # half the time of a sum of bool
         rank[np.isneginf(best)] = len(candidates) + 1
         found[start : start + len(scores)] = rank
     return found
 
 
-def is_match(image: np.ndarray, key: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None) -> np.ndarray:
+def is_match(
+    image: np.ndarray, key: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
+) -> np.ndarray:
     """Whether each image has a caption with this key; `image` and `key` broadcast, default keys are row numbers."""
     keys = np.arange(len(image_index)) if keys is None else keys
     n = int(keys.max()) + 1

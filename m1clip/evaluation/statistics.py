@@ -138,4 +138,6 @@ def fraction_intervals(hits: np.ndarray, image_index: np.ndarray) -> list[Interv
     with np.errstate(divide="ignore", invalid="ignore"):  # a variance of 0
         effective = np.nan_to_num(fractions * (1 - fractions) / variance, nan=0.0, posinf=np.inf)
     effective = effective.clip(images, len(rows))
-    return [wilson(value, n) for value, n in zip(fractions.tolist(), effective.tolist(), strict=True)]
+    return [
+        wilson(value, n) for value, n in zip(fractions.tolist(), effective.tolist(), strict=True)
+    ]

@@ -16,7 +16,13 @@ from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import plural, table
 from m1clip.inference.model import Model
 
-TEMPLATES = ("a photo of a {}.", "an image of a {}.", "a close-up photo of a {}.", "there is a {} here.", "{}")
+TEMPLATES = (
+    "a photo of a {}.",
+    "an image of a {}.",
+    "a close-up photo of a {}.",
+    "there is a {} here.",
+    "{}",
+)
 TOP_K = (1, 5)
 CONFUSIONS = 8  # shown
 
@@ -24,11 +30,19 @@ CONFUSIONS = 8  # shown
 def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     """Class names, and images with the index of their class, from one folder per class (cats/1.jpg)."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class")
-    found = [(path.parts[0], folder / path) for path in map(Path, walk_images(folder)) if len(path.parts) > 1]
+        raise UserError(
+            f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class"
+        )
+    found = [
+        (path.parts[0], folder / path)
+        for path in map(Path, walk_images(folder))
+        if len(path.parts) > 1
+    ]
     classes = sorted({label for label, _ in found})
     if len(classes) < 2:
-        raise UserError(f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are needed")
+        raise UserError(
+            f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are needed"
+        )
     names = [label.replace("_", " ").replace("-", " ").strip() for label in classes]
     return names, [(path, classes.index(label)) for label, path in found]
 
@@ -44,7 +58,9 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[np.ndarray, li
         vectors.append(np.asarray(encoded))
     reasons = [f"{refs[index]}: {reason}" for index, reason in sorted(failures.items())]
     if not readable:
-        raise UserError(f"none of {plural(len(paths), 'image')} can be read; first: {(reasons or ['no images'])[0]}")
+        raise UserError(
+            f"none of {plural(len(paths), 'image')} can be read; first: {(reasons or ['no images'])[0]}"
+        )
     return np.concatenate(vectors), readable, reasons
 
 
@@ -57,7 +73,9 @@ class ZeroShot:
     """Result of zero-shot classification over class folders."""
 
     scores: Scores
-    confusion: np.ndarray  # (classes, classes) counts: rows are the true class, columns the predicted one
+    confusion: (
+        np.ndarray
+    )  # (classes, classes) counts: rows are the true class, columns the predicted one
     names: list[str]
     unreadable: list[str]
 
@@ -67,12 +85,18 @@ class ZeroShot:
         np.fill_diagonal(wrong, 0)
         order = np.argsort(-wrong, axis=None, kind="stable").tolist()
         worst = [divmod(index, len(wrong)) for index in order]
-        rows = [(self.names[t], self.names[p], f"{n:,}") for t, p in worst[:CONFUSIONS] if (n := int(wrong[t, p]))]
+        rows = [
+            (self.names[t], self.names[p], f"{n:,}")
+            for t, p in worst[:CONFUSIONS]
+            if (n := int(wrong[t, p]))
+        ]
         confused = table(("class", "taken for", "images"), rows)
         return f"{self.scores}\n\n{confused}" if rows else str(self.scores)
 
 
-def zero_shot(model: Model, folder: Path, templates: Sequence[str] = (), probe: bool = False) -> ZeroShot:
+def zero_shot(
+    model: Model, folder: Path, templates: Sequence[str] = (), probe: bool = False
+) -> ZeroShot:
     """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe."""
     names, images = class_folders(folder)
     vectors, readable, unreadable = encode_readable(model, [path for path, _ in images])

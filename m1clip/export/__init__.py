@@ -9,7 +9,14 @@ from types import ModuleType
 from typing import Literal
 
 Target = Literal[
-    "onnx", "transformers.js", "immich", "coreml", "sentence-transformers", "hf", "openclip", "safetensors"
+    "onnx",
+    "transformers.js",
+    "immich",
+    "coreml",
+    "sentence-transformers",
+    "hf",
+    "openclip",
+    "safetensors",
 ]
 Precision = Literal["fp32", "fp16", "int8"]
 

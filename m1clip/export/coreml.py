@@ -34,7 +34,9 @@ class PixelGraph(nn.Module):
 
     def __init__(self, clip: CLIP, preprocess: Preprocess) -> None:
         super().__init__()
-        mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (preprocess.mean, preprocess.std))
+        mean, std = (
+            torch.tensor(each).view(1, 3, 1, 1) for each in (preprocess.mean, preprocess.std)
+        )
         self.clip, self.scale, self.shift = clip, 1 / (255 * std), -mean / std
 
     def forward(self, image: Tensor) -> Tensor:
@@ -56,7 +58,11 @@ class ProgramEncoder(ArrayEncoder):
             name: _exported(graph, example).module()
             for name, graph, example in (
                 ("image", PixelGraph(clip, saved.preprocess), torch.zeros(1, 3, side, side)),
-                ("text", TextGraph(clip, self.embed_dim), torch.zeros(1, self.context_length, dtype=torch.int32)),
+                (
+                    "text",
+                    TextGraph(clip, self.embed_dim),
+                    torch.zeros(1, self.context_length, dtype=torch.int32),
+                ),
             )
         }
 
@@ -68,7 +74,9 @@ class ProgramEncoder(ArrayEncoder):
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
         return self._run("image", torch.from_numpy(pixels).permute(0, 3, 1, 2).float().contiguous())
 
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None) -> np.ndarray:
+    def tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None
+    ) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
         return self._run("text", torch.from_numpy(tokens).int())
 
@@ -98,13 +106,24 @@ def write_coreml(folder: Path, saved: SavedModel, say: Callable[[str], None]) ->
     _write_package(TextGraph(clip, saved.config.embed_dim), texts[0], folder / TEXT_PACKAGE)
     with torch.no_grad():
         wanted = [clip.encode_text(row.long())[0].tolist() for row in texts]
-    expected = {"pixels": pixels.tolist(), "image": vector[0].tolist(), "tokens": tokens.tolist(), "texts": wanted}
+    expected = {
+        "pixels": pixels.tolist(),
+        "image": vector[0].tolist(),
+        "tokens": tokens.tolist(),
+        "texts": wanted,
+    }
     write_text(folder / EXPECTED, json.dumps(expected))
-    settings = {"image": saved.preprocess.to_dict(), "context_length": context, "pad_id": saved.tokenizer.pad_id}
+    settings = {
+        "image": saved.preprocess.to_dict(),
+        "context_length": context,
+        "pad_id": saved.tokenizer.pad_id,
+    }
     write_json(folder / "preprocess.json", settings)
     write_text(folder / "tokenizer.json", saved.tokenizer.library().to_str())
     write_text(folder / VERIFY, (files("m1clip.export") / "verify_on_mac.txt").read_text("utf-8"))
-    return [f"Core ML runs only on Apple computers: python {VERIFY} in the folder compares the vectors there"]
+    return [
+        f"Core ML runs only on Apple computers: python {VERIFY} in the folder compares the vectors there"
+    ]
 
 
 def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
@@ -119,9 +138,13 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
         wanted, found = module(example), program.module()(example)
         difference = (found - wanted).abs().max()
         if not difference < LARGEST_DIFFERENCE:
-            raise UserError(f"not exported: the program for {path.name} differs from the model by {difference:.2g}")
+            raise UserError(
+                f"not exported: the program for {path.name} differs from the model by {difference:.2g}"
+            )
         if image:
-            given = coremltools.ImageType("image", tuple(example.shape), color_layout=coremltools.colorlayout.RGB)
+            given = coremltools.ImageType(
+                "image", tuple(example.shape), color_layout=coremltools.colorlayout.RGB
+            )
         else:
             given = coremltools.TensorType("tokens", tuple(example.shape), np.int32)
         try:
@@ -134,7 +157,9 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
             )
         except Exception as error:
             reason = str(error).strip().splitlines()[0][:200]
-            raise UserError(f"coremltools cannot convert this tower ({type(module).__name__}: {reason})") from error
+            raise UserError(
+                f"coremltools cannot convert this tower ({type(module).__name__}: {reason})"
+            ) from error
     package.save(str(path))
     check_package(path, tuple(example.shape), wanted.shape[1])
     return wanted
@@ -153,4 +178,6 @@ def check_package(path: Path, shape: tuple[int, ...], width: int) -> None:
         fits = tuple(given.type.multiArrayType.shape) == shape
     half = made.type.multiArrayType.dataType == made.type.multiArrayType.FLOAT16
     if not (fits and half and tuple(made.type.multiArrayType.shape) == (1, width)):
-        raise UserError(f"{path}: coremltools wrote another input or output than asked for; use another version of it")
+        raise UserError(
+            f"{path}: coremltools wrote another input or output than asked for; use another version of it"
+        )

@@ -14,7 +14,14 @@ from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
 from m1clip.export.coreml import ProgramEncoder, write_coreml
 from m1clip.export.onnx import Layout, write_combined, write_graphs, write_onnx
-from m1clip.export.parity import PROGRAM_IMAGES, Runtime, compare, folder_bytes, open_examples, report_table
+from m1clip.export.parity import (
+    PROGRAM_IMAGES,
+    Runtime,
+    compare,
+    folder_bytes,
+    open_examples,
+    report_table,
+)
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
 from m1clip.formatting import did_you_mean, size
 from m1clip.hardware.facts import Facts
@@ -23,7 +30,14 @@ from m1clip.inference.model import Model
 from m1clip.inference.onnx_encoder import OnnxEncoder, is_onnx_folder, read_settings
 from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.io import atomic_folder, write_json, write_text
-from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
+from m1clip.model.convert import (
+    HUGGING_FACE,
+    OPENCLIP,
+    check_expressible,
+    hf_config,
+    openclip_config,
+    to_theirs,
+)
 from m1clip.model.folder import (
     BICUBIC,
     HF_WEIGHTS,
@@ -44,7 +58,9 @@ Say = Callable[[str], None]
 REPORT, MODULE = "export.json", "m1clip_module"
 ONNX_TARGETS: tuple[Target, ...] = ("onnx", "transformers.js", "immich")
 TRANSFORMERS_JS = Layout(
-    "onnx/vision_model.onnx", "onnx/text_model.onnx", (("pixel_values", "image_embeds"), ("input_ids", "text_embeds"))
+    "onnx/vision_model.onnx",
+    "onnx/text_model.onnx",
+    (("pixel_values", "image_embeds"), ("input_ids", "text_embeds")),
 )
 
 
@@ -63,7 +79,9 @@ TRANSFORMERS_JS_TYPES: dict[Precision, TransformersJsType] = {
     "int8": TransformersJsType("q8", "_quantized"),
     "fp16": TransformersJsType("fp16", "_fp16"),
 }
-IMMICH = Layout("visual/model.onnx", "textual/model.onnx", (("image", "vector"), ("text", "vector")), int32=True)
+IMMICH = Layout(
+    "visual/model.onnx", "textual/model.onnx", (("image", "vector"), ("text", "vector")), int32=True
+)
 # Immich accepts only the names of its list, each with a fixed size of the vectors: one of each size.
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
@@ -73,7 +91,9 @@ IMMICH_NAMES = {
     1152: "ViT-SO400M-14-SigLIP-384__webli",
     1536: "ViT-gopt-16-SigLIP2-256__webli",
 }
-Writer = Callable[[Path, SavedModel, Say], list[str]]  # writes into the folder and returns notes for the user
+Writer = Callable[
+    [Path, SavedModel, Say], list[str]
+]  # writes into the folder and returns notes for the user
 
 
 def convert(
@@ -109,10 +129,14 @@ def export(
     `force`.
     """
     if not isinstance(model, str | Path):
-        raise UserError(f"export takes the path of a run or a model folder, not {type(model).__name__}")
+        raise UserError(
+            f"export takes the path of a run or a model folder, not {type(model).__name__}"
+        )
     path = Path(model)
     if to not in WRITERS:
-        raise UserError(f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})")
+        raise UserError(
+            f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})"
+        )
     if precision not in get_args(Precision):
         raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
     folder = default_folder(path, to, precision) if out is None else Path(out)
@@ -140,7 +164,9 @@ def export(
         if to == "coreml":
             # Core ML runs on Apple computers only: what the packages were converted from is compared.
             program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
-            exported = Runtime(program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False)
+            exported = Runtime(
+                program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False
+            )
         elif is_onnx_folder(partial):
             graph = partial / read_settings(partial)["image_graph"]
             exported = Runtime(load(partial), size_bytes, own_inputs=True, graph=graph)
@@ -155,7 +181,9 @@ def export(
         record |= compare(runtimes, partial, examples, exact)
         say(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
-            raise UserError(f"not exported: {'; '.join(record['failures'])}. --force writes it anyway")
+            raise UserError(
+                f"not exported: {'; '.join(record['failures'])}. --force writes it anyway"
+            )
         write_json(partial / REPORT, record)
 
     convert(saved, to, folder, say, check)
@@ -202,7 +230,9 @@ def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
     if isinstance(old, FastTokenizer):
         return saved, []
     if not isinstance(old, BpeTokenizer):
-        raise UserError("other programs have no character tokenizer; --to onnx and --to safetensors keep it")
+        raise UserError(
+            "other programs have no character tokenizer; --to onnx and --to safetensors keep it"
+        )
     if old.kept is None:
         return saved, []
     full = BpeTokenizer()
@@ -230,7 +260,10 @@ def _write_openclip(folder: Path, saved: SavedModel, say: Say) -> list[str]:
         "resize_mode": seen.resize.removesuffix("-floor"),
         "fill_color": 0,
     }
-    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess})
+    write_json(
+        folder / OPENCLIP_CONFIG,
+        {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess},
+    )
     return notes
 
 
@@ -239,8 +272,14 @@ def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     saved, notes = _as_clip(saved, "hf", "shortest-floor")
     seen, tokenizer = saved.preprocess, saved.tokenizer
     if seen.resize == "squash":
-        raise UserError("this model squashes images to a square, which CLIPImageProcessor does not support")
-    write_tensors(folder / HF_WEIGHTS[0], to_theirs(saved.weights, HUGGING_FACE, saved.config), {"format": "pt"})
+        raise UserError(
+            "this model squashes images to a square, which CLIPImageProcessor does not support"
+        )
+    write_tensors(
+        folder / HF_WEIGHTS[0],
+        to_theirs(saved.weights, HUGGING_FACE, saved.config),
+        {"format": "pt"},
+    )
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
     write_json(folder / "preprocessor_config.json", _image_processor(seen))
     for name, text in hugging_face_files(saved.config.context_length).items():
@@ -252,14 +291,24 @@ def _write_sentence_transformers(folder: Path, saved: SavedModel, say: Say) -> l
     """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and custom code."""
     try:
         notes = _write_hf(folder, saved, say)
-        modules = ["sentence_transformers.models.CLIPModel", "sentence_transformers.models.Normalize"]
+        modules = [
+            "sentence_transformers.models.CLIPModel",
+            "sentence_transformers.models.Normalize",
+        ]
     except UserError:
         write_onnx(folder, saved, say)
-        write_text(folder / f"{MODULE}.py", (files("m1clip.export") / f"{MODULE}.txt").read_text("utf-8"))
-        notes = [f"custom code in {MODULE}.py: load it with SentenceTransformer(FOLDER, trust_remote_code=True)"]
+        write_text(
+            folder / f"{MODULE}.py", (files("m1clip.export") / f"{MODULE}.txt").read_text("utf-8")
+        )
+        notes = [
+            f"custom code in {MODULE}.py: load it with SentenceTransformer(FOLDER, trust_remote_code=True)"
+        ]
         modules = [f"{MODULE}.OnnxClip"]
     paths = ("", "1_Normalize")
-    entries = [{"idx": at, "name": str(at), "path": paths[at], "type": module} for at, module in enumerate(modules)]
+    entries = [
+        {"idx": at, "name": str(at), "path": paths[at], "type": module}
+        for at, module in enumerate(modules)
+    ]
     write_text(folder / "modules.json", json.dumps(entries, indent=1))
     return notes
 
@@ -299,7 +348,9 @@ def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[st
     saved, notes = with_full_vocabulary(saved)
     write_graphs(folder, saved, TRANSFORMERS_JS, say)
     _write_tokenizer(folder, saved)
-    write_json(folder / "config.json", {"model_type": "clip", "projection_dim": saved.config.embed_dim})
+    write_json(
+        folder / "config.json", {"model_type": "clip", "projection_dim": saved.config.embed_dim}
+    )
     write_json(folder / "preprocessor_config.json", _image_processor(saved.preprocess))
     return notes
 
@@ -308,10 +359,14 @@ def _write_pipeline_files(folder: Path, precision: Precision, say: Say) -> None:
     """What pipeline('zero-shot-image-classification') needs: one graph with logits, and the default dtype."""
     dtype, ending = TRANSFORMERS_JS_TYPES[precision]
     if folder_bytes(folder / "onnx") > MAX_GRAPH_BYTES:
-        say("note       no graph of both towers for ready-made pipelines: it would have more than 2 GB")
+        say(
+            "note       no graph of both towers for ready-made pipelines: it would have more than 2 GB"
+        )
         return
     path = write_combined(folder, ending)
-    say(f"writing    {path.relative_to(folder)}, both towers for ready-made pipelines: {size(path.stat().st_size)}")
+    say(
+        f"writing    {path.relative_to(folder)}, both towers for ready-made pipelines: {size(path.stat().st_size)}"
+    )
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", {**config, "transformers.js_config": {"dtype": dtype}})
 
@@ -326,7 +381,9 @@ def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     saved, notes = with_full_vocabulary(saved)
     width = next((size for size in IMMICH_NAMES if size >= saved.config.embed_dim), None)
     if width is None:
-        raise UserError(f"Immich takes vectors of at most {max(IMMICH_NAMES)} numbers, not {saved.config.embed_dim}")
+        raise UserError(
+            f"Immich takes vectors of at most {max(IMMICH_NAMES)} numbers, not {saved.config.embed_dim}"
+        )
     if saved.preprocess.resize != "shortest-floor":
         notes.append("Immich crops images in its own way: recall is measured with it")
     seen = replace(saved.preprocess, resize="shortest-floor")
@@ -334,10 +391,18 @@ def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     _write_tokenizer(folder / "textual", saved)
     text = {"context_length": saved.config.context_length}
     write_json(folder / "config.json", {"embed_dim": width, "text_cfg": text})
-    preprocess = {"size": seen.image_size, "mean": seen.mean, "std": seen.std, "interpolation": "bicubic"}
+    preprocess = {
+        "size": seen.image_size,
+        "mean": seen.mean,
+        "std": seen.std,
+        "interpolation": "bicubic",
+    }
     write_json(folder / "visual" / "preprocess_cfg.json", preprocess)
     name = IMMICH_NAMES[width]
-    return [*notes, f"copy the folder to clip/{name} in Immich's model cache, and choose {name} in its settings"]
+    return [
+        *notes,
+        f"copy the folder to clip/{name} in Immich's model cache, and choose {name} in its settings",
+    ]
 
 
 WRITERS: dict[Target, Writer] = {

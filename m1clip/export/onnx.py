@@ -35,12 +35,16 @@ class Layout:
 
     image: str
     text: str
-    names: tuple[tuple[str, str], tuple[str, str]]  # (input, output) of the image graph and of the text graph
+    names: tuple[
+        tuple[str, str], tuple[str, str]
+    ]  # (input, output) of the image graph and of the text graph
     normalizes: bool = False  # the graph takes uint8 pixels; otherwise the program normalizes them
     int32: bool = False  # token ids
 
 
-ONNX = Layout("image.onnx", "text.onnx", (("pixels", "vectors"), ("tokens", "vectors")), normalizes=True)
+ONNX = Layout(
+    "image.onnx", "text.onnx", (("pixels", "vectors"), ("tokens", "vectors")), normalizes=True
+)
 
 
 class ImageGraph(nn.Module):
@@ -96,7 +100,11 @@ def token_parts(saved: SavedModel) -> list[list[int]] | None:
 
 
 def write_graphs(
-    folder: Path, saved: SavedModel, layout: Layout, say: Callable[[str], None], width: int | None = None
+    folder: Path,
+    saved: SavedModel,
+    layout: Layout,
+    say: Callable[[str], None],
+    width: int | None = None,
 ) -> None:
     """Both graphs, and preprocess.json, with which `m1clip.load` opens them; `width` is that of the vectors."""
     check_installed()
@@ -113,7 +121,9 @@ def write_graphs(
     say(f"writing    {layout.text}")
     tokens = torch.from_numpy(saved.tokenizer.tokenize(["a", "b"], context))
     tokens = tokens.int() if layout.int32 else tokens.long()
-    _write_graph(TextGraph(clip, width), tokens, layout.names[1], {0: batch, 1: length}, folder / layout.text)
+    _write_graph(
+        TextGraph(clip, width), tokens, layout.names[1], {0: batch, 1: length}, folder / layout.text
+    )
     record = saved.tokenizer.record()
     settings = {
         "format": FORMAT,
@@ -145,7 +155,10 @@ def write_combined(folder: Path, ending: str = "") -> Path:
     path = (folder / settings["image_graph"]).with_name(f"model{ending}.onnx")
     image, text = (
         onnx.compose.add_prefix(
-            onnx.load(str(folder / settings[f"{tower}_graph"])), f"{tower}/", rename_inputs=False, rename_outputs=False
+            onnx.load(str(folder / settings[f"{tower}_graph"])),
+            f"{tower}/",
+            rename_inputs=False,
+            rename_outputs=False,
         )
         for tower in ("image", "text")
     )
@@ -160,7 +173,10 @@ def write_combined(folder: Path, ending: str = "") -> Path:
         helper.make_node("Transpose", ["logits_per_image"], ["logits_per_text"], perm=[1, 0]),
     ]
     logits = {"logits_per_image": ["images", "texts"], "logits_per_text": ["texts", "images"]}
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in logits.items()]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in logits.items()
+    ]
     graph = helper.make_graph(
         nodes,
         "clip",
@@ -170,13 +186,19 @@ def write_combined(folder: Path, ending: str = "") -> Path:
     )
     # Both graphs are of one export, so the versions of their operators are the same.
     versions = {each.domain: each for model in (image, text) for each in model.opset_import}
-    model = helper.make_model(graph, opset_imports=list(versions.values()), ir_version=image.ir_version)
+    model = helper.make_model(
+        graph, opset_imports=list(versions.values()), ir_version=image.ir_version
+    )
     onnx.save(model, str(path))
     return path
 
 
 def _write_graph(
-    module: nn.Module, example: Tensor, names: tuple[str, str], dynamic: dict[int, object], path: Path
+    module: nn.Module,
+    example: Tensor,
+    names: tuple[str, str],
+    dynamic: dict[int, object],
+    path: Path,
 ) -> None:
     path.parent.mkdir(exist_ok=True)
     log = logging.getLogger("torch.onnx")
@@ -196,7 +218,9 @@ def _write_graph(
             )
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0][:200]
-        raise UserError(f"torch cannot export this tower to ONNX ({type(module).__name__}: {reason})") from error
+        raise UserError(
+            f"torch cannot export this tower to ONNX ({type(module).__name__}: {reason})"
+        ) from error
     finally:
         log.setLevel(level)
     assert program is not None

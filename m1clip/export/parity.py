@@ -34,11 +34,22 @@ PIXEL_IMAGES = 64
 THROUGHPUT_BATCH = 16
 TIMING_SECONDS = 3.0
 RECALL_AT = (1, 10)
-PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "coremltools", "tokenizers", "numpy", "pillow")
+PACKAGES = (
+    "torch",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "coremltools",
+    "tokenizers",
+    "numpy",
+    "pillow",
+)
 # Beyond these an export is not the same model.
 LEAST_COSINE = 0.9999
 MOST_TOKEN_ROWS = 0.005
-MOST_PIXEL_DIFFERENCE = 4.0  # mean, of 255: JPEG decoded at a reduced size against the complete image
+MOST_PIXEL_DIFFERENCE = (
+    4.0  # mean, of 255: JPEG decoded at a reduced size against the complete image
+)
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,17 @@ class Examples:
     def split(self, model: Model) -> Split:
         """The split as a model sees it: with its own preprocessing and tokenizer."""
         length = model.context_length
-        return load_split(self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan)
+        return load_split(
+            self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan
+        )
 
     def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
         """(count, size, size, 3) uint8 of training images, or of others where there are none."""
         samples = self.source.samples("train" if "train" in self.source.splits() else "val")
-        chosen = [samples[at] for at in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)]
+        chosen = [
+            samples[at]
+            for at in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
+        ]
         size, resize = preprocess.image_size, preprocess.resize
         return np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
 
@@ -87,7 +103,9 @@ def open_examples(
         sources = DataConfig(source=("synthetic",), synthetic_images=SYNTHETIC_TRAIN_IMAGES)
     source = open_data(sources, model.preprocess.image_size, config.seed)
     if "val" not in source.splits():
-        raise UserError(f"{', '.join(sources.source)}: has no val split to compare the exported model on")
+        raise UserError(
+            f"{', '.join(sources.source)}: has no val split to compare the exported model on"
+        )
     return Examples(source, sources, decoding(read_facts()), real)
 
 
@@ -99,7 +117,9 @@ def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dic
     for k in RECALL_AT:
         texts = [(each.text_to_image <= k).astype(np.float64) for each in found]
         images = [(each.image_to_text <= k).astype(np.float64)[captioned] for each in found]
-        old, new = (float(text.mean() + image.mean()) / 2 for text, image in zip(texts, images, strict=True))
+        old, new = (
+            float(text.mean() + image.mean()) / 2 for text, image in zip(texts, images, strict=True)
+        )
         by_text, by_image = texts[1] - texts[0], images[1] - images[0]
         # The captions of one image are correlated: residuals are summed for each image.
         residual = np.zeros(len(before.image))
@@ -124,12 +144,16 @@ def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
     ]
 
 
-def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.ndarray) -> dict[str, dict[str, float]]:
+def vector_differences(
+    before: SplitFeatures, after: SplitFeatures, texts: np.ndarray
+) -> dict[str, dict[str, float]]:
     """For images and `texts`: smallest and mean cosine, and the largest difference of a coordinate."""
     found = {}
     for name, kept in (("image", slice(None)), ("text", texts)):
         one, other = (getattr(each, name).astype(np.float64)[kept] for each in (before, after))
-        one = np.pad(one, ((0, 0), (0, other.shape[1] - one.shape[1])))  # Immich's vectors are longer
+        one = np.pad(
+            one, ((0, 0), (0, other.shape[1] - one.shape[1]))
+        )  # Immich's vectors are longer
         if not len(one):
             continue
         lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
@@ -142,7 +166,9 @@ def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.nd
     return found
 
 
-def input_differences(folder: Path, models: tuple[Model, Model], split: Split, texts: list[str]) -> dict[str, Any]:
+def input_differences(
+    folder: Path, models: tuple[Model, Model], split: Split, texts: list[str]
+) -> dict[str, Any]:
     """Token ids and pixels as the folder's own files give them, against m1clip's."""
     model, exported = models
     tokens, pixels = library_tokens(folder, exported), exported.preprocess
@@ -154,10 +180,19 @@ def input_differences(folder: Path, models: tuple[Model, Model], split: Split, t
     rows = (ours != np.concatenate([theirs, pad], axis=1)).any(axis=1)
     size, resize = model.preprocess.image_size, model.preprocess.resize
     images = [sample.image for sample in split.samples[:PIXEL_IMAGES]]
-    found = np.stack([to_square(each.open(size), size, resize).astype(int) - pixels(each.open()) for each in images])
+    found = np.stack(
+        [
+            to_square(each.open(size), size, resize).astype(int) - pixels(each.open())
+            for each in images
+        ]
+    )
     return {
         "token_ids": {"captions": len(texts), "differ": int(rows.sum())},
-        "pixels": {"images": len(found), "mean": float(np.abs(found).mean()), "max": int(np.abs(found).max())},
+        "pixels": {
+            "images": len(found),
+            "mean": float(np.abs(found).mean()),
+            "max": int(np.abs(found).max()),
+        },
     }
 
 
@@ -177,9 +212,18 @@ def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(threads(0, read_facts()))
     block = split.images.read(np.arange(THROUGHPUT_BATCH) % len(split.images))
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
-    for what, count in (("image_seconds", 1), ("text_seconds", 0), ("batch_seconds", THROUGHPUT_BATCH)):
-        calls = {name: _call(model, block[:count], split.samples[0].captions[:1]) for name, model in models.items()}
-        for name, taken in alternate(calls, lambda: None, rounds=41, warmup=2, seconds=TIMING_SECONDS).items():
+    for what, count in (
+        ("image_seconds", 1),
+        ("text_seconds", 0),
+        ("batch_seconds", THROUGHPUT_BATCH),
+    ):
+        calls = {
+            name: _call(model, block[:count], split.samples[0].captions[:1])
+            for name, model in models.items()
+        }
+        for name, taken in alternate(
+            calls, lambda: None, rounds=41, warmup=2, seconds=TIMING_SECONDS
+        ).items():
             found[name][what] = asdict(taken)
     torch.set_num_threads(before)
     for entry in found.values():
@@ -193,7 +237,9 @@ def _call(model: Model, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[]
     return lambda: model.encode_image(pixels)
 
 
-def compare(runtimes: dict[str, Runtime], folder: Path, examples: Examples, exact: bool) -> dict[str, Any]:
+def compare(
+    runtimes: dict[str, Runtime], folder: Path, examples: Examples, exact: bool
+) -> dict[str, Any]:
     """The contents of export.json. The first model is the original, the last one was exported to `folder`.
 
     `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are only timed.
@@ -203,13 +249,24 @@ def compare(runtimes: dict[str, Runtime], folder: Path, examples: Examples, exac
     last = runtime.model
     splits = [examples.split(model) for model in (first, last)]
     images = min(runtime.max_images, len(splits[0].images))
-    before, after = (encode_split(model, split, images) for model, split in zip((first, last), splits, strict=True))
-    texts = [caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions]
+    before, after = (
+        encode_split(model, split, images)
+        for model, split in zip((first, last), splits, strict=True)
+    )
+    texts = [
+        caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions
+    ]
     record: dict[str, Any] = {
-        "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)}
+        "examples": {
+            "data": examples.source.name,
+            "images": len(before.image),
+            "captions": len(texts),
+        }
     }
     timed = speeds({name: each.model for name, each in runtimes.items() if each.timed}, splits[0])
-    record["runtimes"] = {name: {"bytes": each.size_bytes, **timed.get(name, {})} for name, each in runtimes.items()}
+    record["runtimes"] = {
+        name: {"bytes": each.size_bytes, **timed.get(name, {})} for name, each in runtimes.items()
+    }
     if runtime.own_inputs:
         record |= input_differences(folder, (first, last), splits[0], texts)
     if runtime.graph is not None:
@@ -293,7 +350,10 @@ def report_table(record: dict[str, Any]) -> str:
     columns, examples = record["runtimes"], record["examples"]
     rows = []
     for label, keys, text in ROWS:
-        values = (reduce(lambda found, key: (found or {}).get(key), keys.split("/"), each) for each in columns.values())
+        values = (
+            reduce(lambda found, key: (found or {}).get(key), keys.split("/"), each)
+            for each in columns.values()
+        )
         cells = [text(value) for value in values]
         if any(cell != MISSING for cell in cells):
             rows.append([label, *cells])
@@ -302,13 +362,19 @@ def report_table(record: dict[str, Any]) -> str:
         tokens, pixels = record["token_ids"], record["pixels"]
         lines.append(f"token ids  {tokens['differ']:,} of {tokens['captions']:,} captions differ")
         mean = f"mean difference {number(pixels['mean'])} of 255, largest {pixels['max']}"
-        lines.append(f"pixels     {mean}: {pixels['images']} images decoded at full size and resized")
+        lines.append(
+            f"pixels     {mean}: {pixels['images']} images decoded at full size and resized"
+        )
     if "operator_set" in record:
         runtime = record["versions"]["onnxruntime"]
         lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {runtime}")
     if "coreml" in columns:
-        lines.append("vectors    of the exported program in torch, with weights in float16; Core ML itself was not run")
+        lines.append(
+            "vectors    of the exported program in torch, with weights in float16; Core ML itself was not run"
+        )
     measured = any("recall@1" in entry for entry in columns.values())
     recall = "" if measured else "; recall was not measured: export a run, or use --data"
-    lines.append(f"compared   {examples['images']:,} validation images of {examples['data']}{recall}")
+    lines.append(
+        f"compared   {examples['images']:,} validation images of {examples['data']}{recall}"
+    )
     return "\n".join(lines)

@@ -28,7 +28,12 @@ Say = Callable[[str], None]
 
 
 def quantize(
-    folder: Path, precision: Precision, encoder: OnnxEncoder, pixels: np.ndarray, say: Say, ending: str = ""
+    folder: Path,
+    precision: Precision,
+    encoder: OnnxEncoder,
+    pixels: np.ndarray,
+    say: Say,
+    ending: str = "",
 ) -> list[str]:
     """Convert the graphs of a folder in place; `encoder` runs their float version. Returns notes for the user.
 
@@ -45,7 +50,9 @@ def quantize(
                 _int8_text(path)
             elif kept := _int8_image(path, encoder.graph_input(pixels), say):
                 stay = "stays" if len(kept) == 1 else "stay"
-                notes.append(f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)")
+                notes.append(
+                    f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)"
+                )
         renamed = path.rename(path.with_stem(path.stem + ending))
         settings[f"{name}_graph"] = renamed.relative_to(folder).as_posix()
     write_json(folder / SETTINGS, settings)
@@ -66,9 +73,13 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) ->
     if reached >= ENOUGH_COSINE:
         return kept
     weights = {each.name for each in graph.initializer}
-    layers = [node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)]
+    layers = [
+        node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)
+    ]
     parts = [layers[at : at + BLOCK_LAYERS] for at in range(0, len(layers), BLOCK_LAYERS)]
-    say(f"trying     {plural(len(parts), 'block')} of layers in float: all in int8 give a mean cosine of {reached:.4f}")
+    say(
+        f"trying     {plural(len(parts), 'block')} of layers in float: all in int8 give a mean cosine of {reached:.4f}"
+    )
     alone = [cosine(part) for part in parts]
     for number in np.argsort(alone)[::-1]:
         kept += parts[number]
@@ -130,11 +141,17 @@ def _int8_embeddings(graph: Any) -> None:
 
     tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
     for place, node in reversed(list(enumerate(graph.node))):
-        if node.op_type != "Gather" or node.input[0] not in tables or len(tables[node.input[0]].dims) != 2:
+        if (
+            node.op_type != "Gather"
+            or node.input[0] not in tables
+            or len(tables[node.input[0]].dims) != 2
+        ):
             continue
         name, ids = node.input
         values = numpy_helper.to_array(tables[name])
-        scale = np.maximum(np.abs(values).max(axis=1, keepdims=True) / 127, 1e-12).astype(np.float32)
+        scale = np.maximum(np.abs(values).max(axis=1, keepdims=True) / 127, 1e-12).astype(
+            np.float32
+        )
         rows, scales, real = (f"{name}_{part}" for part in ("rows", "scales", "float"))
         steps = (
             helper.make_node("Gather", [name, ids], [rows]),
@@ -142,7 +159,9 @@ def _int8_embeddings(graph: Any) -> None:
             helper.make_node("Gather", [f"{name}_scale", ids], [scales]),
             helper.make_node("Mul", [real, scales], list(node.output)),
         )
-        tables[name].CopyFrom(numpy_helper.from_array(np.round(values / scale).astype(np.int8), name))
+        tables[name].CopyFrom(
+            numpy_helper.from_array(np.round(values / scale).astype(np.int8), name)
+        )
         graph.initializer.append(numpy_helper.from_array(scale, f"{name}_scale"))
         graph.node.remove(node)
         for offset, step in enumerate(steps):
@@ -151,13 +170,20 @@ def _int8_embeddings(graph: Any) -> None:
 
 def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
     """Weights and activations in int8, with ranges from the calibration images; returns the layers kept in float."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization import (
+        CalibrationDataReader,
+        QuantFormat,
+        QuantType,
+        quantize_static,
+    )
 
     source, ranges = _graph(path), path.with_name("ranges.json")
     name, tried = source.graph.input[0].name, inputs[:TRIED]
     wanted = _outputs(path, tried)[0]
     batches = np.array_split(inputs, -(-len(inputs) // BATCH))
-    source = _in_blocks(source, [node.name for node in source.graph.node if node.op_type == "MatMul"])  # the heads
+    source = _in_blocks(
+        source, [node.name for node in source.graph.node if node.op_type == "MatMul"]
+    )  # the heads
     means = _mean_inputs(source, path, batches)
 
     class Reader(CalibrationDataReader):
@@ -181,7 +207,9 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
             weight_type=QuantType.QInt8,
             nodes_to_exclude=kept,
             calibration_cache_path=ranges,
-            extra_options={"MatMulConstBOnly": True},  # products of two activations have no weights to shrink
+            extra_options={
+                "MatMulConstBOnly": True
+            },  # products of two activations have no weights to shrink
         )
         return float((_outputs(path, tried)[0] * wanted).sum(axis=1).mean())
 
@@ -202,7 +230,9 @@ def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2, 3]), "mean_axes"))
     for node in layers:
         mean = f"{node.name}_mean"
-        model.graph.node.append(helper.make_node("ReduceMean", [node.input[0], "mean_axes"], [mean], keepdims=0))
+        model.graph.node.append(
+            helper.make_node("ReduceMean", [node.input[0], "mean_axes"], [mean], keepdims=0)
+        )
         model.graph.output.append(helper.make_tensor_value_info(mean, TensorProto.FLOAT, None))
     onnx.save(model, str(path))
     found = [_outputs(path, batch)[1:] for batch in batches]
@@ -223,7 +253,9 @@ def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) 
         lost = (weight - np.round(weight / scale) * scale).sum(axis=(2, 3))  # (out, in of a group)
         groups = len(means[node.name]) // lost.shape[1]
         change = lost.reshape(groups, -1, lost.shape[1]) @ means[node.name].reshape(groups, -1, 1)
-        tensors[node.input[2]].CopyFrom(numpy_helper.from_array(bias + change.reshape(-1), node.input[2]))
+        tensors[node.input[2]].CopyFrom(
+            numpy_helper.from_array(bias + change.reshape(-1), node.input[2])
+        )
     return model
 
 

@@ -26,7 +26,9 @@ from m1clip.io import read_small, user_cache, write_json
 
 ROUNDS = 5  # the default can lose only after this many
 MIN_WINS = 4  # rounds in which a candidate must be faster than the default
-MIN_SPEEDUP = 1.1  # by which it must be faster: a smaller difference is not worth leaving the default
+MIN_SPEEDUP = (
+    1.1  # by which it must be faster: a smaller difference is not worth leaving the default
+)
 MAX_OTHERS = 0.1  # fraction of CPU time used by other programs, from which on nothing is kept
 CONTRADICTED = 1.25  # times slower than a rejected candidate: the run contradicts the choice
 FOLDER = "choices"
@@ -57,18 +59,25 @@ def fastest(rounds: Mapping[Key, Sequence[float]], default: Key) -> Key:
 
 
 def _beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
-    pairs = list(zip(candidate, default, strict=False))  # a candidate that cannot win is not timed to the end
+    pairs = list(
+        zip(candidate, default, strict=False)
+    )  # a candidate that cannot win is not timed to the end
     wins = sum(mine * MIN_SPEEDUP < other for mine, other in pairs)
     return len(pairs) >= ROUNDS and wins >= MIN_WINS
 
 
 def _can_still_win(candidate: Sequence[float], default: Sequence[float]) -> bool:
-    losses = sum(mine * MIN_SPEEDUP >= other for mine, other in zip(candidate, default, strict=False))
+    losses = sum(
+        mine * MIN_SPEEDUP >= other for mine, other in zip(candidate, default, strict=False)
+    )
     return losses <= ROUNDS - MIN_WINS
 
 
 def time_rounds(
-    calls: Mapping[Key, Callable[[], object]], default: Key, seconds: float = float("inf"), load: Load | None = None
+    calls: Mapping[Key, Callable[[], object]],
+    default: Key,
+    seconds: float = float("inf"),
+    load: Load | None = None,
 ) -> Rounds[Key]:
     """Time each call once per round, after one call that warms up; stops when `seconds` are over.
 
@@ -92,7 +101,9 @@ def time_rounds(
 
 
 def matmul_precision(
-    kind: Kind, facts: Facts, measure: Callable[[Device, Precision], Rounds[Precision]] | None = None
+    kind: Kind,
+    facts: Facts,
+    measure: Callable[[Device, Precision], Rounds[Precision]] | None = None,
 ) -> Precision:
     """fp32 or bf16, whichever multiplies matrices faster; measured once, so that vectors stay the same."""
     default = default_precision(kind, facts)
@@ -106,7 +117,12 @@ def matmul_precision(
     precision = fastest(rounds.seconds, default)
     if rounds.reliable:
         what = f"matmuls on {kind}, for encoding"
-        keep(path, what, describe(rounds.seconds, precision), {"cpu": facts.cpu, "precision": precision})
+        keep(
+            path,
+            what,
+            describe(rounds.seconds, precision),
+            {"cpu": facts.cpu, "precision": precision},
+        )
     return precision
 
 

@@ -23,7 +23,11 @@ from m1clip.hardware.memory import return_freed_memory
 
 Kind = Literal["cpu", "mps", "cuda", "mlx"]
 Precision = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,21 @@ class Rules:
 
         The gradient of a weight is a sum over all tokens of the call.
         """
-        limits = [self.max_sequences, None if self.max_reduction is None else max(1, self.max_reduction // tokens)]
+        limits = [
+            self.max_sequences,
+            None if self.max_reduction is None else max(1, self.max_reduction // tokens),
+        ]
         return min((limit for limit in limits if limit is not None), default=None)
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
     """Devices of this machine, usually the fastest first; MLX last, since only the user chooses it."""
-    kinds: dict[Kind, bool] = {"cuda": facts.cuda is not None, "mps": facts.mps, "cpu": True, "mlx": bool(facts.mlx)}
+    kinds: dict[Kind, bool] = {
+        "cuda": facts.cuda is not None,
+        "mps": facts.mps,
+        "cpu": True,
+        "mlx": bool(facts.mlx),
+    }
     return tuple(kind for kind, there in kinds.items() if there)
 
 
@@ -65,7 +77,9 @@ def choose_device(asked: str, facts: Facts) -> Kind:
         if kind == asked:
             return kind
     fix = "run pip install 'm1clip[mlx]', or use" if asked == "mlx" else "use"
-    raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix} --device auto")
+    raise UserError(
+        f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix} --device auto"
+    )
 
 
 # From this length on, MPS on M1 and M2 sums memory behind the operands into a matrix product, silently (pytorch#193487,
@@ -133,7 +147,9 @@ def choose_precision(asked: str, kind: Kind, facts: Facts) -> Precision:
     for precision in rule.precisions:
         if precision == asked:
             return precision
-    raise UserError(f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)}, auto)")
+    raise UserError(
+        f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)}, auto)"
+    )
 
 
 def threads(asked: int, facts: Facts) -> int:
@@ -152,14 +168,20 @@ class Device:
         self.kind: Kind = kind
         self.rules = rules(kind, facts)
         self.torch = torch.device(kind if kind != "mlx" else "mps" if facts.mps else "cpu")
-        self._backend: Any = _mlx() if kind == "mlx" else {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
+        self._backend: Any = (
+            _mlx() if kind == "mlx" else {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
+        )
         self._most_seen = 0  # MPS tracks no peak: the maximum returned by memory_bytes()
         self._peak_file: Path | None = None  # Linux, after reset_peak: rusage cannot be reset
 
     @property
     def has_gpu(self) -> bool:
         """Whether steps run on a GPU; MLX's build for Linux has none."""
-        return bool(self._backend.default_device() == self._backend.gpu) if self.kind == "mlx" else self.kind != "cpu"
+        return (
+            bool(self._backend.default_device() == self._backend.gpu)
+            if self.kind == "mlx"
+            else self.kind != "cpu"
+        )
 
     def synchronize(self) -> None:
         if self._backend is not None:
@@ -190,14 +212,20 @@ class Device:
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
+        return (
+            peak if sys.platform == "darwin" else peak * 1024
+        )  # kilobytes on Linux, bytes on macOS
 
     def reset_peak(self) -> bool:
         """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""
         self.release()
         self._most_seen = 0
         if self.kind in ("cuda", "mlx"):
-            (self._backend.reset_peak_memory_stats if self.kind == "cuda" else self._backend.reset_peak_memory)()
+            (
+                self._backend.reset_peak_memory_stats
+                if self.kind == "cuda"
+                else self._backend.reset_peak_memory
+            )()
         if self.kind != "cpu":
             return True
         try:
@@ -231,7 +259,9 @@ def _mlx() -> Any:
     try:
         return importlib.import_module("mlx.core")
     except ImportError as error:
-        raise UserError(f"--device mlx: mlx cannot be loaded ({error}); run pip install 'm1clip[mlx]'") from None
+        raise UserError(
+            f"--device mlx: mlx cannot be loaded ({error}); run pip install 'm1clip[mlx]'"
+        ) from None
 
 
 Autocast = Callable[[], AbstractContextManager[object]]  # makes the context of one forward pass
@@ -250,7 +280,9 @@ def autocast(device: Device, precision: Precision, enabled: bool = True) -> Auto
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:
     """Why torch.compile cannot work for a device; "" if no reason is known."""
     if kind == "cuda" and not triton:
-        return "it needs triton, which comes with torch on Linux (Windows: pip install triton-windows)"
+        return (
+            "it needs triton, which comes with torch on Linux (Windows: pip install triton-windows)"
+        )
     if kind != "cpu":
         return ""  # Metal brings its own compiler
     if compiler is None:

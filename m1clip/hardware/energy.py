@@ -65,7 +65,9 @@ def _open_nvml() -> EnergyMeter | None:
     """The GPU's own counter (Volta and later), through nvidia-ml-py."""
     nvml, handle = nvml_handle()
     try:
-        return nvml and EnergyMeter("NVML", "GPU only", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+        return nvml and EnergyMeter(
+            "NVML", "GPU only", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        )
     except nvml.NVMLError:  # an older or virtual GPU
         return None
 
@@ -100,7 +102,13 @@ def _open_apple() -> EnergyMeter | None:
     return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)
 
 
-CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # Linux names, the best first
+CPU_SENSORS = (
+    "coretemp",
+    "k10temp",
+    "zenpower",
+    "cpu_thermal",
+    "acpitz",
+)  # Linux names, the best first
 
 
 def temperature(kind: str) -> float | None:

@@ -125,5 +125,7 @@ def _sysctl(name: str) -> str:
     """A value of macOS's sysctl; "" on other systems."""
     if sys.platform != "darwin":
         return ""
-    result = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False
+    )
     return result.stdout.strip()

@@ -28,7 +28,9 @@ class Timing:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.median * 1e3:.2f} ms [{self.low * 1e3:.2f}, {self.high * 1e3:.2f}], n={self.n}"
+        return (
+            f"{self.median * 1e3:.2f} ms [{self.low * 1e3:.2f}, {self.high * 1e3:.2f}], n={self.n}"
+        )
 
 
 def timing(seconds: list[float]) -> Timing:
@@ -78,7 +80,10 @@ class Phases:
     def __init__(self, kind: str = "cpu") -> None:
         self.kind = kind
         self._marks: deque[tuple[str, Any]] = deque(maxlen=MAX_MARKS)  # "" is no phase
-        self.silent = kind in ("mps", "mlx")  # the host's clock would show when work was queued, not when it was done
+        self.silent = kind in (
+            "mps",
+            "mlx",
+        )  # the host's clock would show when work was queued, not when it was done
 
     def mark(self, name: str) -> None:
         """Start the phase `name` and end the one before; the host does not wait."""
@@ -118,7 +123,9 @@ class Load:
 
     def others(self) -> float | None:
         """Fraction of total CPU time used by other programs; None if too little time has passed."""
-        total, idle = (now - then for now, then in zip(_machine(), (self._all, self._idle), strict=True))
+        total, idle = (
+            now - then for now, then in zip(_machine(), (self._all, self._idle), strict=True)
+        )
         if total < 0.5:  # clock ticks are hundredths of a second
             return None
         return min(1.0, max(0.0, (total - idle - (_own() - self._own)) / total))
@@ -126,7 +133,9 @@ class Load:
 
 def _machine() -> tuple[float, float]:
     times = psutil.cpu_times()
-    return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0)  # guest time is part of user time
+    return sum(times[:8]), times.idle + getattr(
+        times, "iowait", 0.0
+    )  # guest time is part of user time
 
 
 def _own() -> float:
@@ -134,14 +143,18 @@ def _own() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def gemm_rates(device: Device, precisions: Sequence[Precision], size: int = 1536, rounds: int = 7) -> dict[str, float]:
+def gemm_rates(
+    device: Device, precisions: Sequence[Precision], size: int = 1536, rounds: int = 7
+) -> dict[str, float]:
     """FLOP/s of a large matrix multiplication in each precision, in alternation: the upper bound for a step."""
     calls: dict[Precision, Callable[[], object]] = {}
     for precision in precisions:
         if device.kind == "mlx":
             calls[precision] = _mlx_product(size, precision)
             continue
-        a, b = (torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+        a, b = (
+            torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2)
+        )
         calls[precision] = functools.partial(torch.mm, a, b)
     found = alternate(calls, device.synchronize, rounds=rounds, warmup=2)
     return {precision: 2 * size**3 / taken.low for precision, taken in found.items()}

@@ -57,7 +57,9 @@ def _pool(workers: int, process: int) -> ThreadPoolExecutor:
     return pool
 
 
-def parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+def parallel(
+    work: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
     """`work` of each item, in order; a single item is computed by all cores, more by one core each."""
     remaining = iter(items)
     first = list(itertools.islice(remaining, 2))
@@ -104,7 +106,11 @@ class TowerRunner:
 
     def images(self, images: Iterable[np.ndarray], count: int) -> Iterator[Tensor]:
         """Vectors of `count` images of (side, side, 3), batch by batch."""
-        return parallel(lambda batch: self.pixels(self._stack(batch)), chunks(images, self.batch(count)), self.workers)
+        return parallel(
+            lambda batch: self.pixels(self._stack(batch)),
+            chunks(images, self.batch(count)),
+            self.workers,
+        )
 
     def _stack(self, images: Sequence[np.ndarray]) -> np.ndarray:
         """(n, side, side, 3); for CUDA in pinned memory, which is copied twice as fast."""
@@ -119,7 +125,12 @@ class TowerRunner:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         size = self.batch(len(refs))
         blocks = decode_images(
-            refs, self.preprocess.image_size, self.preprocess.resize, failures, progress, decode_threads()
+            refs,
+            self.preprocess.image_size,
+            self.preprocess.resize,
+            failures,
+            progress,
+            decode_threads(),
         )
         batches = (
             (items[at : at + size], block[at : at + size])
@@ -128,7 +139,9 @@ class TowerRunner:
         )
         return parallel(lambda batch: (batch[0], self.pixels(batch[1])), batches, self.workers)
 
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
+    def tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""
         equal = dict[bytes, list[int]]()  # the rows of each text
         for number, row in enumerate(tokens):
@@ -139,7 +152,9 @@ class TowerRunner:
         def encode(texts: np.ndarray) -> tuple[np.ndarray, Tensor]:
             cut = tokens[texts, : rounded(int(lengths[texts].max()), tokens.shape[1])]
             with self.autocast():
-                vectors = self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
+                vectors = (
+                    self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
+                )
             members = [rows[text] for text in texts.tolist()]
             repeats = torch.tensor([len(each) for each in members])
             return np.concatenate(members), vectors.repeat_interleave(repeats, dim=0)
@@ -154,14 +169,20 @@ class TowerRunner:
         limit = max(FEW_TOKENS, self._even(int(lengths.sum()), limit))
         ends, start = np.cumsum(lengths), 0
         while start < len(order):
-            end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))
+            end = int(
+                np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right")
+            )
             end = min(max(end, start + 1), start + (self.max_batch or len(order)))
             yield order[start:end]
             start = end
 
     def batch(self, count: int) -> int:
         """How many of `count` images to encode at a time."""
-        per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
+        per_core = (
+            CPU_IMAGES
+            if self.tokens_per_image == 1
+            else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
+        )
         limit = {"cpu": per_core, "cuda": CUDA_IMAGES}.get(self.device.type, GPU_IMAGES)
         return self._even(count, min(limit, self.max_batch or limit))
 
@@ -173,11 +194,19 @@ class TowerRunner:
     @property
     def workers(self) -> int:
         """Batches at the same time; with CUDA, one is assembled and copied while the GPU computes the other."""
-        return torch.get_num_threads() if self.device.type == "cpu" else 1 + (self.device.type == "cuda")
+        return (
+            torch.get_num_threads()
+            if self.device.type == "cpu"
+            else 1 + (self.device.type == "cuda")
+        )
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the precision."""
-        return torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
+        return (
+            torch.autocast(self.device.type, DTYPES[self.precision])
+            if self.precision != "fp32"
+            else nullcontext()
+        )
 
 
 def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:

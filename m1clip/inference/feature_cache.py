@@ -50,7 +50,9 @@ class FeatureCache:
     @property
     def towers(self) -> TowerRunner:
         """What computes the features."""
-        return TowerRunner(self.image.tower, self.text.tower, self.preprocess, self.device, self.precision)
+        return TowerRunner(
+            self.image.tower, self.text.tower, self.preprocess, self.device, self.precision
+        )
 
     def images(
         self, samples: Sequence[Sample], split: str, max_unreadable: float
@@ -62,22 +64,32 @@ class FeatureCache:
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
             with self.plan.progress(f"computing features of {split} images") as show:
-                for items, vectors in self.towers.files([refs[item] for item in wanted], failed, show):
+                for items, vectors in self.towers.files(
+                    [refs[item] for item in wanted], failed, show
+                ):
                     yield items, vectors.numpy()
 
         rows, bad = cache.fill(image_keys(samples, self.roots), compute, self.plan.warn)
         failures = check_failures(bad, refs, split, len(samples), max_unreadable, self.plan.warn)
         good = np.flatnonzero(rows >= 0).tolist()
         if not good:
-            raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")
-        images = LazyImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
+            raise UserError(
+                f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why"
+            )
+        images = LazyImages(
+            [refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize
+        )
         return images, cache.view(rows[good]), [samples[item] for item in good], failures
 
     def captions(self, samples: Sequence[Sample], split: str) -> CaptionTable:
         """The captions of the samples with their features."""
         table = self.tokens(samples)
         names = [row_key(caption) for sample in samples for caption in sample.captions]
-        cache = self._cache("text", self.text, f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}")
+        cache = self._cache(
+            "text",
+            self.text,
+            f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}",
+        )
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
             tokens, done = table.tokens[wanted], 0
@@ -92,7 +104,11 @@ class FeatureCache:
 
     def tokens(self, samples: Sequence[Sample]) -> CaptionTable:
         """The captions of the samples as tokens, for a text tower that is trained."""
-        return tokenize_captions([sample.captions for sample in samples], self.tokenizer, self.context_length)
+        return tokenize_captions(
+            [sample.captions for sample in samples], self.tokenizer, self.context_length
+        )
 
     def _cache(self, name: str, tower: FrozenTower, settings: str) -> RowCache:
-        return RowCache(self.folder, name, "\x1f".join((*tower.key, settings)), (tower.width,), np.float16)
+        return RowCache(
+            self.folder, name, "\x1f".join((*tower.key, settings)), (tower.width,), np.float16
+        )

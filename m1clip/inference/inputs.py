@@ -60,16 +60,23 @@ def many(values: Any, kind: Any, takes: str) -> list[Any]:
     """One value or an iterable of them as a list; a UserError for anything else."""
     array = isinstance(values, np.ndarray) or _is_tensor(values)
     batched = array and (
-        values.ndim == 4 or (isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "OU")
+        values.ndim == 4
+        or (isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "OU")
     )
     if _is(values, kind) and not batched:
         return [values]
-    if not isinstance(values, Iterable) or isinstance(values, bytes | bytearray | Mapping) or (array and not batched):
+    if (
+        not isinstance(values, Iterable)
+        or isinstance(values, bytes | bytearray | Mapping)
+        or (array and not batched)
+    ):
         raise UserError(f"{takes}, not {type(values).__name__}")
     items = list(values)
     for number, item in enumerate(items, start=1):
         if not _is(item, kind):
-            raise UserError(f"{takes}; number {number} of {len(items)} is of type {type(item).__name__}")
+            raise UserError(
+                f"{takes}; number {number} of {len(items)} is of type {type(item).__name__}"
+            )
     return items
 
 
@@ -103,9 +110,15 @@ def square(image: ImageInput, preprocess: Preprocess) -> np.ndarray:
 
 def _array(image: Any) -> np.ndarray:
     """(height, width, 3) uint8; a tensor may have its channels first, as torchvision's have."""
-    shape, dtype, tensor = tuple(image.shape), str(image.dtype).removeprefix("torch."), _is_tensor(image)
+    shape, dtype, tensor = (
+        tuple(image.shape),
+        str(image.dtype).removeprefix("torch."),
+        _is_tensor(image),
+    )
     if dtype == "uint8" and tensor:
-        image = (image.permute(1, 2, 0) if len(shape) == 3 and shape[0] == 3 else image).cpu().numpy()
+        image = (
+            (image.permute(1, 2, 0) if len(shape) == 3 and shape[0] == 3 else image).cpu().numpy()
+        )
     if dtype != "uint8" or image.ndim != 3 or image.shape[2] != 3:
         kind = "a tensor" if tensor else "an array"
         raise UserError(f"{kind} must be (height, width, 3) uint8, not {shape} {dtype}")

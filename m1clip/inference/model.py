@@ -151,7 +151,9 @@ class Model:
         """Where the model runs."""
         return self.encoder.device
 
-    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> Array:
+    def encode_image(
+        self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None
+    ) -> Array:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.
 
         An image is a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor
@@ -165,7 +167,9 @@ class Model:
 
     def _squares(self, images: Sequence[ImageInput]) -> Iterator[np.ndarray]:
         """Decode ahead in threads; arrays have nothing to decode."""
-        decoded = any(isinstance(image, str | Path | bytes | bytearray | Image.Image) for image in images)
+        decoded = any(
+            isinstance(image, str | Path | bytes | bytearray | Image.Image) for image in images
+        )
         if len(images) == 1 or not decoded:
             yield from map(self.square, images)
             return
@@ -182,12 +186,17 @@ class Model:
         lengths = self.tokenizer.lengths(tokens)
         return _finite(self.encoder.tokens(tokens, lengths, count(batch_size)))
 
-    def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Array:
+    def similarity(
+        self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]
+    ) -> Array:
         """(images, texts) cosine similarities."""
         return self.encode_image(images) @ self.encode_text(texts).T
 
     def classify(
-        self, images: ImageInput | Iterable[ImageInput], labels: Sequence[str], templates: Sequence[str] = ("{}",)
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        labels: Sequence[str],
+        templates: Sequence[str] = ("{}",),
     ) -> list[list[tuple[str, float]]]:
         """For each image, (label, probability) from the most to the least probable.
 

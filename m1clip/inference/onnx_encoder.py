@@ -80,7 +80,9 @@ class ArrayEncoder(ABC):
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
 
     @abstractmethod
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None) -> np.ndarray:
+    def tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None
+    ) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
 
     @abstractmethod
@@ -90,7 +92,9 @@ class ArrayEncoder(ABC):
     @property
     def clip(self) -> CLIP:
         """Raise a UserError: there is no torch module."""
-        raise UserError(f"{self.describe()}: this model has no torch module; load the model that was exported")
+        raise UserError(
+            f"{self.describe()}: this model has no torch module; load the model that was exported"
+        )
 
     def images(self, images: Iterable[np.ndarray], total: int, max_batch: int | None) -> np.ndarray:
         """(total, embed_dim) vectors of (size, size, 3) uint8 images."""
@@ -114,7 +118,10 @@ class ArrayEncoder(ABC):
 
     def split_images(self, split: Split, rows: range) -> np.ndarray:
         """(rows, embed_dim) vectors of some images of a split."""
-        batches = [np.array(rows[start : start + SPLIT_IMAGES]) for start in range(0, len(rows), SPLIT_IMAGES)]
+        batches = [
+            np.array(rows[start : start + SPLIT_IMAGES])
+            for start in range(0, len(rows), SPLIT_IMAGES)
+        ]
         return np.concatenate([self.pixels(split.images.read(batch)) for batch in batches])
 
     def captions(self, table: CaptionTable, rows: range) -> np.ndarray:
@@ -125,16 +132,22 @@ class ArrayEncoder(ABC):
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
         """Raise a UserError for another device than the CPU."""
         if requested not in ("auto", "cpu"):
-            raise UserError(f"{self.describe()}: runs on the CPU; use --device cpu, or the model that was exported")
+            raise UserError(
+                f"{self.describe()}: runs on the CPU; use --device cpu, or the model that was exported"
+            )
 
     def to(self, device: str | torch.device) -> None:
         """Raise a UserError for another device than the CPU."""
         if str(device) != "cpu":
-            raise UserError(f"{self.describe()}: runs on the CPU only; load the model that was exported")
+            raise UserError(
+                f"{self.describe()}: runs on the CPU only; load the model that was exported"
+            )
 
     def save(self, path: Path) -> None:
         """Raise a UserError: there are no weights to write."""
-        raise UserError(f"{self.describe()}: cannot be saved as a model folder; copy the exported folder instead")
+        raise UserError(
+            f"{self.describe()}: cannot be saved as a model folder; copy the exported folder instead"
+        )
 
 
 class OnnxEncoder(ArrayEncoder):
@@ -152,7 +165,9 @@ class OnnxEncoder(ArrayEncoder):
                 record = {**record, "tokenizer": json.loads(read_small(path, MAX_BYTES, folder))}
             self.tokenizer = from_record(record)
         except OSError as error:
-            raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {HINT}") from None
+            raise UserError(
+                f"{error.filename}: cannot be read ({error.strerror}); {HINT}"
+            ) from None
         except (UserError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{folder}: {error}; {HINT}") from None
         self.context_length = settings["context_length"]
@@ -186,10 +201,14 @@ class OnnxEncoder(ArrayEncoder):
         """(n, size, size, 3) uint8 as the graph takes them: unchanged, or normalized, where the graph does not."""
         if self._image.get_inputs()[0].type == "tensor(uint8)":
             return pixels
-        mean, std = (np.array(each, np.float32) for each in (self.preprocess.mean, self.preprocess.std))
+        mean, std = (
+            np.array(each, np.float32) for each in (self.preprocess.mean, self.preprocess.std)
+        )
         return ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
 
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None) -> np.ndarray:
+    def tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None
+    ) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
         self._process.require_same("an ONNX model")
         vectors = np.empty((len(tokens), self.embed_dim), np.float32)
@@ -201,7 +220,9 @@ class OnnxEncoder(ArrayEncoder):
 def load_onnx(folder: Path, device: str, image_size: int | None, precision: str) -> Model:
     """The model in an exported ONNX folder; see `m1clip.load`."""
     if device != "cpu" or image_size is not None or precision not in ("auto", "fp32"):
-        raise UserError(f"{folder}: an ONNX folder runs on the CPU in fp32, with the image size of its export")
+        raise UserError(
+            f"{folder}: an ONNX folder runs on the CPU in fp32, with the image size of its export"
+        )
     return Model(OnnxEncoder(folder))
 
 
@@ -216,13 +237,17 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path}: not written by m1clip export; {HINT}") from None
     if version > FORMAT:
-        raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+        raise UserError(
+            f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
     if not matches_schema(settings, SCHEMA):
         raise UserError(f"{path}: values are missing or of the wrong type; {HINT}")
     return dict(settings)
 
 
-def _session(folder: Path, name: str, shapes: dict[str, list[Any]], embed_dim: int, threads: int) -> Any:
+def _session(
+    folder: Path, name: str, shapes: dict[str, list[Any]], embed_dim: int, threads: int
+) -> Any:
     """A checked session; `shapes` are those of one input, by its type.
 
     onnxruntime refuses external data outside the folder and operators that it does not have.
@@ -236,14 +261,20 @@ def _session(folder: Path, name: str, shapes: dict[str, list[Any]], embed_dim: i
         raise UserError("an ONNX folder needs onnxruntime: pip install 'm1clip[export]'") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # would take the cores from others
+    options.add_session_config_entry(
+        "session.intra_op.allow_spinning", "0"
+    )  # would take the cores from others
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
     except Exception as error:  # noqa: BLE001  its errors have no common class
         reason = " ".join(str(error).split()).rpartition("rror: ")[2].rpartition("failed:")[2][:200]
         raise UserError(f"{path}: onnxruntime cannot open it ({reason}); {HINT}") from None
     given, made = session.get_inputs(), session.get_outputs()
-    fits = len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
+    fits = (
+        len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
+    )
     sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
     if not fits or sides != [None, *shapes[given[0].type]] or made[0].shape[1:] != [embed_dim]:
         raise UserError(f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {HINT}")

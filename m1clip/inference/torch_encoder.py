@@ -46,7 +46,11 @@ class TorchEncoder:
     """
 
     def __init__(
-        self, clip: CLIP, tokenizer: Tokenizer, preprocess: Preprocess, precision: Precision | Literal["auto"] = "auto"
+        self,
+        clip: CLIP,
+        tokenizer: Tokenizer,
+        preprocess: Preprocess,
+        precision: Precision | Literal["auto"] = "auto",
     ) -> None:
         self.clip = clip
         self.tokenizer = tokenizer
@@ -86,7 +90,9 @@ class TorchEncoder:
         if kind != "cpu":
             self._process.require_same(f"a model on {kind}")
         elif self._process.is_forked() and torch.get_num_threads() > 1:
-            torch.set_num_threads(1)  # OpenMP would wait for threads that do not exist in a forked process
+            torch.set_num_threads(
+                1
+            )  # OpenMP would wait for threads that do not exist in a forked process
         if self.clip.training:
             self.clip.eval()
         return TowerRunner(
@@ -122,7 +128,11 @@ class TorchEncoder:
             if split.image_features is not None:
                 return self._project(self.clip.project_image, split.image_features, rows, towers)
             batches = chunks(rows, towers.batch(len(rows)))
-            parts = parallel(lambda batch: towers.pixels(split.images.read(np.array(batch))), batches, towers.workers)
+            parts = parallel(
+                lambda batch: towers.pixels(split.images.read(np.array(batch))),
+                batches,
+                towers.workers,
+            )
             return torch.cat(list(parts))
 
     def captions(self, table: CaptionTable, rows: range) -> Tensor:
@@ -148,7 +158,9 @@ class TorchEncoder:
         """(rows, embed_dim) vectors from the cached features of a tower."""
         batches = np.array_split(np.array(rows), -(-len(rows) // HEAD_BATCH))
         with towers.autocast():
-            features = [torch.from_numpy(table.read(batch)).to(self.device).float() for batch in batches]
+            features = [
+                torch.from_numpy(table.read(batch)).to(self.device).float() for batch in batches
+            ]
             return torch.cat([head(part).float().cpu() for part in features])
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
@@ -171,12 +183,18 @@ class TorchEncoder:
 
     def save(self, path: Path) -> None:
         """Write a model folder; an older one there is replaced only when the new one is complete."""
-        if path.exists() and not (path / CONFIG).is_file() and (path.is_file() or any(path.iterdir())):
+        if (
+            path.exists()
+            and not (path / CONFIG).is_file()
+            and (path.is_file() or any(path.iterdir()))
+        ):
             raise UserError(f"{path}: exists and is not a model folder; choose another folder")
         write_model(path, self.clip, self.tokenizer, self.preprocess)
 
 
-def load_torch(path: Path, device: str, image_size: int | None, precision: Precision | Literal["auto"]) -> Model:
+def load_torch(
+    path: Path, device: str, image_size: int | None, precision: Precision | Literal["auto"]
+) -> Model:
     """The model in a model folder, in a run, or of open_clip or Hugging Face; see `m1clip.load`."""
     saved = read_model(path).resized(image_size)
     return Model(TorchEncoder(saved.build(device), saved.tokenizer, saved.preprocess, precision))

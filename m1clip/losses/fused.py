@@ -38,7 +38,9 @@ def fused_infonce(
 
 class _FusedInfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         with torch.autocast(image.device.type, enabled=False):  # use exactly `dtype`
             scaled = (scale * image).to(dtype)
             text = text.to(dtype)
@@ -84,7 +86,9 @@ def true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
     return place // m, place % m
 
 
-def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+def _softmax_shared(
+    logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, ...]:
     """Return logits at (rows, columns), log-sum-exp of rows and columns, gradient of their means.
 
     The gradient replaces the logits, in their precision; sums are in `dtype`.
@@ -108,7 +112,9 @@ def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: T
     return chosen, row_sums.log(), column_sums.log(), logits
 
 
-def _softmax_by_row(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+def _softmax_by_row(
+    logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, ...]:
     """Do the same as `_softmax_shared` where each row and column needs its own offset."""
     n, m = logits.shape
     wide = logits.to(dtype)
@@ -131,7 +137,9 @@ class _BlockwiseTextContrast(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, text: Tensor, scale: Tensor, image_ids: Tensor, caption_ids: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, text: Tensor, scale: Tensor, image_ids: Tensor, caption_ids: Tensor
+    ) -> Tensor:
         by_text = torch.zeros_like(text)
         loss = 0.0 * scale
         by_scale = 0.0 * scale

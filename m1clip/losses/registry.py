@@ -124,7 +124,9 @@ def fused_infonce(features: Any, positive: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "infonce": Loss(help="CLIP's loss", row_term=infonce_rows, positives=own_captions, fused=fused_infonce),
+    "infonce": Loss(
+        help="CLIP's loss", row_term=infonce_rows, positives=own_captions, fused=fused_infonce
+    ),
     "sigmoid": Loss(
         help="SigLIP's loss, with a bias",
         row_term=sigmoid_rows,

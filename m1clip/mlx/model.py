@@ -31,7 +31,13 @@ def encoder(
         if "features" in inputs:
             x = inputs["features"]
         elif side == "image":
-            x = _vision(tower, inputs["pixels"].astype(dtype), inputs.get("kept"), config.image_tower, checkpointing)
+            x = _vision(
+                tower,
+                inputs["pixels"].astype(dtype),
+                inputs.get("kept"),
+                config.image_tower,
+                checkpointing,
+            )
         else:
             x = _text(tower, inputs["tokens"], config.text_tower, dtype, checkpointing)
         x = _head(part(weights, f"{side}_head"), x, head, inputs, dtype).astype(mx.float32)
@@ -42,7 +48,9 @@ def encoder(
 
 def part(weights: Arrays, name: str) -> Arrays:
     """The weights of one module, by their names within it."""
-    return {key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")}
+    return {
+        key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")
+    }
 
 
 def _product(x: Array, weight: Array, bias: Array | None) -> Array:
@@ -63,7 +71,9 @@ def _group_norm(w: Arrays, name: str, x: Array) -> Array:
     n, height, width, channels = x.shape
     groups = stem_groups(channels)
     grouped = x.astype(mx.float32).reshape(n, height * width, groups, channels // groups)
-    normal = (grouped - grouped.mean((1, 3), keepdims=True)) * mx.rsqrt(grouped.var((1, 3), keepdims=True) + NORM_EPS)
+    normal = (grouped - grouped.mean((1, 3), keepdims=True)) * mx.rsqrt(
+        grouped.var((1, 3), keepdims=True) + NORM_EPS
+    )
     return (normal.reshape(x.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]).astype(x.dtype)
 
 
@@ -71,7 +81,9 @@ def _gelu(x: Array) -> Array:
     return x * (1 + mx.erf(x * 0.5**0.5)) / 2
 
 
-def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpointing: bool) -> Array:
+def _vision(
+    w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpointing: bool
+) -> Array:
     """(n, size, size, 3) -> (n, width)."""
     n, grid, size = len(pixels), config.grid, config.patch_size
     if config.stem == "conv":
@@ -79,12 +91,18 @@ def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpoin
         for number in range(last + 1):
             # torch stores (out, in, height, width)
             weight = w[f"patch.convs.{number}.weight"].astype(x.dtype).transpose(0, 2, 3, 1)
-            x = mx.conv2d(x, weight, stride=2, padding=1) + w[f"patch.convs.{number}.bias"].astype(x.dtype)
+            x = mx.conv2d(x, weight, stride=2, padding=1) + w[f"patch.convs.{number}.bias"].astype(
+                x.dtype
+            )
             if number < last:
                 x = _gelu(_group_norm(w, f"patch.group_norms.{number}", x))
         x = x.reshape(n, grid * grid, -1)
     else:
-        x = pixels.reshape(n, grid, size, grid, size, 3).transpose(0, 1, 3, 5, 2, 4).reshape(n, grid * grid, -1)
+        x = (
+            pixels.reshape(n, grid, size, grid, size, 3)
+            .transpose(0, 1, 3, 5, 2, 4)
+            .reshape(n, grid * grid, -1)
+        )
         x = _product(x, w["patch.weight"].reshape(config.width, -1), w.get("patch.bias"))
     positions = w["positions"].astype(x.dtype)
     patch_positions = positions[-grid * grid :]
@@ -97,7 +115,9 @@ def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpoin
     if config.pre_norm:
         x = _norm(w, "norm_pre", x)
     position = mx.zeros((n,), mx.int32) if "cls" in w else None
-    return _norm(w, "norm", _transformer(part(w, "transformer"), x, config, position, False, checkpointing))
+    return _norm(
+        w, "norm", _transformer(part(w, "transformer"), x, config, position, False, checkpointing)
+    )
 
 
 def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool) -> Array:
@@ -113,7 +133,9 @@ def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool
     return x + _norm(w, "norm_mean", mean).astype(x.dtype)
 
 
-def _transformer(w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool) -> Array:
+def _transformer(
+    w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool
+) -> Array:
     """(n, length, width) -> (n, width): at one position, or the mean; the last block computes only that."""
 
     def block(w: Arrays, x: Array, position: Array | None = None, mean: bool = False) -> Array:
@@ -134,7 +156,11 @@ def _transformer(w: Arrays, x: Array, config: Any, position: Array | None, causa
         mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
         x = x + _linear(w, "attn.out", mixed.transpose(0, 2, 1, 3).reshape(n, -1, width))
         hidden = _linear(w, "mlp.up", _norm(w, "norm2", x))
-        hidden = hidden * mx.sigmoid(1.702 * hidden) if config.activation == "quick_gelu" else _gelu(hidden)
+        hidden = (
+            hidden * mx.sigmoid(1.702 * hidden)
+            if config.activation == "quick_gelu"
+            else _gelu(hidden)
+        )
         if mean:
             x, hidden = x.mean(axis=1), hidden.mean(axis=1)
         x = x + _linear(w, "mlp.down", hidden)

@@ -38,7 +38,10 @@ class CLIP(nn.Module):
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
         self.config, width = config, config.embed_dim
-        self.image_tower, self.text_tower = build_image_tower(config.image_tower), build_text_tower(config.text_tower)
+        self.image_tower, self.text_tower = (
+            build_image_tower(config.image_tower),
+            build_text_tower(config.text_tower),
+        )
         self.image_head = build_head(config.image_head, self.image_tower.width, width)
         self.text_head = build_head(config.text_head, self.text_tower.width, width)
         self.logit_scale = nn.Parameter(torch.empty(()))
@@ -55,7 +58,9 @@ class CLIP(nn.Module):
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
-    def encode_image(self, images: Tensor, kept_patches: Tensor | None = None, *dropout_keys: Tensor) -> Tensor:
+    def encode_image(
+        self, images: Tensor, kept_patches: Tensor | None = None, *dropout_keys: Tensor
+    ) -> Tensor:
         """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
 
         `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With `dropout_keys` (n,), the
@@ -77,7 +82,9 @@ class CLIP(nn.Module):
         return normalize(self.text_head(features, *dropout_keys).float())
 
     def forward(self, images: Tensor, tokens: Tensor) -> Features:
-        return Features(self.encode_image(images), self.encode_text(tokens), self.scale(), self.logit_bias)
+        return Features(
+            self.encode_image(images), self.encode_text(tokens), self.scale(), self.logit_bias
+        )
 
     def scale(self) -> Tensor:
         """The logit scale: 1 / temperature."""
@@ -129,7 +136,9 @@ def build_clip(config: CLIPConfig) -> CLIP:
 def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
     """A CLIP whose weights are about to be loaded: memory is allocated, nothing is initialized."""
     if config.from_transformers:
-        return build_clip(config).to(device)  # libraries keep buffers that are neither weights nor saved
+        return build_clip(config).to(
+            device
+        )  # libraries keep buffers that are neither weights nor saved
     with torch.device("meta"):
         model = build_clip(config)
     # Not to_empty(): its empty_like() imports torch's compiler, 100 MB.

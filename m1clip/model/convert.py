@@ -47,7 +47,9 @@ class Format(NamedTuple):
 # The last three are in OpenAI's own files.
 OPENCLIP_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size")
 OPENCLIP = Format(1, "visual.transformer.resblocks", "transformer.resblocks", OPENCLIP_BUFFERS)
-HUGGING_FACE = Format(2, "vision_model.encoder.layers", "text_model.encoder.layers", ("embeddings.position_ids",))
+HUGGING_FACE = Format(
+    2, "vision_model.encoder.layers", "text_model.encoder.layers", ("embeddings.position_ids",)
+)
 
 
 class Row(NamedTuple):
@@ -60,23 +62,43 @@ class Row(NamedTuple):
 
 def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
     """Every tensor of a model with this config."""
-    tensors, block = ([line.split() for line in table.strip().splitlines()] for table in (_TENSORS, _BLOCK_TENSORS))
-    pairs = [(cells[0], cells[names.column]) for cells in tensors if cells[0] != "logit_bias" or config.logit_bias]
+    tensors, block = (
+        [line.split() for line in table.strip().splitlines()]
+        for table in (_TENSORS, _BLOCK_TENSORS)
+    )
+    pairs = [
+        (cells[0], cells[names.column])
+        for cells in tensors
+        if cells[0] != "logit_bias" or config.logit_bias
+    ]
     prefixes = (("image_tower", names.vision_blocks), ("text_tower", names.text_blocks))
     for (tower, theirs), part in zip(prefixes, config.own_towers, strict=True):
         for i in range(part.layers):
             ours = f"{tower}.transformer.blocks.{i}"
-            pairs += [(f"{ours}.{cells[0]}", f"{theirs}.{i}.{cells[names.column]}") for cells in block]
+            pairs += [
+                (f"{ours}.{cells[0]}", f"{theirs}.{i}.{cells[names.column]}") for cells in block
+            ]
     for ours, theirs in pairs:
         for part_name in ("weight", "bias") if "*" in ours else ("",):
             name = theirs.removesuffix("^T").replace("*", part_name)
-            each = tuple(name.replace("{qkv}", letter) for letter in "qkv") if "{qkv}" in name else (name,)
+            each = (
+                tuple(name.replace("{qkv}", letter) for letter in "qkv")
+                if "{qkv}" in name
+                else (name,)
+            )
             yield Row(ours.replace("*", part_name), each, theirs.endswith("^T"))
 
 
 WRAPPER = "module."  # what torch's data-parallel wrappers put before every name
 TEXT_PREFIX = "text."  # open_clip's newer class keeps the text tower as a module of its own
-TEXT_PARTS = ("token_embedding.", "positional_embedding", "transformer.", "ln_final.", "text_projection", "attn_mask")
+TEXT_PARTS = (
+    "token_embedding.",
+    "positional_embedding",
+    "transformer.",
+    "ln_final.",
+    "text_projection",
+    "attn_mask",
+)
 
 
 def without_prefixes(weights: Tensors) -> Tensors:
@@ -86,7 +108,9 @@ def without_prefixes(weights: Tensors) -> Tensors:
     if "token_embedding.weight" in weights:
         return weights
     return {
-        name.removeprefix(TEXT_PREFIX) if name.startswith(tuple(TEXT_PREFIX + p for p in TEXT_PARTS)) else name: t
+        name.removeprefix(TEXT_PREFIX)
+        if name.startswith(tuple(TEXT_PREFIX + p for p in TEXT_PARTS))
+        else name: t
         for name, t in weights.items()
     }
 
@@ -156,7 +180,14 @@ HF_SETTINGS: Settings = {
         "intermediate_size": ("text_hidden", 2048),
     },
 }
-OPENCLIP_KNOWN = {"embed_dim", "quick_gelu", "init_logit_bias", "init_logit_scale", "custom_text", "mlp_ratio"}
+OPENCLIP_KNOWN = {
+    "embed_dim",
+    "quick_gelu",
+    "init_logit_bias",
+    "init_logit_scale",
+    "custom_text",
+    "mlp_ratio",
+}
 # Other settings of open_clip change nothing where they are off, or where they are these.
 OPENCLIP_USUAL = [("pool_type", "tok"), ("pool_type", "argmax"), ("pos_embed_type", "learnable")]
 
@@ -166,7 +197,9 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     values = _read_settings(config, OPENCLIP_SETTINGS, where)
     known = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
     for key, value in [
-        item for part in (config, *(config[name] for name in OPENCLIP_SETTINGS)) for item in part.items()
+        item
+        for part in (config, *(config[name] for name in OPENCLIP_SETTINGS))
+        for item in part.items()
     ]:
         if value and key not in known and (key, value) not in OPENCLIP_USUAL:
             raise UserError(f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip")
@@ -186,12 +219,20 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind the config.json of a CLIPModel."""
     values = _read_settings(config, HF_SETTINGS, where)
     parts = [config[name] for name in HF_SETTINGS]
-    activation = _common([part.get("hidden_act", "quick_gelu") for part in parts], "hidden_act", str, where)
+    activation = _common(
+        [part.get("hidden_act", "quick_gelu") for part in parts], "hidden_act", str, where
+    )
     if activation not in ("gelu", "quick_gelu"):
-        raise UserError(f"{where}: hidden_act {activation[:40]} is not supported (supported: gelu, quick_gelu)")
+        raise UserError(
+            f"{where}: hidden_act {activation[:40]} is not supported (supported: gelu, quick_gelu)"
+        )
     if any(part.get("layer_norm_eps", NORM_EPS) != NORM_EPS for part in parts):
-        raise UserError(f"{where}: layer_norm_eps must be {NORM_EPS}; m1clip supports no other value")
-    ratios = [values.pop(f"{tower}_hidden") / values[f"{tower}_width"] for tower in ("vision", "text")]
+        raise UserError(
+            f"{where}: layer_norm_eps must be {NORM_EPS}; m1clip supports no other value"
+        )
+    ratios = [
+        values.pop(f"{tower}_hidden") / values[f"{tower}_width"] for tower in ("vision", "text")
+    ]
     return with_fields(
         CLIPConfig(),
         embed_dim=_count(config.get("projection_dim", 512), "projection_dim", where),
@@ -223,7 +264,9 @@ def _common(values: list[Any], name: str, kind: Any, where: str) -> Any:
     """The value that both towers must have."""
     if not isinstance(values[0], kind) or values[0] != values[1]:
         shown = " and ".join(str(value)[:40] for value in values)
-        raise UserError(f"{where}: {name} is {shown} in the two towers; m1clip needs one value for both")
+        raise UserError(
+            f"{where}: {name} is {shown} in the two towers; m1clip needs one value for both"
+        )
     return values[0]
 
 
@@ -251,33 +294,53 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
 def openclip_config(config: CLIPConfig) -> dict[str, Any]:
     """The `model_cfg` of open_clip."""
     vision, text = config.own_towers
-    sections = _write_settings(config, OPENCLIP_SETTINGS, {"head_width": vision.width // vision.heads})
+    sections = _write_settings(
+        config, OPENCLIP_SETTINGS, {"head_width": vision.width // vision.heads}
+    )
     for section in sections.values():
         section["mlp_ratio"] = text.mlp_ratio
     bias = {"init_logit_bias": -10.0} if config.logit_bias else {}
-    return {"embed_dim": config.embed_dim, "quick_gelu": text.activation == "quick_gelu", **sections, **bias}
+    return {
+        "embed_dim": config.embed_dim,
+        "quick_gelu": text.activation == "quick_gelu",
+        **sections,
+        **bias,
+    }
 
 
 def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
     """The config.json of a CLIPModel."""
     vision, text = config.own_towers
     hidden = {
-        f"{name}_hidden": int(tower.width * tower.mlp_ratio) for name, tower in (("vision", vision), ("text", text))
+        f"{name}_hidden": int(tower.width * tower.mlp_ratio)
+        for name, tower in (("vision", vision), ("text", text))
     }
     sections = _write_settings(config, HF_SETTINGS, hidden)
     special = {"bos_token_id": sot_id, "eos_token_id": eot_id, "pad_token_id": eot_id}
     sections["vision_config"] |= {"model_type": "clip_vision_model"}
     sections["text_config"] |= {"model_type": "clip_text_model", **special}
     for section in sections.values():
-        section |= {"hidden_act": text.activation, "layer_norm_eps": NORM_EPS, "projection_dim": config.embed_dim}
-    return {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": config.embed_dim, **sections}
+        section |= {
+            "hidden_act": text.activation,
+            "layer_norm_eps": NORM_EPS,
+            "projection_dim": config.embed_dim,
+        }
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": config.embed_dim,
+        **sections,
+    }
 
 
-def _write_settings(config: CLIPConfig, settings: Settings, derived: dict[str, int]) -> dict[str, Any]:
+def _write_settings(
+    config: CLIPConfig, settings: Settings, derived: dict[str, int]
+) -> dict[str, Any]:
     """The inverse of `_read_settings`; `derived` are values that are not fields of our config."""
     return {
         section: {
-            key: derived[ours] if ours in derived else field_value(config, ours) for key, (ours, _) in names.items()
+            key: derived[ours] if ours in derived else field_value(config, ours)
+            for key, (ours, _) in names.items()
         }
         for section, names in settings.items()
     }

@@ -14,7 +14,14 @@ from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError, first_line, hub_hint
 from m1clip.io import atomic_folder, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
-from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
+from m1clip.model.convert import (
+    HUGGING_FACE,
+    OPENCLIP,
+    config_from_hf,
+    config_from_openclip,
+    to_ours,
+    without_prefixes,
+)
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.transformers import check_settings
 from m1clip.model.weights import (
@@ -58,7 +65,9 @@ class SavedModel:
         except UserError:
             raise
         except Exception as error:  # libraries raise all kinds of errors for invalid settings
-            raise UserError(f"{self.where}: its towers cannot be built ({first_line(error)})") from error
+            raise UserError(
+                f"{self.where}: its towers cannot be built ({first_line(error)})"
+            ) from error
         assign_weights(model, self.weights, self.where)
         return model.eval()
 
@@ -67,7 +76,10 @@ class SavedModel:
         config = self.config.resized(image_size)
         preprocess = replace(self.preprocess, image_size=config.image_size)
         return replace(
-            self, config=config, preprocess=preprocess, weights=fit_positions(self.weights, self.config, config)
+            self,
+            config=config,
+            preprocess=preprocess,
+            weights=fit_positions(self.weights, self.config, config),
         )
 
 
@@ -76,7 +88,9 @@ def open_device(name: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device_name(name) if isinstance(name, str) else name).device
     except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
-        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, gpu, cuda or mps") from None
+        raise UserError(
+            f"device {str(name)[:40]!r}: not available here; give cpu, gpu, cuda or mps"
+        ) from None
 
 
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
@@ -85,7 +99,9 @@ def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Pre
         write_model_files(partial, model, tokenizer, preprocess)
 
 
-def write_model_files(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
+def write_model_files(
+    folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess
+) -> None:
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
     config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
@@ -124,10 +140,17 @@ def model_folder(path: Path) -> Path:
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run that was written to last, among those that have a model."""
-    found = [path.parent.parent for path in runs.glob(f"*/*/{WEIGHTS}") if path.parent.name in ("best", "model")]
+    found = [
+        path.parent.parent
+        for path in runs.glob(f"*/*/{WEIGHTS}")
+        if path.parent.name in ("best", "model")
+    ]
     if not found:
         raise UserError(f"no trained model in {runs}/: train one, or specify one with --model")
-    return max(found, key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0)
+    return max(
+        found,
+        key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0,
+    )
 
 
 def _read_own(folder: Path) -> SavedModel:
@@ -136,8 +159,12 @@ def _read_own(folder: Path) -> SavedModel:
     for name in ("vocab_size", "eot_id", "pad_id"):
         wanted = getattr(config.text_tower, name, None)
         if wanted is not None and wanted != getattr(tokenizer, name):
-            raise UserError(f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model")
-    return SavedModel(config, read_tensors(folder / WEIGHTS), tokenizer, preprocess, str(folder / WEIGHTS))
+            raise UserError(
+                f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model"
+            )
+    return SavedModel(
+        config, read_tensors(folder / WEIGHTS), tokenizer, preprocess, str(folder / WEIGHTS)
+    )
 
 
 def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
@@ -147,7 +174,9 @@ def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > FORMAT:
-        raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+        raise UserError(
+            f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
     if not isinstance(model, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
     try:
@@ -175,7 +204,11 @@ def _reject_other_architecture(folder: Path) -> None:
     found = hint = ""
     if isinstance(config.get("model_type"), str):
         classes = config.get("architectures")
-        names = f" ({classes[0]})" if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        names = (
+            f" ({classes[0]})"
+            if isinstance(classes, list) and classes and isinstance(classes[0], str)
+            else ""
+        )
         found = f"{config['model_type']}{names}, a model of transformers"
         hint = f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower {folder}"
     elif isinstance(config.get("architecture"), str):
@@ -187,15 +220,21 @@ def _reject_other_architecture(folder: Path) -> None:
 
 def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
     if not config_file.is_file():
-        raise UserError(f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them")
+        raise UserError(
+            f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them"
+        )
     record = read_json(config_file)
     model, seen = record.get("model_cfg"), record.get("preprocess_cfg") or {}
     config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))
     resize = seen.get("resize_mode", "shortest")
     if seen.get("interpolation", "bicubic") != "bicubic" or resize not in ("shortest", "squash"):
-        raise UserError(f"{config_file}: unsupported preprocessing {seen} (supported: bicubic, shortest or squash)")
+        raise UserError(
+            f"{config_file}: unsupported preprocessing {seen} (supported: bicubic, shortest or squash)"
+        )
     preprocess = _preprocess(config, seen.get("mean"), seen.get("std"), resize, config_file)
-    weights = to_ours(without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file))
+    weights = to_ours(
+        without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file)
+    )
     return _saved(config, weights, preprocess, weights_file)
 
 
@@ -205,7 +244,9 @@ def _read_hf(folder: Path) -> SavedModel:
     weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE, config, str(weights_file))
     seen = read_json(seen_file) if seen_file.is_file() else {}
     if seen.get("resample", BICUBIC) != BICUBIC:
-        raise UserError(f"{seen_file}: resample {seen['resample']} is not supported (supported: {BICUBIC}, bicubic)")
+        raise UserError(
+            f"{seen_file}: resample {seen['resample']} is not supported (supported: {BICUBIC}, bicubic)"
+        )
     crop, size = (seen.get(key, config.image_size) for key in ("crop_size", "size"))
     crop = crop.get("height") if isinstance(crop, dict) else crop
     size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
@@ -213,7 +254,9 @@ def _read_hf(folder: Path) -> SavedModel:
         raise UserError(
             f"{seen_file}: resizes to {size} and crops to {crop}, the model takes {config.image_size} pixels"
         )
-    preprocess = _preprocess(config, seen.get("image_mean"), seen.get("image_std"), "shortest-floor", seen_file)
+    preprocess = _preprocess(
+        config, seen.get("image_mean"), seen.get("image_std"), "shortest-floor", seen_file
+    )
     return _saved(config, weights, preprocess, weights_file)
 
 

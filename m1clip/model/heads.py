@@ -15,7 +15,11 @@ FEATURE_DROPOUT = 0.4  # of the hidden layer's
 
 def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head:
     """The head on a tower of this width."""
-    return Projection(width, embed_dim, config.bias) if config.kind == "projection" else Head(config, width, embed_dim)
+    return (
+        Projection(width, embed_dim, config.bias)
+        if config.kind == "projection"
+        else Head(config, width, embed_dim)
+    )
 
 
 def dropped_of_256(p: float) -> int:
@@ -105,7 +109,9 @@ class Head(nn.Module):
     def spare_dead_channels(self) -> None:
         """Do not scale up constant channels: their rounding error and gradients would dominate."""
         median = self.deviation.median().clamp(min=1e-6)
-        self.deviation.copy_(torch.where(self.deviation < DEAD_CHANNEL * median, median, self.deviation))
+        self.deviation.copy_(
+            torch.where(self.deviation < DEAD_CHANNEL * median, median, self.deviation)
+        )
 
     @torch.no_grad()
     def initialize(self) -> None:

@@ -17,11 +17,15 @@ from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfi
 MAX_POSITIONS = 256  # of an inference by two products: their memory grows with the square
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind = "auto") -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind = "auto"
+) -> Tensor:
     """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
     if kind == "auto":
         # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference (without a mask).
-        infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # the compiler lacks this
+        infers = (
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        )  # the compiler lacks this
         products = q.dtype == torch.bfloat16 and q.device.type == "cpu"
         products = products and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
         kind = "bmm" if products else "sdpa"
@@ -36,7 +40,9 @@ def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q = (q * dim**-0.5).reshape(n * heads, length, dim)
     scores = q @ k.reshape(n * heads, length, dim).transpose(1, 2)  # (n * heads, length, length)
     if causal:
-        scores = scores + torch.full((length, length), float("-inf"), device=q.device, dtype=scores.dtype).triu(1)
+        scores = scores + torch.full(
+            (length, length), float("-inf"), device=q.device, dtype=scores.dtype
+        ).triu(1)
     weights = scores.softmax(dim=-1)
     return (weights @ v.reshape(n * heads, length, dim)).view(n, heads, length, dim)
 
@@ -51,7 +57,10 @@ def _onednn_op() -> Any:
         x = torch.ones(2, 4, dtype=torch.bfloat16)
         op(x, x, x[:, 0].contiguous(), "none", [], "")
         op.binary(x, x[:, :2].contiguous(), x, x[:, 0].contiguous(), "add")
-    except (AttributeError, RuntimeError):  # a private operation: it may disappear, or need another processor
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # a private operation: it may disappear, or need another processor
         return None
     return op
 
@@ -74,7 +83,11 @@ _packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that ke
 
 def packed(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -> Packed:
     """`pack(parameter)`, in inference mode kept until the parameter or `key` changes, or a model starts to train."""
-    if not torch.is_inference_mode_enabled() or not isinstance(parameter, nn.Parameter) or parameter.is_inference():
+    if (
+        not torch.is_inference_mode_enabled()
+        or not isinstance(parameter, nn.Parameter)
+        or parameter.is_inference()
+    ):
         return pack(parameter)
     state = (parameter._version, parameter.data_ptr(), key)
     found = _packed.get(parameter)
@@ -103,7 +116,10 @@ def linear(
     if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
         if torch.is_inference_mode_enabled():
             y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
-            matrix, vector = packed(weight, _pack_matrix), None if bias is None else packed(bias, to_bf16)
+            matrix, vector = (
+                packed(weight, _pack_matrix),
+                None if bias is None else packed(bias, to_bf16),
+            )
             return onednn_linear(y, matrix, vector, residual, gelu)
         if not gelu:
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
@@ -144,7 +160,11 @@ def _pack_matrix(weight: Tensor) -> Tensor:
 
 
 def onednn_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, gelu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """The oneDNN call for 2-D bf16 tensors."""
     if residual is None:
@@ -161,7 +181,9 @@ def norm_arguments(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | N
     return (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     """(rows, width) -> the layer norm of each row, its mean and its deviation; `x` itself where there is no norm."""
     return (x,) if weight is None else torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -177,7 +199,9 @@ def layer_norm_backward(
     """Gradients of the norm's input, weight and bias for that of its output."""
     if weight is None or grad is None:
         return grad, None, None
-    return torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *stats, weight, bias, needs)
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, x.shape[-1:], *stats, weight, bias, needs
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -214,7 +238,9 @@ class _Linear(torch.autograd.Function):
         dweight, dbias = parameter_grads(g, y, ctx.dtype, needs_weight, needs_bias)
         del y
         dy = g @ to_bf16(weight) if needs_x or any(needs_norm) else None
-        dx, dnorm, dnorm_bias = layer_norm_backward(dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm])
+        dx, dnorm, dnorm_bias = layer_norm_backward(
+            dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm]
+        )
         dx = None if dx is None else dx.view(*grad.shape[:-1], flat.shape[1])
         return dx, dweight, dbias, grad if needs_residual else None, dnorm, dnorm_bias, None
 
@@ -226,14 +252,18 @@ def parameter_grads(
     return (grad.t() @ x).to(dtype) if weight else None, grad.sum(0).to(dtype) if bias else None
 
 
-def recompute(module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
+def recompute(
+    module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object
+) -> Tensor:
     """function(x, *rest), a method of the module, with activation checkpointing."""
     sharded = hasattr(module, "unshard")  # by fully_shard: its parameters are not yet gathered here
     if x.device.type == "cpu" and not sharded and not torch.compiler.is_compiling():
         trainable = [p for p in module.parameters() if p.requires_grad]
         return cast("Tensor", _Recompute.apply(function, rest, x, *trainable))
     # Our blocks draw no random numbers, and a CUDA graph cannot capture reading the random state.
-    return cast("Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=False))
+    return cast(
+        "Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=False)
+    )
 
 
 class _Recompute(torch.autograd.Function):
@@ -241,7 +271,11 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Tensor], rest: tuple[object, ...], x: Tensor, *trainable: Tensor
+        ctx: Any,
+        function: Callable[..., Tensor],
+        rest: tuple[object, ...],
+        x: Tensor,
+        *trainable: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, *trainable)
         ctx.function, ctx.rest = function, rest
@@ -280,7 +314,9 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None
+    ) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         if uses_onednn(x) and not self.quick:
             if torch.is_inference_mode_enabled():
@@ -293,7 +329,9 @@ class Mlp(nn.Module):
 
             if kernels.takes(x):
                 y = x if norm is None else normalized(x, norm)
-                y = kernels.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+                y = kernels.gelu_mlp(
+                    y, self.up.weight, self.up.bias, self.down.weight, self.down.bias
+                )
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
         # The activation is the block's largest tensor and the cheapest to recompute (docs/speed.md).
@@ -341,9 +379,16 @@ class _GeluMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, hidden, up, down, norm, norm_bias = ctx.saved_tensors
-        needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, needs_residual, *needs_norm, _ = (
-            ctx.needs_input_grad
-        )
+        (
+            needs_x,
+            needs_up,
+            needs_up_bias,
+            needs_down,
+            needs_down_bias,
+            needs_residual,
+            *needs_norm,
+            _,
+        ) = ctx.needs_input_grad
         g = grad.reshape(-1, grad.shape[-1])
         active = F.gelu(hidden) if needs_down else g
         ddown, ddown_bias = parameter_grads(g, active, ctx.dtype, needs_down, needs_down_bias)
@@ -354,7 +399,9 @@ class _GeluMlp(torch.autograd.Function):
         dup, dup_bias = parameter_grads(dhidden, y, ctx.dtype, needs_up, needs_up_bias)
         del y
         dy = dhidden @ to_bf16(up) if needs_x or any(needs_norm) else None
-        dx, dnorm, dnorm_bias = layer_norm_backward(dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm])
+        dx, dnorm, dnorm_bias = layer_norm_backward(
+            dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm]
+        )
         dx = None if dx is None else dx.view(grad.shape)
         dresidual = grad if needs_residual else None
         return dx, dup, dup_bias, ddown, ddown_bias, dresidual, dnorm, dnorm_bias, None
@@ -365,7 +412,11 @@ Position = Tensor | int  # (n,) a position for each sequence, or one for all
 
 def take_position(x: Tensor, position: Position) -> Tensor:
     """(n, length, width) -> (n, width): one position of each sequence."""
-    return x[:, position] if isinstance(position, int) else x[torch.arange(x.shape[0], device=x.device), position]
+    return (
+        x[:, position]
+        if isinstance(position, int)
+        else x[torch.arange(x.shape[0], device=x.device), position]
+    )
 
 
 def _call(block: nn.Module, function: Callable[..., Tensor], *inputs: object) -> Tensor:
@@ -383,7 +434,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None
+    ) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         return linear(self._attend(x, norm), self.out.weight, self.out.bias, residual=residual)
 
@@ -395,8 +448,12 @@ class Attention(nn.Module):
 
             if kernels.takes_attention(x, self.heads):
                 y = x if norm is None else normalized(x, norm)
-                return kernels.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
-        qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(n, length, 3, self.heads, width // self.heads)
+                return kernels.short_attention(
+                    y, self.qkv.weight, self.qkv.bias, self.heads, self.causal
+                )
+        qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(
+            n, length, 3, self.heads, width // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)
 
@@ -404,12 +461,16 @@ class Attention(nn.Module):
         """The output of `forward` at one position of each sequence, (n, width): one query, all keys and values."""
         n, length, width = x.shape
         weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
-        q = linear(take_position(x, position), weight[:width], bias[:width]).view(n, heads, 1, width // heads)
+        q = linear(take_position(x, position), weight[:width], bias[:width]).view(
+            n, heads, 1, width // heads
+        )
         kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
         if self.causal:
-            later = torch.arange(length, device=x.device) > torch.as_tensor(position, device=x.device).view(-1, 1, 1, 1)
+            later = torch.arange(length, device=x.device) > torch.as_tensor(
+                position, device=x.device
+            ).view(-1, 1, 1, 1)
             scores = scores.masked_fill(later, float("-inf"))
         mixed = (scores.softmax(dim=-1) @ v).reshape(n, width)
         return linear(mixed, self.out.weight, self.out.bias)
@@ -418,7 +479,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, hidden: int, causal: bool, activation: Activation) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, causal: bool, activation: Activation
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
@@ -451,7 +514,8 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         hidden = int(config.width * config.mlp_ratio)
         self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, hidden, causal, config.activation) for _ in range(config.layers)
+            Block(config.width, config.heads, hidden, causal, config.activation)
+            for _ in range(config.layers)
         )
 
     def forward(self, x: Tensor, position: Position | Literal["mean"] | None = None) -> Tensor:
@@ -465,7 +529,11 @@ class Transformer(nn.Module):
             x = run(block, block, x)
         if position is None:
             return run(last, last, x)
-        return run(last, last.mean, x) if isinstance(position, str) else run(last, last.at, x, position)
+        return (
+            run(last, last.mean, x)
+            if isinstance(position, str)
+            else run(last, last.at, x, position)
+        )
 
     def _all_blocks(self) -> Iterator[Block]:
         return iter(cast("Iterable[Block]", self.blocks))

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
 AttentionKind = Literal["auto", "bmm", "sdpa"]
-SIZES = ("image_size", "patch_size", "width", "layers", "heads", "context_length", "vocab_size", "embed_dim")
+SIZES = (
+    "image_size",
+    "patch_size",
+    "width",
+    "layers",
+    "heads",
+    "context_length",
+    "vocab_size",
+    "embed_dim",
+)
 MAX_GRID = 256
 
 
@@ -34,7 +43,10 @@ class _Part:
     def __post_init__(self) -> None:
         check_limits(self, "model: ")
         for name in SIZES:
-            _check(getattr(self, name, 1) >= 1, f"{name} must be at least 1, not {getattr(self, name, 1)}")
+            _check(
+                getattr(self, name, 1) >= 1,
+                f"{name} must be at least 1, not {getattr(self, name, 1)}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +62,13 @@ class _Transformer(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self.width % self.heads == 0, f"a width of {self.width} cannot be split into {self.heads} heads")
         _check(
-            1 <= self.width * self.mlp_ratio < float("inf"), f"mlp_ratio {self.mlp_ratio:g} must be above 0 (usual: 4)"
+            self.width % self.heads == 0,
+            f"a width of {self.width} cannot be split into {self.heads} heads",
+        )
+        _check(
+            1 <= self.width * self.mlp_ratio < float("inf"),
+            f"mlp_ratio {self.mlp_ratio:g} must be above 0 (usual: 4)",
         )
 
 
@@ -73,14 +89,24 @@ class VisionTowerConfig(_Transformer):
         super().__post_init__()
         size, patch = self.image_size, self.patch_size
         nearest = size // patch * patch or patch
-        _check(size % patch == 0, f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}")
-        _check(self.grid <= MAX_GRID, f"{self.grid} patches per side are more than {MAX_GRID}: use a larger patch_size")
         _check(
-            self.positions == "learned" or self.width % 4 == 0, "sincos positions need a width that is a multiple of 4"
+            size % patch == 0,
+            f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}",
+        )
+        _check(
+            self.grid <= MAX_GRID,
+            f"{self.grid} patches per side are more than {MAX_GRID}: use a larger patch_size",
+        )
+        _check(
+            self.positions == "learned" or self.width % 4 == 0,
+            "sincos positions need a width that is a multiple of 4",
         )
         if self.stem == "conv":
             power = patch > 1 and patch & (patch - 1) == 0
-            _check(power, f"a conv stem halves the image: patch_size must be 2, 4, 8, 16 or 32, not {patch}")
+            _check(
+                power,
+                f"a conv stem halves the image: patch_size must be 2, 4, 8, 16 or 32, not {patch}",
+            )
             _check(self.width * 2 >= patch, f"a width of {self.width} is too small for a conv stem")
 
     @property
@@ -123,16 +149,19 @@ class TextTowerConfig(_Transformer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self.context_length >= 3, "context_length must be at least 3: start token, one token, EOT token")
+        _check(
+            self.context_length >= 3,
+            "context_length must be at least 3: start token, one token, EOT token",
+        )
         inside = 0 <= self.eot_id < self.vocab_size
         _check(inside, f"eot_id {self.eot_id} is outside the vocabulary of {self.vocab_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
-    kind: Literal["efficientnet-lite0", "efficientnet-lite2", "efficientnet-lite0+lite2", "transformers"] = (
-        "efficientnet-lite0"
-    )
+    kind: Literal[
+        "efficientnet-lite0", "efficientnet-lite2", "efficientnet-lite0+lite2", "transformers"
+    ] = "efficientnet-lite0"
     name: str = "efficientnet-lite0"  # as the user gave it
     settings: str = ""  # JSON from which the library builds it
     image_size: int = 224
@@ -174,7 +203,9 @@ class HeadConfig(_Part):
 class CLIPConfig(_Part):
     """Everything that determines the parameters of a CLIP."""
 
-    image_tower: VisionTowerConfig | PretrainedImageConfig = field(default_factory=VisionTowerConfig)
+    image_tower: VisionTowerConfig | PretrainedImageConfig = field(
+        default_factory=VisionTowerConfig
+    )
     text_tower: TextTowerConfig | PretrainedTextConfig = field(default_factory=TextTowerConfig)
     image_head: HeadConfig = field(default_factory=HeadConfig)
     text_head: HeadConfig = field(default_factory=HeadConfig)
@@ -184,7 +215,9 @@ class CLIPConfig(_Part):
     @property
     def from_transformers(self) -> list[Any]:
         """The towers that the library transformers builds."""
-        return [tower for tower in (self.image_tower, self.text_tower) if tower.kind == "transformers"]
+        return [
+            tower for tower in (self.image_tower, self.text_tower) if tower.kind == "transformers"
+        ]
 
     @property
     def own_towers(self) -> tuple[VisionTowerConfig, TextTowerConfig]:
@@ -261,15 +294,30 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
 # that start at zero, MLPs half as wide as usual, and the mean of the token embeddings (docs/recipe.md).
-_SMALL_DATA: dict[str, Any] = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
+_SMALL_DATA: dict[str, Any] = {
+    "pooling": "mean",
+    "positions": "sincos",
+    "init": "zero",
+    "stem": "conv",
+}
 _SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
 _PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
 
-def _vit(vision: tuple[int, int], text: tuple[int, int], embed: int, patch: int, **rest: Any) -> CLIPConfig:
-    sizes = dict(zip(("vision_width", "vision_layers", "text_width", "text_layers"), (*vision, *text), strict=True))
-    sizes |= {f"{tower}_heads": sizes[f"{tower}_width"] // HEAD_WIDTH for tower in ("vision", "text")}
+def _vit(
+    vision: tuple[int, int], text: tuple[int, int], embed: int, patch: int, **rest: Any
+) -> CLIPConfig:
+    sizes = dict(
+        zip(
+            ("vision_width", "vision_layers", "text_width", "text_layers"),
+            (*vision, *text),
+            strict=True,
+        )
+    )
+    sizes |= {
+        f"{tower}_heads": sizes[f"{tower}_width"] // HEAD_WIDTH for tower in ("vision", "text")
+    }
     return with_fields(CLIPConfig(), embed_dim=embed, patch_size=patch, **sizes, **rest)
 
 
@@ -277,14 +325,20 @@ HEAD_WIDTH = 64  # of an attention head, in every preset
 
 # Setting of `ModelConfig` -> the fields of a CLIPConfig on our own towers that it sets.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
-    **{f"vision_{name}": (("image_tower", name),) for name in ("width", "layers", "heads", "pre_norm")},
+    **{
+        f"vision_{name}": (("image_tower", name),)
+        for name in ("width", "layers", "heads", "pre_norm")
+    },
     **{
         name: (("image_tower", name),)
         for name in ("image_size", "patch_size", "pooling", "positions", "stem", "patch_bias")
     },
     **{f"text_{name}": (("text_tower", name),) for name in ("width", "layers", "heads", "pooling")},
     **{name: (("text_tower", name),) for name in ("context_length", "vocab_size", "eot_id")},
-    **{name: (("image_tower", name), ("text_tower", name)) for name in ("mlp_ratio", "activation", "init")},
+    **{
+        name: (("image_tower", name), ("text_tower", name))
+        for name in ("mlp_ratio", "activation", "init")
+    },
     "projection_bias": (("image_head", "bias"), ("text_head", "bias")),
 }
 
@@ -298,7 +352,11 @@ def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
     for name, value in values.items():
         for part, item in FIELDS[name]:
             changes.setdefault(part, {})[item] = value
-    return replace(config, **own, **{part: replace(getattr(config, part), **new) for part, new in changes.items()})
+    return replace(
+        config,
+        **own,
+        **{part: replace(getattr(config, part), **new) for part, new in changes.items()},
+    )
 
 
 def field_value(config: CLIPConfig, name: str) -> Any:
@@ -331,10 +389,14 @@ def preset(name: str) -> CLIPConfig:
     """The config of a preset; an unknown name is an error that offers a similar one."""
     if name in PRESETS:
         return PRESETS[name]
-    raise UserError(f"unknown model preset '{name}'{did_you_mean(name, PRESETS)} (all: {', '.join(PRESETS)})")
+    raise UserError(
+        f"unknown model preset '{name}'{did_you_mean(name, PRESETS)} (all: {', '.join(PRESETS)})"
+    )
 
 
-def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any) -> CLIPConfig:
+def clip_config(
+    model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any
+) -> CLIPConfig:
     """The preset with the config's changes; the vocabulary comes from the tokenizer."""
     names = {item.name for item in dataclasses.fields(model)} & {*FIELDS, "embed_dim"}
     given = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
@@ -349,7 +411,10 @@ def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
     """The inverse of `clip_config`: sizes and stem of our own towers are written out; the rest is the preset's."""
     values: dict[str, Any] = {}
-    own = {"image_tower": config.image_tower.kind == "vit", "text_tower": config.text_tower.kind == "transformer"}
+    own = {
+        "image_tower": config.image_tower.kind == "vit",
+        "text_tower": config.text_tower.kind == "transformer",
+    }
     for item in dataclasses.fields(model):
         for part, name in FIELDS.get(item.name, ()):
             if own.get(part, all(own.values())):

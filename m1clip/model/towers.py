@@ -30,7 +30,9 @@ WHITENING_EPS = 1e-2  # added to the variances, or filters for noise would be th
 
 def stem_groups(channels: int) -> int:
     """How many groups of channels a stem normalizes: 8 or fewer of equal size, with several channels each."""
-    return max((groups for groups in (2, 4, 8) if channels % groups == 0 and channels > groups), default=1)
+    return max(
+        (groups for groups in (2, 4, 8) if channels % groups == 0 and channels > groups), default=1
+    )
 
 
 class ConvStem(nn.Module):
@@ -39,7 +41,9 @@ class ConvStem(nn.Module):
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
         sizes = list(itertools.pairwise((3, *config.stem_channels)))
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, FILTER_SIZE, stride=2, padding=1) for a, b in sizes)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, b, FILTER_SIZE, stride=2, padding=1) for a, b in sizes
+        )
         # Over all positions: a norm of each position alone would remove the contrast between positions.
         self.group_norms = nn.ModuleList(nn.GroupNorm(stem_groups(b), b) for _, b in sizes[:-1])
 
@@ -66,7 +70,9 @@ def whitening_filters(pixels: Tensor, count: int) -> Tensor:
     Each is scaled to unit variance and included with both signs, because the activation that follows is one-sided.
     As the first layer of a stem, they give a higher recall after the same number of steps (docs/recipe.md).
     """
-    patches = F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()  # (n * places, 27)
+    patches = (
+        F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()
+    )  # (n * places, 27)
     variances, directions = torch.linalg.eigh(patches.T.cov())
     filters = (directions / (variances + WHITENING_EPS).sqrt()).T.flip(0)[: count // 2]
     # The sign of an eigenvector is arbitrary: choose the same on every machine.
@@ -91,11 +97,15 @@ def resize_positions(positions: Tensor, grid: int) -> Tensor:
     old = int(count**0.5)
     prefix = count - old * old  # 0 or 1 class token; a square plus 1 is never itself a square here
     if prefix not in (0, 1):
-        raise ValueError(f"{count} positions are neither a square grid nor a square grid and a class token")
+        raise ValueError(
+            f"{count} positions are neither a square grid nor a square grid and a class token"
+        )
     if old == grid:
         return positions
     table = positions[prefix:].reshape(1, old, old, width).permute(0, 3, 1, 2)
-    table = F.interpolate(table, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    table = F.interpolate(
+        table, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False
+    )
     table = table.permute(0, 2, 3, 1).reshape(grid * grid, width)
     return torch.cat([positions[:prefix], table])
 
@@ -138,7 +148,9 @@ class VisionTower(Tower):
         prefix = 0 if self.cls is None else 1
         x = x + (positions[prefix:] if kept_patches is None else positions[prefix:][kept_patches])
         if self.cls is not None:
-            x = torch.cat([(self.cls.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1), x], dim=1)
+            x = torch.cat(
+                [(self.cls.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1), x], dim=1
+            )
         x = self.norm_pre(x).to(_compute_dtype(x))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 
@@ -154,7 +166,9 @@ class VisionTower(Tower):
         if kept is not None:
             x = x[torch.arange(n, device=x.device)[:, None], kept]
         # 2-D: without a bias, a 3-D input in half precision gives other results in each call on an M5 (pytorch#180776).
-        return F.linear(x.flatten(0, 1), self.patch.weight.flatten(1), self.patch.bias).view(n, -1, self.width)
+        return F.linear(x.flatten(0, 1), self.patch.weight.flatten(1), self.patch.bias).view(
+            n, -1, self.width
+        )
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -215,7 +229,9 @@ class TextTower(Tower):
         x = self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
         if self.norm_mean is None:
             return x
-        inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[:, :, None]  # (n, length, 1)
+        inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[
+            :, :, None
+        ]  # (n, length, 1)
         mean = (embedded * inside).sum(dim=1) / (eot + 1)[:, None]
         return x + self.norm_mean(mean).to(x.dtype)
 

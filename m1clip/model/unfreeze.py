@@ -14,7 +14,11 @@ def layer_groups(tower: nn.Module) -> list[NamedParameters]:
     if isinstance(tower, ConcatTower):  # the same depth of both
         sides = [layer_groups(part) for part in (tower.first, tower.second)]
         return [
-            [(f"{part}.{name}", p) for part, group in zip(("first", "second"), depth, strict=True) for name, p in group]
+            [
+                (f"{part}.{name}", p)
+                for part, group in zip(("first", "second"), depth, strict=True)
+                for name, p in group
+            ]
             for depth in zip(*sides, strict=True)
         ]
     found = find_blocks(tower)
@@ -35,8 +39,14 @@ def layer_groups(tower: nn.Module) -> list[NamedParameters]:
 
 def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
     """(name, modules) of the list of modules with most parameters; of two with the same ones, the longer."""
-    named = [(name, part) for name, part in tower.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    lists = [(name, part) for name, part in named if name and len(part) > isinstance(part, nn.Sequential)]
+    named = [
+        (name, part)
+        for name, part in tower.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+    ]
+    lists = [
+        (name, part) for name, part in named if name and len(part) > isinstance(part, nn.Sequential)
+    ]
     sizes = [(sum(p.numel() for p in part.parameters()), len(part)) for _, part in lists]
     largest = max(sizes, default=(0, 0))
     return lists[sizes.index(largest)] if largest[0] else None

@@ -22,13 +22,21 @@ Tensors = dict[str, Tensor]
 POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-STATE_KEYS = ("state_dict", "model", "model_state_dict")  # where a training checkpoint keeps the weights
+STATE_KEYS = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+)  # where a training checkpoint keeps the weights
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file; a full disk raises OSError instead of the library's own error."""
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata
+        )
     except SafetensorError as error:
         number = SYSTEM_ERROR.search(str(error))
         if number is None:
@@ -72,7 +80,9 @@ def _read_torch(path: Path) -> Tensors:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     # Damaged or malicious files make torch raise almost anything: KeyError, IndexError, AssertionError, ...
     except Exception as error:  # noqa: BLE001
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        reason = (
+            str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        )
         raise UserError(
             f"{path}: cannot be loaded as plain tensors ({reason}), and anything else in such a file could run code: "
             f"convert it to safetensors"
@@ -94,9 +104,13 @@ def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
     for name, tensor in weights.items():
         if own[name].shape != tensor.shape:
-            raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects {tuple(own[name].shape)}")
+            raise UserError(
+                f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects {tuple(own[name].shape)}"
+            )
         if own[name].is_floating_point() and not tensor.is_floating_point():
-            raise UserError(f"{where}: '{name}' is {tensor.dtype}, the model expects floating-point numbers")
+            raise UserError(
+                f"{where}: '{name}' is {tensor.dtype}, the model expects floating-point numbers"
+            )
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -104,7 +118,9 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
     lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
-    return bool(lowest.float().isfinite() & highest.float().isfinite())  # float64 holds more than the model can
+    return bool(
+        lowest.float().isfinite() & highest.float().isfinite()
+    )  # float64 holds more than the model can
 
 
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
@@ -136,7 +152,9 @@ def replace_tokens(weights: Tensors, sources: Sequence[Sequence[int]]) -> Tensor
     """The weights with another token table: row i is the mean of the old rows `sources[i]`."""
     table = weights[TOKENS]
     flat = torch.tensor([old for group in sources for old in group], device=table.device)
-    starts = torch.tensor([0, *(len(group) for group in sources[:-1])], device=table.device).cumsum(0)
+    starts = torch.tensor([0, *(len(group) for group in sources[:-1])], device=table.device).cumsum(
+        0
+    )
     rows = torch.nn.functional.embedding_bag(flat, table.float(), starts, mode="mean")
     return {**weights, TOKENS: rows.to(table.dtype)}
 

@@ -22,7 +22,11 @@ class Diagnostic(NamedTuple):
 
 def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
     """All diagnostics that apply, the worst first."""
-    found = [*(check(history) for check in CHECKS), stalled(history, now, state), interrupted(history, state)]
+    found = [
+        *(check(history) for check in CHECKS),
+        stalled(history, now, state),
+        interrupted(history, state),
+    ]
     order = ("error", "warning", "good")
     return sorted((each for each in found if each), key=lambda each: order.index(each.level))
 
@@ -31,7 +35,9 @@ def not_a_number(history: History) -> Diagnostic | None:
     if not history.recent or numbers([history.newest], "loss"):
         return None
     step = f"{history.newest['step']:,}"
-    return Diagnostic("error", f"the loss is NaN or infinite at step {step}: lower --lr, or use --precision fp32")
+    return Diagnostic(
+        "error", f"the loss is NaN or infinite at step {step}: lower --lr, or use --precision fp32"
+    )
 
 
 def data_bound(history: History) -> Diagnostic | None:
@@ -44,7 +50,10 @@ def data_bound(history: History) -> Diagnostic | None:
 
 
 def throttling(history: History) -> Diagnostic | None:
-    first, last = numbers(history.first[1:], "step_seconds"), numbers(history.recent, "step_seconds")[-10:]
+    first, last = (
+        numbers(history.first[1:], "step_seconds"),
+        numbers(history.recent, "step_seconds")[-10:],
+    )
     if len(first) < 3 or len(last) < 3 or history.newest["step"] <= history.first[-1]["step"]:
         return None
     ratio = statistics.median(last) / statistics.median(first)
@@ -52,7 +61,9 @@ def throttling(history: History) -> Diagnostic | None:
         return None
     hot = [celsius for celsius in numbers([history.newest], "celsius") if celsius >= HOT]
     cause = f"throttling at {hot[0]:.0f} °C" if hot else "throttling, or busy with other programs"
-    return Diagnostic("error", f"steps are {ratio:.1f}x slower than at the start: the machine is {cause}")
+    return Diagnostic(
+        "error", f"steps are {ratio:.1f}x slower than at the start: the machine is {cause}"
+    )
 
 
 def straggler(history: History) -> Diagnostic | None:
@@ -61,10 +72,14 @@ def straggler(history: History) -> Diagnostic | None:
         return None
     seconds = [statistics.median(each) for each in zip(*rows, strict=True)]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    ratio = seconds[slowest] / max(statistics.median(seconds[:slowest] + seconds[slowest + 1 :]), 1e-9)
+    ratio = seconds[slowest] / max(
+        statistics.median(seconds[:slowest] + seconds[slowest + 1 :]), 1e-9
+    )
     if ratio < SLOWER:
         return None
-    return Diagnostic("warning", f"rank {slowest} is {ratio:.1f}x slower than the others, which wait for it")
+    return Diagnostic(
+        "warning", f"rank {slowest} is {ratio:.1f}x slower than the others, which wait for it"
+    )
 
 
 def learning(history: History) -> Diagnostic | None:
@@ -73,13 +88,19 @@ def learning(history: History) -> Diagnostic | None:
     if f"{metric}/chance" in row:
         value, chance, label = row[metric], row[f"{metric}/chance"], SELECTION[metric]
         if row[f"{metric}/low"] <= chance:
-            message = f"{label} is within noise of chance: {percent(value)}, chance {percent(chance)}"
+            message = (
+                f"{label} is within noise of chance: {percent(value)}, chance {percent(chance)}"
+            )
             return Diagnostic("warning", message)
         times = f", {value / chance:,.0f} times chance" if chance else ""
         return Diagnostic("good", f"the model is learning: {label} {percent(value)}{times}")
     losses = numbers(history.steps, "loss")
-    if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (then := statistics.mean(losses[:3])):
-        return Diagnostic("good", f"the loss is falling: {number(then)} at first, {number(now)} now")
+    if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (
+        then := statistics.mean(losses[:3])
+    ):
+        return Diagnostic(
+            "good", f"the loss is falling: {number(then)} at first, {number(now)} now"
+        )
     return None
 
 
@@ -88,11 +109,16 @@ def loss_rises(history: History) -> Diagnostic | None:
     if len(losses) < 20:
         return None
     part = max(3, len(losses) // 10)
-    means = [statistics.mean(losses[i : i + part]) for i in range(len(losses) % part, len(losses) - part + 1, part)]
+    means = [
+        statistics.mean(losses[i : i + part])
+        for i in range(len(losses) % part, len(losses) - part + 1, part)
+    ]
     now, lowest = means[-1], min(means)
     if now <= 1.1 * lowest or now - lowest <= 2 * statistics.pstdev(losses[-part:]):
         return None
-    return Diagnostic("error", f"the loss is rising: {number(now)} now, {number(lowest)} before; try a lower --lr")
+    return Diagnostic(
+        "error", f"the loss is rising: {number(now)} now, {number(lowest)} before; try a lower --lr"
+    )
 
 
 def no_longer_better(history: History) -> Diagnostic | None:
@@ -102,7 +128,9 @@ def no_longer_better(history: History) -> Diagnostic | None:
     since = numbers((row for row in history.steps if row["step"] >= best["step"]), "loss")
     overfits = len(since) > 5 and statistics.mean(since[-3:]) < 0.9 * statistics.mean(since[:3])
     message = f"{SELECTION[history.metric]} has not improved for {stale} evaluations (best at step {best['step']:,})"
-    return Diagnostic("warning", message + (": the model overfits the training images" if overfits else ""))
+    return Diagnostic(
+        "warning", message + (": the model overfits the training images" if overfits else "")
+    )
 
 
 def memory(history: History) -> Diagnostic | None:
@@ -110,7 +138,9 @@ def memory(history: History) -> Diagnostic | None:
     used, total = numbers([history.newest], "memory_bytes"), history.machine_memory
     if not used or total is None or used[0] < NEARLY_FULL * total:
         return None
-    return Diagnostic("error", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch-size")
+    return Diagnostic(
+        "error", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch-size"
+    )
 
 
 def unreadable(history: History) -> Diagnostic | None:
@@ -131,20 +161,36 @@ def stalled(history: History, now: float, state: str) -> Diagnostic | None:
     every = max(1, history.recent[-1]["step"] - history.recent[-2]["step"])
     usual = statistics.median(numbers(history.recent, "step_seconds") or [0.0]) * every
     silent = now - history.last_time
-    if silent < max(STALLED, 5 * usual, *(3 * seconds for seconds in numbers(history.evaluations, "seconds"))):
+    if silent < max(
+        STALLED, 5 * usual, *(3 * seconds for seconds in numbers(history.evaluations, "seconds"))
+    ):
         return None
-    return Diagnostic("error", f"nothing logged for {duration(silent)}; usually every {duration(usual)}")
+    return Diagnostic(
+        "error", f"nothing logged for {duration(silent)}; usually every {duration(usual)}"
+    )
 
 
 def interrupted(history: History, state: str) -> Diagnostic | None:
     if state not in ("died", "stopped"):
         return None
-    message = f"{state} at step {history.step:,}; continue with: m1clip train --resume {history.run}"
+    message = (
+        f"{state} at step {history.step:,}; continue with: m1clip train --resume {history.run}"
+    )
     return Diagnostic("error" if state == "died" else "warning", message)
 
 
 CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
-    *(not_a_number, data_bound, throttling, straggler, learning, loss_rises, no_longer_better, memory, unreadable),
+    *(
+        not_a_number,
+        data_bound,
+        throttling,
+        straggler,
+        learning,
+        loss_rises,
+        no_longer_better,
+        memory,
+        unreadable,
+    ),
 )
 
 

@@ -97,7 +97,10 @@ class History:
             self.generation += 1
         self._file_id = file_id
         if not self.config:
-            self.config, self.environment = _read(self.run / "config.toml"), _read(self.run / "environment.json")
+            self.config, self.environment = (
+                _read(self.run / "config.toml"),
+                _read(self.run / "environment.json"),
+            )
         try:
             if file_id != (0, 0):
                 self._read_log()
@@ -250,28 +253,45 @@ MAX_BYTES = 1 << 22
 MAX_MATRIX = 256  # rows
 SNAPSHOT: dict[str, Any] = {
     "step": int,
-    "queries": [{"caption": str, "right": int, "rank": int, "found": [int], "correct": [bool], "scores": [float]}],
+    "queries": [
+        {
+            "caption": str,
+            "right": int,
+            "rank": int,
+            "found": [int],
+            "correct": [bool],
+            "scores": [float],
+        }
+    ],
     "matrix": {"captions": [str], "values": [[float]]},
     "confusions": [{"caption": str, "found": int, "right": int, "margin": float, "truth": str}],
 }
 
 
 def snapshot_steps(run: Path) -> dict[int, Path]:
-    matches = [(SNAPSHOT_NAME.fullmatch(path.name), path) for path in (run / "snapshots").glob("step-*.json")]
+    matches = [
+        (SNAPSHOT_NAME.fullmatch(path.name), path)
+        for path in (run / "snapshots").glob("step-*.json")
+    ]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
     path = snapshot_steps(run).get(step)
     try:
-        value: Any = json.loads(read_small(path, MAX_BYTES, inside=run)) if path is not None else None
+        value: Any = (
+            json.loads(read_small(path, MAX_BYTES, inside=run)) if path is not None else None
+        )
     except (OSError, ValueError, RecursionError):
         return None
     if not (is_well_formed(value) and matches_schema(value, SNAPSHOT)):
         return None
     rows, captions = value["matrix"]["values"], value["matrix"]["captions"]
     square = 0 < len(rows) <= MAX_MATRIX and all(len(row) == len(rows) for row in [*rows, captions])
-    equal = all(len(each["scores"]) == len(each["correct"]) == len(each["found"]) for each in value["queries"])
+    equal = all(
+        len(each["scores"]) == len(each["correct"]) == len(each["found"])
+        for each in value["queries"]
+    )
     return value if square and equal else None
 
 

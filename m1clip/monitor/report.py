@@ -26,7 +26,10 @@ from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION, LogField, label, plotted_fields
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
-COLORS, GRAY = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"), "#868e96"
+COLORS, GRAY = (
+    ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"),
+    "#868e96",
+)
 CHANCE = "chance"
 INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
@@ -55,7 +58,9 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]], log: bool = False) -> str:
+def plot(
+    title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]], log: bool = False
+) -> str:
     """A line plot of (name, points), drawn by matplotlib as SVG; "" if nothing was measured."""
     shown = [(name, points) for name, points in curves if any(y > 0 or not log for _, y in points)]
     if not shown:
@@ -63,8 +68,15 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
+    inks = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    )
+    settings = {
+        "font.size": 8,
+        "svg.fonttype": "none",
+        "axes.axisbelow": True,
+        "text.parse_math": False,
+    }
     buffer = io.BytesIO()
     with rc_context({**inks, **settings}):
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
@@ -72,8 +84,12 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
         axes.spines[["top", "right"]].set_visible(False)
         for (name, points), color in zip(shown, itertools.cycle(COLORS), strict=False):
             xs, ys = zip(*points, strict=True)
-            style: dict[str, Any] = {"color": GRAY, "linestyle": "--"} if name == CHANCE else {"color": color}
-            axes.plot(xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style)
+            style: dict[str, Any] = (
+                {"color": GRAY, "linestyle": "--"} if name == CHANCE else {"color": color}
+            )
+            axes.plot(
+                xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style
+            )
         if log:
             axes.set_yscale("log", nonpositive="mask")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
@@ -83,9 +99,13 @@ def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
         if len(shown) > 1:
             axes.legend(frameon=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a letter of a name that the font does not have
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # a letter of a name that the font does not have
             figure.savefig(buffer, format="svg", transparent=True)
-    alt = "; ".join(f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown)
+    alt = "; ".join(
+        f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown
+    )
     image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
     return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
 
@@ -94,11 +114,16 @@ def curve_plots(histories: Sequence[History]) -> str:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
     best_title = f"{metrics} on validation, % (selects the best model)"
-    best = LogField(name="", curve="eval", title=best_title, factor=100.0)  # the metric depends on the run
+    best = LogField(
+        name="", curve="eval", title=best_title, factor=100.0
+    )  # the metric depends on the run
     loss, *other_fields = plotted_fields("step")
     plots = ""
     for field in (loss, best, *plotted_fields("eval"), *other_fields):
-        curves = [(history.name, history.curve(field.name or history.metric, field.factor)) for history in histories]
+        curves = [
+            (history.name, history.curve(field.name or history.metric, field.factor))
+            for history in histories
+        ]
         chance = f"{field.name or histories[0].metric}/chance"
         curves.append((CHANCE, histories[0].curve(chance, field.factor)))
         plots += plot(field.title, curves, log=field.log_scale)
@@ -110,14 +135,19 @@ def scores(history: History) -> tuple[str, dict[str, Any]]:
     if history.end:
         return f"{history.end.get('split', 'test')} split, after training", history.end
     if best := history.best():
-        return f"{best.get('split', 'val')} split, best evaluation so far (step {best['step']:,})", best
+        return (
+            f"{best.get('split', 'val')} split, best evaluation so far (step {best['step']:,})",
+            best,
+        )
     return "no evaluation yet", {}
 
 
 def summary(histories: Sequence[History]) -> str:
     found = [scores(history) for history in histories]
     first, several = found[0][1], len(found) > 1
-    names = dict.fromkeys(name for _, record in found for name in record if f"{name}/chance" in record)
+    names = dict.fromkeys(
+        name for _, record in found for name in record if f"{name}/chance" in record
+    )
     note = "; ".join(f"{h.name}: {title}" for h, (title, _) in zip(histories, found, strict=True))
     if several:
         note += (
@@ -133,7 +163,9 @@ def summary(histories: Sequence[History]) -> str:
             cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
         rows.append([label(name), percent(chance), *cells])
     columns = [history.name for history in histories] if several else ["value", "95% interval", "n"]
-    return f"<p class='hint'>{escape(note)}</p>" + (html_table(["metric", "chance", *columns], rows) if rows else "")
+    return f"<p class='hint'>{escape(note)}</p>" + (
+        html_table(["metric", "chance", *columns], rows) if rows else ""
+    )
 
 
 def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str:
@@ -142,7 +174,10 @@ def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str
     if record is first or name not in first:
         return percent(record[name])
     change = record[name] - first[name]
-    apart = record[f"{name}/low"] > first[f"{name}/high"] or record[f"{name}/high"] < first[f"{name}/low"]
+    apart = (
+        record[f"{name}/low"] > first[f"{name}/high"]
+        or record[f"{name}/high"] < first[f"{name}/low"]
+    )
     return f"{percent(record[name])} ({100 * change:+.1f}{' *' if apart else ''})"
 
 
@@ -154,7 +189,9 @@ def costs(histories: Sequence[History]) -> str:
     def phases(history: History) -> str:
         sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
         total = sum(sums.values())
-        return ", ".join(f"{name} {percent(value / total, 0)}" for name, value in sums.items() if value > 0)
+        return ", ".join(
+            f"{name} {percent(value / total, 0)}" for name, value in sums.items() if value > 0
+        )
 
     def energy(history: History) -> str:
         values = numbers([history.end], "joules_per_epoch")
@@ -164,7 +201,9 @@ def costs(histories: Sequence[History]) -> str:
         "state": lambda h: status_of(h).message,
         "steps": lambda h: f"{h.step:,} of {h.total:,}",
         "training time": lambda h: clock(elapsed(h)),
-        "images per second, median": lambda h: median(h, "images_per_second", lambda value: f"{value:,.0f}"),
+        "images per second, median": lambda h: median(
+            h, "images_per_second", lambda value: f"{value:,.0f}"
+        ),
         "step, median": lambda h: median(h, "step_seconds", duration),
         "step time by phase": phases,
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
@@ -177,7 +216,9 @@ def costs(histories: Sequence[History]) -> str:
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     if out.is_symlink():  # replacing /dev/stdout would break other programs
-        raise UserError(f"{out}: is a symbolic link, and m1clip does not write through links; choose another file")
+        raise UserError(
+            f"{out}: is a symbolic link, and m1clip does not write through links; choose another file"
+        )
     histories = [History(run).poll() for run in runs]
     for history in histories:
         if not history.start:
@@ -198,8 +239,14 @@ def _page(histories: Sequence[History]) -> bytes:
     )
     body = f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version}, {time.strftime('%d %B %Y, %H:%M')}</p>"
     diagnostics = f"<ul class='diagnostics'>{items}</ul>" if items else ""
-    body += _section("Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories))
-    plots = f"<div class='grid'>{curve_plots(histories)}</div>" if has_matplotlib() else escape(NO_PLOTS)
+    body += _section(
+        "Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories)
+    )
+    plots = (
+        f"<div class='grid'>{curve_plots(histories)}</div>"
+        if has_matplotlib()
+        else escape(NO_PLOTS)
+    )
     body += _section("Curves", plots)
     for history in histories:
         run = f": {history.name}" if several else ""
@@ -229,18 +276,31 @@ def _retrieval_grid(history: History) -> str:
     image.thumbnail((GRID_WIDTH, 4 * GRID_WIDTH))
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=85)
-    return html_image(buffer.getvalue(), "jpeg", "Captions and the images they retrieve, correct ones marked", "wide")
+    return html_image(
+        buffer.getvalue(),
+        "jpeg",
+        "Captions and the images they retrieve, correct ones marked",
+        "wide",
+    )
 
 
 def _settings(history: History) -> str:
     try:
-        config = read_small(history.run / "config.toml", inside=history.run).decode("utf-8", "replace")
+        config = read_small(history.run / "config.toml", inside=history.run).decode(
+            "utf-8", "replace"
+        )
     except OSError as error:
         config = f"no config.toml: {error.strerror}"
     environment = json.dumps(history.environment, indent=2, ensure_ascii=False)
-    again = f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --out runs/again"
+    again = (
+        f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --out runs/again"
+    )
     words = history.environment.get("command")
-    command = shlex.join(["m1clip", *map(str, words[1:])]) if isinstance(words, list) and words else "unknown"
+    command = (
+        shlex.join(["m1clip", *map(str, words[1:])])
+        if isinstance(words, list) and words
+        else "unknown"
+    )
     return (
         f"<p>Reproduce: <code>{escape(again)}</code><br>Command: <code>{escape(command)}</code></p>"
         f"<div class='grid'><div><h3>config.toml</h3><pre>{escape(config)}</pre></div>"

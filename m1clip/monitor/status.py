@@ -36,10 +36,14 @@ def status_of(history: History, now: float | None = None) -> Status:
         return Status("finished", f"finished at step {history.step:,}")
     if owner is not None and not owner.here and (now or time.time()) - history.last_time < FRESH:
         return Status("running", f"running on {owner.host}, according to its log")
-    last = next((each for each in reversed(history.events) if each["kind"] in ("start", "event")), {})
+    last = next(
+        (each for each in reversed(history.events) if each["kind"] in ("start", "event")), {}
+    )
     if str(last.get("event", "")).startswith("stopped"):
         return Status("stopped", f"stopped at step {history.step:,}")
-    return Status("died", f"died at step {history.step:,}: its process ended before the run finished")
+    return Status(
+        "died", f"died at step {history.step:,}: its process ended before the run finished"
+    )
 
 
 def is_run(folder: Path) -> bool:
@@ -54,9 +58,18 @@ def find_runs(folder: Path) -> list[Path]:
         return []
 
     def changed(run: Path) -> float:
-        return next(((run / name).stat().st_mtime for name in (NAME, "config.toml", LOCK) if (run / name).is_file()), 0)
+        return next(
+            (
+                (run / name).stat().st_mtime
+                for name in (NAME, "config.toml", LOCK)
+                if (run / name).is_file()
+            ),
+            0,
+        )
 
-    return sorted((item for item in folder.iterdir() if item.is_dir() and is_run(item)), key=changed)
+    return sorted(
+        (item for item in folder.iterdir() if item.is_dir() and is_run(item)), key=changed
+    )
 
 
 def require_run(run: Path) -> Path:
@@ -76,8 +89,14 @@ def newest_run(folder: Path) -> Path:
     """The run to show when none is named: one that is running, else the newest."""
     runs = find_runs(folder)
     if not runs:
-        raise UserError(f"{folder}: contains no runs; start one with m1clip train, or give a run folder")
-    running = [run for run in runs if (owner := read_owner(run)) is not None and owner.process() is not None]
+        raise UserError(
+            f"{folder}: contains no runs; start one with m1clip train, or give a run folder"
+        )
+    running = [
+        run
+        for run in runs
+        if (owner := read_owner(run)) is not None and owner.process() is not None
+    ]
     return (running or runs)[-1]
 
 
@@ -93,7 +112,9 @@ def seconds_left(history: History) -> float | None:
     else:
         every = history.setting("train", "eval_every", int) or history.total
         evaluations = history.total // every - history.step // every + (history.total % every > 0)
-    return steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation  # and the test split at the end
+    return (
+        steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation
+    )  # and the test split at the end
 
 
 def elapsed(history: History) -> float | None:
@@ -123,7 +144,9 @@ def summary(history: History) -> dict[str, Any]:
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or give the folder of your runs")
+        raise UserError(
+            f"{folder}: no such folder; m1clip train creates runs/, or give the folder of your runs"
+        )
     return [summary(History(run).poll()) for run in find_runs(folder)]
 
 

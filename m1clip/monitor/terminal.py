@@ -27,10 +27,18 @@ from m1clip.runlog import FIELDS, SELECTION, Record
 
 SMALLEST = (40, 10)
 STYLES = {
-    **{"running": "green", "preparing": "yellow", "finished": "cyan", "stopped": "yellow", "died": "bold red"},
+    **{
+        "running": "green",
+        "preparing": "yellow",
+        "finished": "cyan",
+        "stopped": "yellow",
+        "died": "bold red",
+    },
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }
-PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True))
+PHASE_STYLES = dict(
+    zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True)
+)
 ALL_METRICS = "All metrics: m1clip monitor --web"
 RANK_FIGURES, SHOWN_RANKS = ("images_per_second", "step_seconds"), 8
 POLL = 0.25  # seconds between two reads of the log
@@ -84,7 +92,12 @@ class Chart:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width - 1, (options.height or 8) - 1
         unicode = not options.ascii_only and os.environ.get("TERM") != "linux"
-        rule = Rule(line((self.title, "bold")), align="left", style="dim", characters="─" if unicode else "-")
+        rule = Rule(
+            line((self.title, "bold")),
+            align="left",
+            style="dim",
+            characters="─" if unicode else "-",
+        )
         yield from console.render(rule, options.update_width(width))
         if width < 20 or height < 3:
             return
@@ -111,7 +124,9 @@ def charts(history: History, width: int) -> Layout:
 def head_lines(history: History, status: Status, width: int, now: float) -> list[RenderableType]:
     tail = f"* {status.state}"
     name, space = str(history.run), max(8, width - len(tail) - 12)
-    name = name if len(name) <= space else "~" + name[-space + 1 :]  # the end of a path matters more than its start
+    name = (
+        name if len(name) <= space else "~" + name[-space + 1 :]
+    )  # the end of a path matters more than its start
     fraction = history.step / history.total if history.total else 0.0
     words = f"{percent(fraction, 0)}  step {history.step:,} of {history.total:,}"
     if not history.total or status.state == "preparing":
@@ -126,8 +141,14 @@ def head_lines(history: History, status: Status, width: int, now: float) -> list
     row = Table.grid(expand=True, padding=(0, 1, 0, 0))
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
-    row.add_row(ProgressBar(completed=100 * fraction, complete_style="green", finished_style="green"), line(words))
-    return [line((" m1clip ", "reverse"), (f" {name}  ", "bold"), (tail, STYLES[status.state])), row]
+    row.add_row(
+        ProgressBar(completed=100 * fraction, complete_style="green", finished_style="green"),
+        line(words),
+    )
+    return [
+        line((" m1clip ", "reverse"), (f" {name}  ", "bold"), (tail, STYLES[status.state])),
+        row,
+    ]
 
 
 def values(row: Record, *figures: tuple[str, str, Callable[[float], str]]) -> list[Part]:
@@ -135,44 +156,75 @@ def values(row: Record, *figures: tuple[str, str, Callable[[float], str]]) -> li
     parts: list[Part] = []
     for name, label, words in figures:
         if (value := row.get(name)) is not None:
-            text = words(value) if isinstance(value, int | float) else str(value)  # the log writes NaN as text
+            text = (
+                words(value) if isinstance(value, int | float) else str(value)
+            )  # the log writes NaN as text
             parts += [(f" {label} ", "dim"), (f"{text} ", "bold")]
     return parts
 
 
 def value_lines(history: History) -> list[Text]:
-    last, evaluation, best, metric = history.newest, history.evaluations.last or {}, history.best(), history.metric
-    first = [*values(last, ("loss", "loss", number)), *values(evaluation, (metric, SELECTION[metric], percent))]
+    last, evaluation, best, metric = (
+        history.newest,
+        history.evaluations.last or {},
+        history.best(),
+        history.metric,
+    )
+    first = [
+        *values(last, ("loss", "loss", number)),
+        *values(evaluation, (metric, SELECTION[metric], percent)),
+    ]
     if f"{metric}/low" in evaluation:
-        first.append((f"[{100 * evaluation[f'{metric}/low']:.1f}, {100 * evaluation[f'{metric}/high']:.1f}] ", "dim"))
+        first.append(
+            (
+                f"[{100 * evaluation[f'{metric}/low']:.1f}, {100 * evaluation[f'{metric}/high']:.1f}] ",
+                "dim",
+            )
+        )
     if best and best["step"] != evaluation["step"]:
         first += values(best, (metric, f"best (step {best['step']:,})", percent))
     first += values(last, ("images_per_second", "speed", lambda value: f"{value:,.0f} images/s"))
-    figures = (("lr", "learning rate"), ("temperature", "temperature"), ("grad_norm", "gradient norm"))
+    figures = (
+        ("lr", "learning rate"),
+        ("temperature", "temperature"),
+        ("grad_norm", "gradient norm"),
+    )
     epoch = ("epoch", "epoch", lambda value: f"{value:.1f}")
     return [line(*first), line(*values(last, *((*figure, number) for figure in figures), epoch))]
 
 
 def time_line(history: History) -> list[Text]:
     rows = [record["seconds"] for record in list(history.recent)[-10:] if record.get("seconds")]
-    seconds = {name: sum(row.get(name, 0.0) for row in rows) for name in PHASES if any(name in row for row in rows)}
+    seconds = {
+        name: sum(row.get(name, 0.0) for row in rows)
+        for name in PHASES
+        if any(name in row for row in rows)
+    }
     if (total := sum(seconds.values())) <= 0:
         return []
-    parts = [(f" {name} {percent(value / total, 0)}", PHASE_STYLES[name]) for name, value in seconds.items()]
+    parts = [
+        (f" {name} {percent(value / total, 0)}", PHASE_STYLES[name])
+        for name, value in seconds.items()
+    ]
     return [line((" step ", "dim"), (f"{duration(total / len(rows))} ", "bold"), *parts)]
 
 
 def rank_line(history: History) -> list[Text]:
     """The speed of each rank without the time in which it waits for others, the slowest first."""
     last = history.newest
-    seconds, speed, step = last.get("rank_seconds") or [], *(numbers([last], name) for name in RANK_FIGURES)
+    seconds, speed, step = (
+        last.get("rank_seconds") or [],
+        *(numbers([last], name) for name in RANK_FIGURES),
+    )
     if len(seconds) < 2 or min(seconds) <= 0 or not (speed and step):
         return []
     images = speed[0] * step[0] / len(seconds)  # of each rank in a step
     slowest = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])[:SHOWN_RANKS]
     speeds = ", ".join(f"{rank}: {images / seconds[rank]:,.0f}" for rank in slowest)
     more = f", ... to {images / min(seconds):,.0f}" if len(seconds) > SHOWN_RANKS else ""
-    return [line((" ranks ", "dim"), (f"{len(seconds)} ", "bold"), f" images/s of each: {speeds}{more}")]
+    return [
+        line((" ranks ", "dim"), (f"{len(seconds)} ", "bold"), f" images/s of each: {speeds}{more}")
+    ]
 
 
 def machine_line(history: History) -> list[Text]:
@@ -182,20 +234,38 @@ def machine_line(history: History) -> list[Text]:
     cores = last.get("cores") or []
     usage = {"usage": sum(cores) / len(cores)} if cores else {}
     parts = [
-        *values(last, ("memory_bytes", "memory", lambda used: size(used) + (f" of {size(total)}" if total else ""))),
+        *values(
+            last,
+            (
+                "memory_bytes",
+                "memory",
+                lambda used: size(used) + (f" of {size(total)}" if total else ""),
+            ),
+        ),
         *values(usage, ("usage", "cores", lambda percents: f"{len(cores)} at {percents:.0f}%")),
         *values(last, ("watts", "power", lambda watts: f"{watts:.0f} W")),
         *values(last, ("celsius", "temperature", lambda degrees: f"{degrees:.0f} °C")),
     ]
-    missing = [label for name, label in (("watts", "power"), ("celsius", "temperature")) if last.get(name) is None]
+    missing = [
+        label
+        for name, label in (("watts", "power"), ("celsius", "temperature"))
+        if last.get(name) is None
+    ]
     return [line(*parts, (f" {' and '.join(missing)} not measured" if missing else "", "dim"))]
 
 
 def event_lines(history: History, most: int) -> list[Text]:
-    rows = [*history.events, *list(history.evaluations)[-most:], *([history.end] if history.end else [])]
+    rows = [
+        *history.events,
+        *list(history.evaluations)[-most:],
+        *([history.end] if history.end else []),
+    ]
     rows.sort(key=lambda record: record.get("time") or 0.0, reverse=True)
     return [
-        line((f" {when(record.get('time') or 0.0):>5} ", "dim"), (describe(record), STYLES.get(record["kind"], "")))
+        line(
+            (f" {when(record.get('time') or 0.0):>5} ", "dim"),
+            (describe(record), STYLES.get(record["kind"], "")),
+        )
         for record in rows[:most]
     ]
 
@@ -208,7 +278,9 @@ def footer(status: Status, live: bool) -> str:
     return f" Ctrl-C closes the monitor{continues}. {ALL_METRICS}"
 
 
-def frame(history: History, status: Status, now: float, console: Console, live: bool = True) -> RenderableType:
+def frame(
+    history: History, status: Status, now: float, console: Console, live: bool = True
+) -> RenderableType:
     width, height = console.size
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")
@@ -225,20 +297,27 @@ def frame(history: History, status: Status, now: float, console: Console, live: 
     lower += [*event_lines(history, max(2, min(10, spare))), line((footer(status, live), "dim"))]
     screen = Layout()
     screen.split_column(
-        Layout(Group(*top), size=len(top)), Layout(charts(history, width)), Layout(Group(*lower), size=len(lower))
+        Layout(Group(*top), size=len(top)),
+        Layout(charts(history, width)),
+        Layout(Group(*lower), size=len(lower)),
     )
     return screen
 
 
 def monitor(run: Path) -> None:
     if not sys.stdout.isatty():
-        raise UserError("the monitor needs a terminal; --once prints the screen once, --web opens a page")
+        raise UserError(
+            "the monitor needs a terminal; --once prints the screen once, --web opens a page"
+        )
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # they would prevent resizing
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, lambda received, _: sys.exit(128 + received))
     history, drawn, console = History(run), None, Console(highlight=False)
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             status, now = status_of(history.poll()), time.time()
             state = (status, console.size, history.last_time, history.step, now // REDRAW)

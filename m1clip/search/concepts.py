@@ -42,7 +42,9 @@ MIN_EXAMPLES = 2  # to choose by leave-one-out
 KNOWN = 0.1  # a text finds examples that it ranks, on average, within this fraction of the library
 SAME = 0.9995  # cosine of two vectors of the same image
 
-Examples = tuple[np.ndarray, np.ndarray]  # (n, dim) vectors of positive examples, (m, dim) of negative ones
+Examples = tuple[
+    np.ndarray, np.ndarray
+]  # (n, dim) vectors of positive examples, (m, dim) of negative ones
 
 
 class Choice(NamedTuple):
@@ -77,18 +79,31 @@ class Concepts:
                 yield db
         except sqlite3.DatabaseError as error:
             if is_busy(error):
-                raise IndexBusy(f"{self.path}: another program has locked it; try again later") from None
+                raise IndexBusy(
+                    f"{self.path}: another program has locked it; try again later"
+                ) from None
             reason = one_line(str(error))
-            raise UserError(f"{self.path}: cannot be used ({reason}); restore it from a backup, or delete it") from None
+            raise UserError(
+                f"{self.path}: cannot be used ({reason}); restore it from a backup, or delete it"
+            ) from None
 
-    def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], positive: bool = True) -> None:
+    def add(
+        self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], positive: bool = True
+    ) -> None:
         """Add (sha256 of the file, vector) as positive or negative examples of a word."""
         name = " ".join(name.split())
         if not name:
             raise UserError("the name of a concept is empty")
         name = next((each for each in self.examples() if _key(each) == _key(name)), name)
         rows = [
-            (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(positive), time.time())
+            (
+                name,
+                digest,
+                self.model,
+                np.asarray(vector, np.float16).tobytes(),
+                int(positive),
+                time.time(),
+            )
             for digest, vector in examples
         ]
         with self._open(write=True) as db:
@@ -97,7 +112,9 @@ class Concepts:
     def remove(self, name: str, sha256: bytes | None = None) -> int:
         """Remove one example of a word, or all of them; returns how many."""
         with self._open(write=True) as db:
-            stored = db.execute("SELECT DISTINCT name FROM examples WHERE typeof(name) = 'text'").fetchall()
+            stored = db.execute(
+                "SELECT DISTINCT name FROM examples WHERE typeof(name) = 'text'"
+            ).fetchall()
             # Not COLLATE NOCASE, which knows ASCII only.
             same = [(word, sha256) for (word,) in stored if _key(word) == _key(name)]
             query = "DELETE FROM examples WHERE name = ?1 AND (?2 IS NULL OR sha256 = ?2)"
@@ -115,17 +132,29 @@ class Concepts:
 
     def marks(self, name: str) -> dict[bytes, bool]:
         """{sha256: whether it is a positive example} of a word."""
-        return {digest: positive == 1 for word, digest, _, positive in self.rows() if _key(word) == _key(name)}
+        return {
+            digest: positive == 1
+            for word, digest, _, positive in self.rows()
+            if _key(word) == _key(name)
+        }
 
     def names(self) -> dict[str, tuple[int, int]]:
         """{word: (positive, negative) examples}."""
-        return {name: (len(positive), len(negative)) for name, (positive, negative) in self.examples().items()}
+        return {
+            name: (len(positive), len(negative))
+            for name, (positive, negative) in self.examples().items()
+        }
 
     def examples(self) -> dict[str, Examples]:
         found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
         for name, _, vector, positive in self.rows():
-            found.setdefault(name, ([], []))[1 - positive].append(np.frombuffer(vector, np.float16).astype(np.float32))
-        return {name: (_stacked(positive), _stacked(negative)) for name, (positive, negative) in found.items()}
+            found.setdefault(name, ([], []))[1 - positive].append(
+                np.frombuffer(vector, np.float16).astype(np.float32)
+            )
+        return {
+            name: (_stacked(positive), _stacked(negative))
+            for name, (positive, negative) in found.items()
+        }
 
 
 def _key(name: str) -> str:
@@ -167,13 +196,21 @@ def fit_concept(
         return unit(direction + choice.text * unit(text))
 
     def mean_height(choice: Choice) -> float:
-        heads = (head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive)))
-        return float(np.mean([(one - mean) @ each for one, each in zip(positive, heads, strict=True)]))
+        heads = (
+            head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
+        )
+        return float(
+            np.mean([(one - mean) @ each for one, each in zip(positive, heads, strict=True)])
+        )
 
     def better_than_text(choice: Choice) -> bool:
         """Whether examples left out are ranked better, positive ones higher and negative ones lower."""
-        positive_heads = [head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))]
-        negative_heads = [head(positive, np.delete(negative, at, axis=0), choice) for at in range(len(negative))]
+        positive_heads = [
+            head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
+        ]
+        negative_heads = [
+            head(positive, np.delete(negative, at, axis=0), choice) for at in range(len(negative))
+        ]
         positive_by_text = _log_ranks(positive, [text] * len(positive), unmarked)
         negative_by_text = _log_ranks(negative, [text] * len(negative), unmarked)
         positive_gains = positive_by_text - _log_ranks(positive, positive_heads, unmarked)
@@ -183,7 +220,9 @@ def fit_concept(
         needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if text_finds_them else 0.0
         return bool(positive_gains.mean() >= 0 and gains.mean() > needed)
 
-    above = np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1  # images that the text ranks higher
+    above = (
+        np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1
+    )  # images that the text ranks higher
     text_finds_them = len(positive) == 0 or above.mean() <= KNOWN * len(unmarked)
     if len(positive) >= MIN_EXAMPLES:
         choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
@@ -204,13 +243,17 @@ def _contained(rows: np.ndarray, examples: np.ndarray) -> np.ndarray:
     return np.asarray((rows @ examples.T >= SAME * lengths).any(axis=1))
 
 
-def _log_ranks(examples: np.ndarray, directions: Sequence[np.ndarray], library: np.ndarray) -> np.ndarray:
+def _log_ranks(
+    examples: np.ndarray, directions: Sequence[np.ndarray], library: np.ndarray
+) -> np.ndarray:
     """(n,) the logarithms of the ranks of examples in a library, each by a direction of its own; 0 is the top.
 
     The logarithm: rank 20 instead of 1 matters to a search, rank 1020 instead of 1001 does not.
     """
     pairs = zip(examples, directions, strict=True)
-    return np.log([1.0 + float((library @ direction > one @ direction).sum()) for one, direction in pairs])
+    return np.log(
+        [1.0 + float((library @ direction > one @ direction).sum()) for one, direction in pairs]
+    )
 
 
 def split_text(text: str, names: Sequence[str]) -> tuple[list[str], str]:

@@ -33,7 +33,16 @@ from PIL import Image
 
 import m1clip
 from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
-from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
+from m1clip.data.images import (
+    READ_TIMEOUT,
+    SUFFIXES,
+    BadImage,
+    FileImage,
+    decode,
+    map_with_timeout,
+    one_line,
+    opened,
+)
 from m1clip.errors import UserError, hub_hint
 from m1clip.extras import require
 from m1clip.hardware.facts import decode_threads
@@ -48,8 +57,16 @@ BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
-MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")  # one of these is in every model folder
-TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
+MODEL_FILES = (
+    "config.json",
+    "open_clip_config.json",
+    "preprocess.json",
+)  # one of these is in every model folder
+TEMPORARY = (
+    "missing",
+    "no-decoder",
+    "unreadable",
+)  # problems that may be gone next time, though the file is the same
 WRITE_SECONDS = 30.0  # to wait for another process that uses the database
 READ_SECONDS = 5.0
 # The end of a journal that names another file, which SQLite deletes.
@@ -108,7 +125,11 @@ def user_data() -> Path:
     asked = os.environ.get("XDG_DATA_HOME")
     if asked and os.path.isabs(asked):
         return Path(asked) / "m1clip"
-    return Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/share") / "m1clip"
+    return (
+        Path.home()
+        / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+        / "m1clip"
+    )
 
 
 class IndexBusy(UserError):
@@ -180,7 +201,9 @@ def check_place(place: Path, write: bool = False) -> None:
 def check_single_name(path: Path) -> None:
     """Raise UserError if a file has another name (a hard link), under which it would change too."""
     if os.lstat(path).st_nlink > 1:
-        raise UserError(f"{path}: is a hard link, so that another file would change with it; replace it by a copy")
+        raise UserError(
+            f"{path}: is a hard link, so that another file would change with it; replace it by a copy"
+        )
 
 
 def _check_journal(path: Path) -> None:
@@ -227,7 +250,9 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         facts = dict(db.execute("SELECT name, value FROM about"))
         if facts.get("format", FORMAT) != FORMAT:
             version = one_line(str(facts.get("version")))
-            raise UserError(f"{path}: written by another version of m1clip ({version}); {hint(path)}")
+            raise UserError(
+                f"{path}: written by another version of m1clip ({version}); {hint(path)}"
+            )
         if stored != statements(SCHEMA):
             raise other
     return db
@@ -267,8 +292,12 @@ def database_errors(path: Path) -> Iterator[None]:
         if is_busy(error):
             raise IndexBusy(f"{path}: another program has locked it; try again later") from None
         if path.name == DATABASE and "no such table: about" in str(error):
-            raise UserError(f"{path}: the index is being created; wait, or run m1clip index again") from None
-        raise UserError(f"{path}: not a valid index ({one_line(str(error))}); {hint(path)}") from None
+            raise UserError(
+                f"{path}: the index is being created; wait, or run m1clip index again"
+            ) from None
+        raise UserError(
+            f"{path}: not a valid index ({one_line(str(error))}); {hint(path)}"
+        ) from None
 
 
 def needs_rollback(error: sqlite3.Error) -> bool:
@@ -312,7 +341,9 @@ def thumbnail(sha256: bytes) -> str:
 def model_stamp(path: str | Path) -> str:
     """Names, sizes and times of a model's files: unchanged files are not hashed again."""
     stats = [(name, os.stat(name)) for name in _model_files(path)]
-    return ";".join(f"{os.path.basename(name)}|{stat.st_size}|{stat.st_mtime_ns}" for name, stat in stats)
+    return ";".join(
+        f"{os.path.basename(name)}|{stat.st_size}|{stat.st_mtime_ns}" for name, stat in stats
+    )
 
 
 def model_hash(path: str | Path) -> str:
@@ -329,7 +360,9 @@ def _model_files(path: str | Path) -> list[str]:
     # Of a model folder only: the index of a stranger may name any folder of the disk.
     if any((Path(path) / name).is_file() for name in MODEL_FILES):
         return sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file())
-    raise UserError(f"{path}: the model is no longer there; give another with --model, and index again")
+    raise UserError(
+        f"{path}: the model is no longer there; give another with --model, and index again"
+    )
 
 
 def _resolved(model: str | Path) -> str:
@@ -337,7 +370,9 @@ def _resolved(model: str | Path) -> str:
     for folder in (Path(model), Path(model) / "best", Path(model) / "model"):
         if folder.is_file() or any((folder / name).is_file() for name in MODEL_FILES):
             return os.path.abspath(folder)
-    raise UserError(f"{model}: no model found; give a run or a model folder with --model{hub_hint(model)}")
+    raise UserError(
+        f"{model}: no model found; give a run or a model folder with --model{hub_hint(model)}"
+    )
 
 
 def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
@@ -345,7 +380,9 @@ def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
     path = asked or (str(last[0]) if last else _newest_model())
     stamp = model_stamp(path)
-    found = db.execute("SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)).fetchone()
+    found = db.execute(
+        "SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)
+    ).fetchone()
     if found is None:
         digest = model_hash(path)
         db.execute("INSERT OR IGNORE INTO models (hash) VALUES (?)", (digest,))
@@ -387,7 +424,10 @@ def _scan(root: Path, report: Report) -> tuple[dict[bytes, tuple[int, int]], lis
                 report.links += 1
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(prefix + entry.name + b"/")
-            elif not entry.is_file() or os.path.splitext(os.fsdecode(entry.name))[1].lower() not in SUFFIXES:
+            elif (
+                not entry.is_file()
+                or os.path.splitext(os.fsdecode(entry.name))[1].lower() not in SUFFIXES
+            ):
                 report.other += 1
             else:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -444,7 +484,9 @@ def _facts(header: Image.Image) -> tuple[int, int, str | None, int]:
 
 
 def update_index(
-    folder: str | Path, model: str | Path | None = None, progress: Progress = lambda done, total: None
+    folder: str | Path,
+    model: str | Path | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Report:
     """Index the images of a folder and its subfolders; unchanged files are not read again."""
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
@@ -458,7 +500,9 @@ def update_index(
     if path is None and not any(map(_has_database, places)):
         path = _newest_model()
     report = Report(first_writable(places, "index", "make one of them writable"), root)
-    lock = FileLock(report.place / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    lock = FileLock(
+        report.place / LOCK, fallback_to_soft=False
+    )  # a soft lock would outlive a killed process
     try:
         with (
             lock.acquire(blocking=False),
@@ -471,15 +515,22 @@ def update_index(
     except (OSError, sqlite3.Error) as error:
         if not is_full(error):
             raise
-        raise UserError(f"{report.place}: the disk is full; free some space and run again to continue") from None
+        raise UserError(
+            f"{report.place}: the disk is full; free some space and run again to continue"
+        ) from None
     with contextlib.suppress(OSError):  # the home folder may be read-only
         write_bytes(user_data() / LAST, os.fsencode(root), sync=False)
     report.seconds = time.monotonic() - began
     return report
 
 
-def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Report, progress: Progress) -> None:
-    db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [("format", FORMAT), ("version", m1clip.__version__)])
+def _update(
+    db: sqlite3.Connection, root: Path, asked: str | None, report: Report, progress: Progress
+) -> None:
+    db.executemany(
+        "INSERT OR REPLACE INTO about VALUES (?, ?)",
+        [("format", FORMAT), ("version", m1clip.__version__)],
+    )
     set_id, path = _choose_model(db, asked)
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)
@@ -493,7 +544,9 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
             (set_id,),
         )
     }
-    gone = [name for name in stored if name not in files and not name.startswith(tuple(closed) or b"\0")]
+    gone = [
+        name for name in stored if name not in files and not name.startswith(tuple(closed) or b"\0")
+    ]
     db.executemany("DELETE FROM files WHERE path = ?", [(name,) for name in gone])
     report.removed = len(gone)
     db.commit()
@@ -520,10 +573,13 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
     _remove_unused(db, report.place, root, set_id)
     report.problems += [
         (os.fsdecode(name), problem)
-        for name, problem in db.execute("SELECT path, problem FROM files WHERE problem IS NOT NULL ORDER BY path")
+        for name, problem in db.execute(
+            "SELECT path, problem FROM files WHERE problem IS NOT NULL ORDER BY path"
+        )
     ]
     (report.indexed,) = db.execute(
-        "SELECT count(*) FROM files JOIN vectors ON vectors.image = files.image WHERE model = ?", (set_id,)
+        "SELECT count(*) FROM files JOIN vectors ON vectors.image = files.image WHERE model = ?",
+        (set_id,),
     ).fetchone()
 
 
@@ -532,13 +588,18 @@ def _pipeline(
 ) -> Iterator[list[_Read]]:
     """Read and decode in threads while the caller encodes."""
     threads, start = max(2, min(decode_threads(), (os.cpu_count() or 2) // 2)), os.fsencode(root)
-    reads = map_with_timeout(wanted, lambda name: _read(start, name, writer.known, model), READ_TIMEOUT, threads)
+    reads = map_with_timeout(
+        wanted, lambda name: _read(start, name, writer.known, model), READ_TIMEOUT, threads
+    )
     late = f"the read did not finish within {READ_TIMEOUT:g} s"
     done, names = 0, iter(wanted)
     progress(0, len(wanted))
     while chunk := list(itertools.islice(reads, BATCH)):
         both = zip(chunk, names, strict=False)
-        yield [_Read(name, problem=late, kind="unreadable") if read is None else read for read, name in both]
+        yield [
+            _Read(name, problem=late, kind="unreadable") if read is None else read
+            for read, name in both
+        ]
         done += len(chunk)
         progress(done, len(wanted))
 
@@ -574,13 +635,19 @@ class _Writer:
     def save(self) -> None:
         if self.file is not None:
             self.file.flush()
-            os.fsync(self.file.fileno())  # before the rows: after a power loss each row has its vector
+            os.fsync(
+                self.file.fileno()
+            )  # before the rows: after a power loss each row has its vector
         self.db.commit()
         self._saved = time.monotonic()
 
     def add(self, reads: Sequence[_Read], files: dict[bytes, tuple[int, int]], model: Any) -> None:
         """Encode the images of some files and add the files to the index."""
-        new = {read.sha256: read for read in reads if read.pixels is not None and read.sha256 not in self.known}
+        new = {
+            read.sha256: read
+            for read in reads
+            if read.pixels is not None and read.sha256 not in self.known
+        }
         if new:
             pixels = np.stack([read.pixels for read in new.values() if read.pixels is not None])
             self._append(list(new.values()), np.asarray(model.encode_image(pixels), np.float16))
@@ -606,7 +673,9 @@ class _Writer:
             [(read.sha256, *read.facts) for read in reads],
         )
         for read in reads:
-            (image,) = self.db.execute("SELECT id FROM images WHERE sha256 = ?", (read.sha256,)).fetchone()
+            (image,) = self.db.execute(
+                "SELECT id FROM images WHERE sha256 = ?", (read.sha256,)
+            ).fetchone()
             self.db.execute("INSERT INTO vectors VALUES (?, ?, ?)", (self.set_id, image, self.rows))
             self.known[read.sha256] = image
             self.rows += 1
@@ -618,10 +687,14 @@ class _Writer:
         if known is not None:
             if known.dim != dim:
                 path = self.report.place / DATABASE
-                raise UserError(f"{path}: has vectors of {known.dim} values, the model {dim}; {hint(path)}")
+                raise UserError(
+                    f"{path}: has vectors of {known.dim} values, the model {dim}; {hint(path)}"
+                )
             return vectors.open_end(self.report.place, *known.key, self.rows)
         generation, file = vectors.create(self.report.place, self.set_id)
-        self.db.execute("UPDATE models SET dim = ?, generation = ? WHERE id = ?", (dim, generation, self.set_id))
+        self.db.execute(
+            "UPDATE models SET dim = ?, generation = ? WHERE id = ?", (dim, generation, self.set_id)
+        )
         return file
 
 
@@ -638,12 +711,21 @@ def committed_rows(db: sqlite3.Connection, place: Path, set_id: int) -> int:
     return int(rows)
 
 
-def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> vectors.Vectors | None:
+def vectors_of(
+    db: sqlite3.Connection, place: Path, root: Path, set_id: int
+) -> vectors.Vectors | None:
     """The file of a model's vectors, or None if it has none yet; UserError for invalid numbers."""
-    generation, dim = db.execute("SELECT generation, dim FROM models WHERE id = ?", (set_id,)).fetchone()
+    generation, dim = db.execute(
+        "SELECT generation, dim FROM models WHERE id = ?", (set_id,)
+    ).fetchone()
     if generation is None:
         return None
-    valid = type(generation) is int and generation >= 0 and type(dim) is int and 1 <= dim <= vectors.MAX_DIM
+    valid = (
+        type(generation) is int
+        and generation >= 0
+        and type(dim) is int
+        and 1 <= dim <= vectors.MAX_DIM
+    )
     if not valid:
         path = place / DATABASE
         raise UserError(f"{path}: not a valid index (bad numbers of a model); {hint(path)}")
@@ -686,7 +768,9 @@ def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int)
         _rewrite(db, place, known, pairs)
 
 
-def _rewrite(db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]) -> None:
+def _rewrite(
+    db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]
+) -> None:
     """Write the vectors of some (image, row) to a new generation, and delete the old file."""
     set_id = old.key[0]
     generation, new = vectors.create(place, set_id)
@@ -699,7 +783,8 @@ def _rewrite(db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: l
         os.fsync(new.fileno())
     db.execute("DELETE FROM vectors WHERE model = ?", (set_id,))
     db.executemany(
-        "INSERT INTO vectors VALUES (?, ?, ?)", [(set_id, image, row) for row, (image, _) in enumerate(pairs)]
+        "INSERT INTO vectors VALUES (?, ?, ?)",
+        [(set_id, image, row) for row, (image, _) in enumerate(pairs)],
     )
     db.execute(
         "DELETE FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "

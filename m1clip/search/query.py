@@ -69,7 +69,9 @@ LIVE = (
 NO_ROWS = np.zeros(0, np.int64)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
-LibraryStats = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
+LibraryStats = tuple[
+    np.ndarray, np.ndarray
+]  # (dim,) mean and (dim, dim) covariance of the library's vectors
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class Filter:
             parts.append((f"width {'>' if self.orientation == 'landscape' else '<'} height", []))
         if self.min_side:
             parts.append(("min(width, height) >= ?", [self.min_side]))
-        return "".join(f" AND {text}" for text, _ in parts), [value for _, values in parts for value in values]
+        return "".join(f" AND {text}" for text, _ in parts), [
+            value for _, values in parts for value in values
+        ]
 
 
 def is_date(text: str) -> bool:
@@ -158,7 +162,9 @@ class Results:
         return self._above(UNSURE)
 
     def _above(self, cut: float) -> list[Result]:
-        return [each for each in self.nearest if each.probability is None or each.probability >= cut]
+        return [
+            each for each in self.nearest if each.probability is None or each.probability >= cut
+        ]
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,9 @@ class Index:
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
         self._file: Vectors | None = None
-        self._known_statistics: tuple[int, tuple[np.ndarray, LibraryStats]] | None = None  # with their version
+        self._known_statistics: tuple[int, tuple[np.ndarray, LibraryStats]] | None = (
+            None  # with their version
+        )
         self._counted = (-1, 0)  # (version, files)
         self.outdated = False  # another model was indexed since; a new `Index` has its vectors
         self._db = connect(self.place)
@@ -264,7 +272,11 @@ class Index:
         if version == self.version:
             return
         columns = "SELECT id, path, hash, stamp FROM models WHERE generation IS NOT NULL"
-        only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
+        only = (
+            (None,)
+            if self._asked is None
+            else tuple(self._asked + end for end in ("", "/best", "/model"))
+        )
         sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
         found = next((each for each in sets if only == (None,) or each[1] in only), None)
         set_id = self.set_id or (found[0] if found else 0)
@@ -321,8 +333,13 @@ class Index:
     @cached_property
     def model(self) -> Any:
         """The model of the vectors; UserError if it has changed since."""
-        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self.model_sha256:
-            raise UserError(f"{self.model_path}: the model has changed since; run m1clip index {self.root}")
+        if (
+            model_stamp(self.model_path) != self._stamp
+            and model_hash(self.model_path) != self.model_sha256
+        ):
+            raise UserError(
+                f"{self.model_path}: the model has changed since; run m1clip index {self.root}"
+            )
         return m1clip.load(self.model_path)
 
     @property
@@ -368,17 +385,23 @@ class Index:
         single = texts[0] if len(texts) == 1 and not like and not exclude else None
         parts, taught = self._parts(text, like, exclude)
         query = self._combined(parts)
-        calibrated = single is not None and not taught  # probabilities are only fitted for single texts
+        calibrated = (
+            single is not None and not taught
+        )  # probabilities are only fitted for single texts
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_weighted(single)[0]) if single is not None else {}
         with self._reading() as db:
             positive, negative = self._marked_rows(db, marks, filtered)
             rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
             total = len(self.vectors) if rows is None else len(rows)
-            wanted = min(total, k + k // 4 + 8 + len(negative))  # some are near-duplicates, or of files that are gone
+            wanted = min(
+                total, k + k // 4 + 8 + len(negative)
+            )  # some are near-duplicates, or of files that are gone
             while True:
                 chosen, scores = self._nearest(query, wanted, rows)
-                chance = probabilities(zscore(scores, query, self.library_stats)) if calibrated else None
+                chance = (
+                    probabilities(zscore(scores, query, self.library_stats)) if calibrated else None
+                )
                 if len(positive) or len(negative):
                     ranked = self._with_marks(query, chosen, scores, chance, positive, negative)
                     results = self._results(*ranked, filtered, collapse)[:k]
@@ -397,7 +420,9 @@ class Index:
         digests = ",".join(f"x'{digest.hex()}'" for digest in marks)
         query = f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER BY row"
         found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
-        known = [(row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)]
+        known = [
+            (row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)
+        ]
         positive = np.array([row for row, is_positive in known if is_positive], np.int64)
         negative = np.array([row for row, is_positive in known if not is_positive], np.int64)
         return positive, negative
@@ -417,7 +442,9 @@ class Index:
         """
         missing = np.setdiff1d(positive, chosen)
         chosen = np.concatenate([chosen, missing])
-        scores = np.concatenate([scores, self.vectors[missing].astype(np.float64) @ query.astype(np.float64)])
+        scores = np.concatenate(
+            [scores, self.vectors[missing].astype(np.float64) @ query.astype(np.float64)]
+        )
         mark = np.isin(chosen, positive).astype(int) - np.isin(chosen, negative).astype(int)
         order = np.lexsort((chosen, -scores, -mark))
         if chance is not None:
@@ -433,7 +460,9 @@ class Index:
             _, rows = self._marked_rows(db, marks, filtered)
             return self._results(rows, np.zeros(len(rows)), None, filtered, False)
 
-    def _nearest(self, query: np.ndarray, count: int, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def _nearest(
+        self, query: np.ndarray, count: int, rows: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """`nearest` of the vectors; UserError if the file has been damaged."""
         try:
             return nearest(self.vectors, query, count, rows)
@@ -443,16 +472,22 @@ class Index:
     def _damaged(self) -> UserError:
         """The error for vectors that are not finite."""
         path = self._file.path if self._file else self.place
-        return UserError(f"{path}: damaged (not finite); delete it and run m1clip index {self.root}")
+        return UserError(
+            f"{path}: damaged (not finite); delete it and run m1clip index {self.root}"
+        )
 
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
         filtered = (where or Filter()).sql()
         with self._reading():
-            rows, files = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
+            rows, files = self._rows(
+                filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k
+            )
             return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), files)
 
-    def _rows(self, filtered: Condition, end: str = "GROUP BY row", *values: Any) -> tuple[np.ndarray, int]:
+    def _rows(
+        self, filtered: Condition, end: str = "GROUP BY row", *values: Any
+    ) -> tuple[np.ndarray, int]:
         """((n,) the rows of the images that pass a filter, the number of their files)."""
         query = f"SELECT row, count(*) {LIVE}{filtered[0]} {end}"
         found = self._db.execute(query, (self.set_id, *filtered[1], *values)).fetchall()
@@ -460,7 +495,12 @@ class Index:
         return np.array(rows, np.int64), sum(files for _, files in found)
 
     def _results(
-        self, rows: np.ndarray, scores: np.ndarray, chance: np.ndarray | None, filtered: Condition, collapse: bool
+        self,
+        rows: np.ndarray,
+        scores: np.ndarray,
+        chance: np.ndarray | None,
+        filtered: Condition,
+        collapse: bool,
     ) -> list[Result]:
         """The files of some rows, in the order of the rows; rows of deleted files have none."""
         place = {row: number for number, row in enumerate(rows.tolist())}
@@ -475,10 +515,15 @@ class Index:
         for group in groups:
             row, id_, path, width, height, taken, size, *_ = files[group[0]]
             copies = tuple(os.fsdecode(files[number][2]) for number in group[1:])
-            score, likely = float(scores[place[row]]), None if chance is None else float(chance[place[row]])
+            score, likely = (
+                float(scores[place[row]]),
+                None if chance is None else float(chance[place[row]]),
+            )
             name = os.fsdecode(path)
             file = str(self.root / name)
-            results.append(Result(id_, name, file, score, likely, width, height, taken, size, copies))
+            results.append(
+                Result(id_, name, file, score, likely, width, height, taken, size, copies)
+            )
         return results
 
     def export(self, path: Path) -> int:
@@ -491,12 +536,17 @@ class Index:
         if not found:
             raise UserError(f"{self.root}: no image is left in the indexed folder")
         *facts, rows = zip(*found, strict=True)
-        names = pa.array([os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]])
+        names = pa.array(
+            [os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]]
+        )
         flat = pa.array(stored[list(rows)].astype(np.float32).ravel())
         vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
         arrays = [names, *(pa.array(each) for each in facts[1:]), vectors]
         partial = path.with_name(path.name + PARTIAL)
-        pq.write_table(pa.table(arrays, names=["path", "sha256", "taken", "width", "height", "vector"]), partial)
+        pq.write_table(
+            pa.table(arrays, names=["path", "sha256", "taken", "width", "height", "vector"]),
+            partial,
+        )
         partial.replace(path)
         return len(rows)
 
@@ -507,17 +557,24 @@ class Index:
         """
         query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files"
         with self._reading() as db:
-            files = db.execute(f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path").fetchall()
+            files = db.execute(
+                f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path"
+            ).fetchall()
         groups = []
         for members in duplicate_groups([file[-2:] for file in files]):
-            group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
+            group = sorted(
+                (files[at] for at in members),
+                key=lambda file: (-file[2] * file[3], -file[4], len(file[1])),
+            )
             copies = []
             for id_, path, width, height, size, digest, *_ in group:
                 name = os.fsdecode(path)
                 equal = digest == group[0][5]
                 copies.append(Copy(id_, name, str(self.root / name), width, height, size, equal))
             groups.append(copies)
-        return sorted((g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:]))
+        return sorted(
+            (g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:])
+        )
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
@@ -555,7 +612,9 @@ class Index:
             raise UserError("an empty query: give a text, or an image with --like")
         return parts, taught
 
-    def _taught(self, phrase: str, examples: Mapping[str, Examples]) -> tuple[list[np.ndarray], str]:
+    def _taught(
+        self, phrase: str, examples: Mapping[str, Examples]
+    ) -> tuple[list[np.ndarray], str]:
         """(the vectors of taught words in a text, the rest of it); words that the text finds as well are no such."""
         names, _ = split_text(phrase, list(examples))
         if not names:
@@ -580,7 +639,9 @@ class Index:
         vectors = np.asarray(encoded, np.float32)
         if vectors.shape[1] != self.dim:
             path = self.place / DATABASE
-            raise UserError(f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]}; {hint(path)}")
+            raise UserError(
+                f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]}; {hint(path)}"
+            )
         return vectors
 
     @property
@@ -612,15 +673,25 @@ class Index:
     def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
         """Which of some images are marked as right or wrong for a text."""
         marked = self.concepts.marks(_weighted(text)[0])
-        return {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked} if marked else {}
+        return (
+            {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked}
+            if marked
+            else {}
+        )
 
     def captions(self) -> list[tuple[str, str]]:
         """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
         with self._reading() as db:
             columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
             paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
-        found = ((paths.get(digest), name) for name, digest, _, positive in self.concepts.rows() if positive)
-        return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
+        found = (
+            (paths.get(digest), name)
+            for name, digest, _, positive in self.concepts.rows()
+            if positive
+        )
+        return [
+            (str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None
+        ]
 
     def sha256(self, id_: int) -> bytes:
         """The hash of a result's content; UserError if it is not in the index."""
@@ -630,7 +701,9 @@ class Index:
         """(dim,) unit vector of an image: a path, a PIL image, its vector, or the id of a result."""
         if isinstance(image, np.ndarray) and image.ndim == 1:
             if len(image) != self.dim:
-                raise UserError(f"a vector of {len(image)} values; those of the index have {self.dim}")
+                raise UserError(
+                    f"a vector of {len(image)} values; those of the index have {self.dim}"
+                )
             return image
         try:
             if isinstance(image, int):
@@ -665,7 +738,9 @@ def _weights(text: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
     for phrase, weight in weights.items():
         if not 0 < abs(weight) <= MAX_WEIGHT:
             name = one_line(phrase[:40])
-            raise UserError(f"{name}: its weight must be above 0 and at most {MAX_WEIGHT:,.0f}, not {weight:g}")
+            raise UserError(
+                f"{name}: its weight must be above 0 and at most {MAX_WEIGHT:,.0f}, not {weight:g}"
+            )
     return weights
 
 
@@ -681,7 +756,9 @@ def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -
     The spread of the query's own scores would hide matching images, because it is larger if the library has some.
     """
     mean, covariance = library_stats
-    return np.asarray((scores - query @ mean) / max(float(np.sqrt(np.trace(covariance) / len(mean))), 1e-6))
+    return np.asarray(
+        (scores - query @ mean) / max(float(np.sqrt(np.trace(covariance) / len(mean))), 1e-6)
+    )
 
 
 def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> np.ndarray:
@@ -701,5 +778,8 @@ def duplicate_groups(appearances: Sequence[tuple[bytes, bytes]]) -> list[list[in
             large += small
             groups |= dict.fromkeys(small, large)
     equal = list(places.values())
-    joined = {id(group): sorted(place for number in group for place in equal[number]) for group in groups.values()}
+    joined = {
+        id(group): sorted(place for number in group for place in equal[number])
+        for group in groups.values()
+    }
     return sorted(joined.values())

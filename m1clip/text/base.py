@@ -27,7 +27,9 @@ class Tokenizer(ABC):
     eot_id: int
     vocab_size: int  # special tokens included
     context_length: int = 77  # of `tokenizer(texts)`; a loaded model sets its own
-    arrays: bool = False  # whether `tokenizer(texts)` gives a numpy array, as models in onnxruntime take it
+    arrays: bool = (
+        False  # whether `tokenizer(texts)` gives a numpy array, as models in onnxruntime take it
+    )
 
     @abstractmethod
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
@@ -50,7 +52,9 @@ class Tokenizer(ABC):
         if isinstance(texts, str):  # would be treated as a list of characters
             raise TypeError("texts must be a list of strings, not one string")
         if context_length < 2:
-            raise ValueError(f"context_length must be at least 2 (start and EOT token), not {context_length}")
+            raise ValueError(
+                f"context_length must be at least 2 (start and EOT token), not {context_length}"
+            )
         rows = np.full((len(texts), context_length), self.pad_id, dtype=np.int32)
         rows[:, 0] = self.sot_id
         for row, ids in zip(rows, self.encode_batch(texts), strict=True):
@@ -61,7 +65,9 @@ class Tokenizer(ABC):
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor | np.ndarray:
         """(n, context_length) int64 token ids of one text or many, as the model expects them."""
-        tokens = self.tokenize([texts] if isinstance(texts, str) else texts, self.context_length).astype(np.int64)
+        tokens = self.tokenize(
+            [texts] if isinstance(texts, str) else texts, self.context_length
+        ).astype(np.int64)
         if self.arrays:
             return tokens
         import torch
@@ -91,9 +97,14 @@ def rounded(length: int, context: int) -> int:
     return min(-(-length // BUCKET) * BUCKET, context)
 
 
-def by_length(tokens: np.ndarray, lengths: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def by_length(
+    tokens: np.ndarray, lengths: np.ndarray, size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(rows, their tokens as int64) in batches of `size`: sorted by length and cut, to reduce padding."""
     order = np.argsort(lengths, kind="stable")
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        yield rows, tokens[rows, : rounded(int(lengths[rows].max()), tokens.shape[1])].astype(np.int64)
+        yield (
+            rows,
+            tokens[rows, : rounded(int(lengths[rows].max()), tokens.shape[1])].astype(np.int64),
+        )

@@ -70,7 +70,12 @@ def _token_ids() -> dict[str, int]:
 @cache
 def _rust_tokenizer() -> RustTokenizer:
     """The complete tokenizer in Rust, built once per process."""
-    model = BPE(vocab=_token_ids(), merges=_merges(), continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD)
+    model = BPE(
+        vocab=_token_ids(),
+        merges=_merges(),
+        continuing_subword_prefix="",
+        end_of_word_suffix=END_OF_WORD,
+    )
     rust = RustTokenizer(model)
     split = Split(Regex(WORD_PATTERN), "removed", invert=True)
     rust.pre_tokenizer = InTurn([split, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -79,7 +84,9 @@ def _rust_tokenizer() -> RustTokenizer:
 
 def with_ends(start: int, end: int) -> TemplateProcessing:
     """Start and EOT token around a text; not special tokens of the library, which would also find them in a text."""
-    return TemplateProcessing(single=[START, "$A", END], special_tokens=[(START, start), (END, end)])
+    return TemplateProcessing(
+        single=[START, "$A", END], special_tokens=[(START, start), (END, end)]
+    )
 
 
 @cache
@@ -122,7 +129,11 @@ class BpeTokenizer(Tokenizer):
         cleaned = map(clean_text, texts)
         while chunk := list(islice(cleaned, CHUNK)):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
-                yield encoding.ids if parts is None else [part for token in encoding.ids for part in parts[token]]
+                yield (
+                    encoding.ids
+                    if parts is None
+                    else [part for token in encoding.ids for part in parts[token]]
+                )
 
     def library(self) -> RustTokenizer:
         """CLIP's full vocabulary, of which `parts` makes this one. The library has no ftfy and no HTML entities."""
@@ -130,14 +141,18 @@ class BpeTokenizer(Tokenizer):
         # In the vocabulary, where programs look their ids up, but not special: a text that contains them stays text.
         record["model"]["vocab"] |= {START: FULL_SOT_ID, END: FULL_EOT_ID}
         rust = RustTokenizer.from_str(json.dumps(record))
-        quotes = [Replace(curly, straight) for curly, straight in zip("“”‘’", "\"\"''", strict=True)]
+        quotes = [
+            Replace(curly, straight) for curly, straight in zip("“”‘’", "\"\"''", strict=True)
+        ]
         rust.normalizer = AllOf([NFC(), *quotes, Lowercase()])
         rust.post_processor = with_ends(FULL_SOT_ID, FULL_EOT_ID)
         return rust
 
     def record(self) -> dict[str, Any]:
         """A cut vocabulary lists its merged tokens."""
-        return {"kind": "bpe"} if self.kept is None else {"kind": "clip-bpe-pruned", "kept": self.kept}
+        return (
+            {"kind": "bpe"} if self.kept is None else {"kind": "clip-bpe-pruned", "kept": self.kept}
+        )
 
     def _full_id(self, token: int) -> int:
         """The token's id in the full vocabulary."""

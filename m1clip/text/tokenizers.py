@@ -29,7 +29,9 @@ SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
 
-_rust_lock = threading.Lock()  # truncation is a setting of the library's object, which must not change while it is used
+_rust_lock = (
+    threading.Lock()
+)  # truncation is a setting of the library's object, which must not change while it is used
 
 
 class CharTokenizer(Tokenizer):
@@ -62,7 +64,13 @@ class CharTokenizer(Tokenizer):
 
     def library(self) -> RustTokenizer:
         """One token per character; a final sigma is the only letter that the library lower-cases differently."""
-        ids = {"<pad>": self.pad_id, START: self.sot_id, END: self.eot_id, "<unk>": self.unk_id, **self._id_of}
+        ids = {
+            "<pad>": self.pad_id,
+            START: self.sot_id,
+            END: self.eot_id,
+            "<unk>": self.unk_id,
+            **self._id_of,
+        }
         rust = RustTokenizer(WordLevel(ids, unk_token="<unk>"))
         rust.normalizer, rust.pre_tokenizer = Lowercase(), Split(Regex(r"[\s\S]"), "isolated")
         rust.post_processor = with_ends(self.sot_id, self.eot_id)
@@ -82,7 +90,9 @@ class FastTokenizer(Tokenizer):
             self._rust.no_padding()
             self._rust.no_truncation()
             special = self._rust.encode("").ids
-            self._rust.encode("a word, and 7 more")  # fail here, not in training, on a broken vocabulary
+            self._rust.encode(
+                "a word, and 7 more"
+            )  # fail here, not in training, on a broken vocabulary
             self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
         except BaseException as error:
             # The library raises a bare Exception, and where it panics a BaseException.
@@ -97,7 +107,10 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         with _rust_lock:
-            return [found.ids for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [
+                found.ids
+                for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """With the library's own special tokens, of which there may be more than two."""
@@ -132,8 +145,12 @@ def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
     if kind == "char":
         try:
             return CharTokenizer.from_captions(captions)
-        except ValueError as error:  # lower-casing can give a character that is not lower case, such as "İ"
-            raise UserError(f"no character tokenizer: {error}; use --tokenizer clip-bpe-pruned") from error
+        except (
+            ValueError
+        ) as error:  # lower-casing can give a character that is not lower case, such as "İ"
+            raise UserError(
+                f"no character tokenizer: {error}; use --tokenizer clip-bpe-pruned"
+            ) from error
     return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
 
 
@@ -155,24 +172,36 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             )
         return from_record(record)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); is this a model folder?"
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {REMEDY}") from error
+        raise UserError(
+            f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {REMEDY}"
+        ) from error
 
 
 def from_record(record: dict[str, Any]) -> Tokenizer:
     """A tokenizer from a file of unknown origin; ValueError where a value is not what it should be."""
     match record:
         case {"kind": "char", "alphabet": str(alphabet)}:
-            alphabet.encode("utf-8")  # raises ValueError for a lone surrogate, which could not be saved again
+            alphabet.encode(
+                "utf-8"
+            )  # raises ValueError for a lone surrogate, which could not be saved again
             return CharTokenizer(alphabet)
         case {"kind": "fast", "tokenizer": dict(tokenizer), "pad_id": int(pad)} if 0 <= pad < 2**31:
             return FastTokenizer(json.dumps(tokenizer), pad)
         case {"kind": "bpe"}:
             return BpeTokenizer()
-        case {"kind": "clip-bpe-pruned", "kept": list(kept)} if all(type(token) is int for token in kept):
+        case {"kind": "clip-bpe-pruned", "kept": list(kept)} if all(
+            type(token) is int for token in kept
+        ):
             # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
-            if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
+            if any(
+                a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)
+            ):
                 raise ValueError("'kept' is not an increasing list of merged tokens")
             return BpeTokenizer(kept)
-    raise ValueError(f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong type")
+    raise ValueError(
+        f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong type"
+    )

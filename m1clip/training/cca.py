@@ -22,19 +22,30 @@ BLOCK = 1024  # images at a time
 def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     """Set both projections to the canonical directions, each multiplied by its correlation."""
     wx, wy = image_head.project.weight, text_head.project.weight  # (embed_dim, width)
-    xx, yy, xy = (torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64) for a, b in ((wx, wx), (wy, wy), (wx, wy)))
+    xx, yy, xy = (
+        torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
+        for a, b in ((wx, wx), (wy, wy), (wx, wy))
+    )
     x_sum, y_sum, ybar_sum = torch.zeros(len(xx)), torch.zeros(len(yy)), torch.zeros(len(yy))
     images = captions = 0
     for x_raw, y_raw, image_index in _blocks(train):
         x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
         count = torch.bincount(image_index, minlength=len(x)).clamp(min=1)[:, None]
-        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count  # mean of an image's captions
+        ybar = (
+            torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count
+        )  # mean of an image's captions
         xx += x.T @ x
         yy += y.T @ y
         xy += x.T @ ybar
-        x_sum, y_sum, ybar_sum = x_sum + x.sum(dim=0), y_sum + y.sum(dim=0), ybar_sum + ybar.sum(dim=0)
+        x_sum, y_sum, ybar_sum = (
+            x_sum + x.sum(dim=0),
+            y_sum + y.sum(dim=0),
+            ybar_sum + ybar.sum(dim=0),
+        )
         images, captions = images + len(x), captions + len(y)
-    x_mean, y_mean, ybar_mean = (total.double() for total in (x_sum / images, y_sum / captions, ybar_sum / images))
+    x_mean, y_mean, ybar_mean = (
+        total.double() for total in (x_sum / images, y_sum / captions, ybar_sum / images)
+    )
     xx = (xx / images).addr_(x_mean, x_mean, alpha=-1)
     yy = (yy / captions).addr_(y_mean, y_mean, alpha=-1)
     xy = (xy / images).addr_(x_mean, ybar_mean, alpha=-1)
@@ -53,13 +64,19 @@ def canonical(xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int) -> tu
 
     Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which cancels.
     """
-    lx = torch.linalg.cholesky(xx + IMAGE_RIDGE * len(xx) / images**0.5 * torch.eye(len(xx), dtype=xx.dtype))
+    lx = torch.linalg.cholesky(
+        xx + IMAGE_RIDGE * len(xx) / images**0.5 * torch.eye(len(xx), dtype=xx.dtype)
+    )
     ly = torch.linalg.cholesky(yy + TEXT_RIDGE / images**0.5 * torch.eye(len(yy), dtype=yy.dtype))
     m = torch.linalg.solve_triangular(lx, xy, upper=False)
-    m = torch.linalg.solve_triangular(ly, m.T, upper=False).T  # (x width, y width), whitened on both sides
+    m = torch.linalg.solve_triangular(
+        ly, m.T, upper=False
+    ).T  # (x width, y width), whitened on both sides
     squared, v = torch.linalg.eigh(m.T @ m)  # ascending
     squared, v = squared.flip(0)[:count].clamp(min=0), v.flip(1)[:, :count]
-    wx = torch.linalg.solve_triangular(lx.T, m @ v, upper=True)  # m @ v are the left singular vectors, scaled
+    wx = torch.linalg.solve_triangular(
+        lx.T, m @ v, upper=True
+    )  # m @ v are the left singular vectors, scaled
     wy = torch.linalg.solve_triangular(ly.T, v * squared.sqrt(), upper=True)
     return wx.T, wy.T
 
@@ -75,5 +92,8 @@ def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         counts = captions.first[block + 1] - captions.first[block]
         image_index = np.repeat(np.arange(len(block)), counts)
         rows = np.concatenate([np.arange(captions.first[i], captions.first[i + 1]) for i in block])
-        image, text = torch.from_numpy(images.read(block)), torch.from_numpy(captions.features.read(rows))
+        image, text = (
+            torch.from_numpy(images.read(block)),
+            torch.from_numpy(captions.features.read(rows)),
+        )
         yield image, text, torch.from_numpy(image_index)

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from m1clip.errors import UserError
 from m1clip.formatting import plural, size, steps_or_seconds, table
-from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, restore_folders, write_json
+from m1clip.io import (
+    atomic_folder,
+    read_small,
+    remove_folder,
+    remove_leftovers,
+    restore_folders,
+    write_json,
+)
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
 from m1clip.schema import format_version, validated
@@ -64,7 +71,11 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    names = (re.fullmatch(r"step-([0-9]{6,18})", item.name) for item in (run / FOLDER).glob("step-*") if item.is_dir())
+    names = (
+        re.fullmatch(r"step-([0-9]{6,18})", item.name)
+        for item in (run / FOLDER).glob("step-*")
+        if item.is_dir()
+    )
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -84,7 +95,10 @@ def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
         write_json(folder / STATE, {"format": FORMAT, **asdict(state)})
-        write_json(folder / MANIFEST, {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}})
+        write_json(
+            folder / MANIFEST,
+            {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}},
+        )
     steps = saved_steps(run)
     later = [step for step in steps if step > state.step]  # damaged, or undone by a rollback
     for step in [*later, *[step for step in steps if step <= state.step][:-keep]]:
@@ -95,10 +109,14 @@ def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
 def verify(folder: Path) -> str:
     """Why a checkpoint cannot be used, or "" if it is valid; UserError if a newer m1clip wrote it."""
     try:
-        hashes: dict[str, Any] = dict(json.loads(read_small(folder / MANIFEST, MAX_JSON_BYTES))["sha256"])
+        hashes: dict[str, Any] = dict(
+            json.loads(read_small(folder / MANIFEST, MAX_JSON_BYTES))["sha256"]
+        )
     except UNREADABLE as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    unlisted = sorted((REQUIRED | {file.name for file in folder.glob("*.safetensors")}) - set(hashes))
+    unlisted = sorted(
+        (REQUIRED | {file.name for file in folder.glob("*.safetensors")}) - set(hashes)
+    )
     if unlisted:
         return f"{MANIFEST} does not list {unlisted[0][:80]}"
     for name, digest in hashes.items():
@@ -116,7 +134,9 @@ def verify(folder: Path) -> str:
     except UNREADABLE as error:
         return f"its {STATE} cannot be read ({type(error).__name__})"
     if version > FORMAT:
-        raise UserError(f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+        raise UserError(
+            f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
     return ""
 
 
@@ -129,7 +149,9 @@ def load_latest(
     of work are not dropped silently.
     """
     for name in restore_folders(run / FOLDER):
-        warn(f"{run / FOLDER / name}: was being replaced when the run was killed; restored the old one")
+        warn(
+            f"{run / FOLDER / name}: was being replaced when the run was killed; restored the old one"
+        )
     for name in remove_leftovers(run / FOLDER):
         warn(f"{run / FOLDER / name}: removed an unfinished save")
     steps = saved_steps(run)
@@ -200,7 +222,10 @@ def state_to_save(run: RunContext) -> TrainState:
     if run.pacer is not None:
         costs = run.pacer.costs
         state = replace(
-            state, used_seconds=run.pacer.budget.used, evaluation_cost=costs.evaluation, closing_cost=costs.closing
+            state,
+            used_seconds=run.pacer.budget.used,
+            evaluation_cost=costs.evaluation,
+            closing_cost=costs.closing,
         )
     return state
 
@@ -233,7 +258,11 @@ def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
         yield
     except OSError as error:
         log.check_folder()
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
+        reason = (
+            "the disk is full"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else error.strerror or error
+        )
         raise UserError(
             f"{path}: could not be saved: {reason} (step {step:,}); earlier checkpoints are intact: free some space, "
             f"then continue with m1clip train --resume {log.path.parent}"
@@ -241,13 +270,18 @@ def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    frozen = {
+        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def checkpoint_tensors(train_step: TrainStep) -> TensorGroups:
     """The tensors of a checkpoint by file."""
-    groups = {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
+    groups = {
+        "weights": trained_tensors(train_step.model),
+        "optimizer": train_step.optimizer.tensors(),
+    }
     if train_step.shards is None:
         return groups
     return {name: train_step.shards.complete(tensors) for name, tensors in groups.items()}
@@ -261,12 +295,17 @@ def share_checkpoint(
     device = train_step.device.torch if shards is None else torch.device("cpu")
     found: list[TensorGroups] = []
 
-    def describe() -> tuple[TrainState, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] | None:
+    def describe() -> (
+        tuple[TrainState, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] | None
+    ):
         kept = read(device)
         if kept is None:
             return None
         found.append(kept[1])
-        shapes = {group: {name: (t.shape, t.dtype) for name, t in ts.items()} for group, ts in kept[1].items()}
+        shapes = {
+            group: {name: (t.shape, t.dtype) for name, t in ts.items()}
+            for group, ts in kept[1].items()
+        }
         return kept[0], shapes
 
     described = ranks.first(describe)
@@ -277,7 +316,11 @@ def share_checkpoint(
     for group, each in shapes.items():
         groups[group] = {}
         for name, (shape, dtype) in each.items():
-            tensor = found[0][group].pop(name) if found else torch.empty(shape, dtype=dtype, device=device)
+            tensor = (
+                found[0][group].pop(name)
+                if found
+                else torch.empty(shape, dtype=dtype, device=device)
+            )
             ranks.share([tensor])
             groups[group][name] = tensor if shards is None else shards.divided(name, tensor)
     return state, groups
@@ -307,7 +350,9 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
     """The first tensor that is missing, unknown or of another shape; "" if all fit."""
     if state.frozen_sha256 != train_step.frozen_sha256:
         return "the frozen weights have changed since the run started"
-    trained = {name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad}
+    trained = {
+        name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad
+    }
     expected, found = trained_tensors(train_step.model), groups.get("weights", {})
     for name in sorted(found.keys() ^ expected.keys()):
         return f"weights: {name} is {'missing' if name in expected else 'unknown'}"
@@ -320,7 +365,11 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
         for name in {"/".join(words[1:-1]) for words in keys}:
             for kind in {words[-1] for words in keys}:
                 moment = moments.get(f"{part}/{name}/{kind}")
-                if moment is None or name not in trained or moment.shape not in (trained[name].shape, ()):
+                if (
+                    moment is None
+                    or name not in trained
+                    or moment.shape not in (trained[name].shape, ())
+                ):
                     return f"optimizer: {part}/{name}/{kind} is missing or has another shape"
     return ""
 
@@ -332,7 +381,12 @@ def list_checkpoints(run: Path, verified: bool = False) -> list[dict[str, Any]]:
     rows = []
     for step in saved_steps(run):
         path = checkpoint_folder(run, step)
-        row = {"step": step, "path": str(path), "bytes": folder_bytes(path), "saved": path.stat().st_mtime}
+        row = {
+            "step": step,
+            "path": str(path),
+            "bytes": folder_bytes(path),
+            "saved": path.stat().st_mtime,
+        }
         rows.append({**row, "problem": verify(path) if verified else None})
     return rows
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from m1clip.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3  # before the capture: they create the optimizer state and trigger compilation
-MAX_CAPTURES = 8  # after that, assume that shapes keep changing: images have different numbers of captions
+MAX_CAPTURES = (
+    8  # after that, assume that shapes keep changing: images have different numbers of captions
+)
 MAX_MEMORY = 0.25  # fraction of device memory for activations: the graph holds a second set of them
 
 
@@ -35,7 +37,9 @@ class CapturedStep:
         self.train_step = train_step
         self.disabled = ""  # the reason why capturing is disabled
         self.captures = 0
-        self._lengths: dict[int, list[int]] = {}  # number of captions -> padded length of each group
+        self._lengths: dict[
+            int, list[int]
+        ] = {}  # number of captions -> padded length of each group
         self.reset()
 
     def reset(self) -> None:
@@ -60,7 +64,10 @@ class CapturedStep:
         from m1clip.training.step import StepResult
 
         train_step = self.train_step
-        key = (*((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()), batch.lengths)
+        key = (
+            *((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()),
+            batch.lengths,
+        )
         if key != self._shapes:
             self.reset()
             self._shapes = key
@@ -77,7 +84,9 @@ class CapturedStep:
         torch._foreach_copy_(self._inputs, list(batch.tensors().values()))
         train_step.phases.mark("step")
         self._graph.replay()
-        loss, grad_norm = (value.clone() for value in self._result)  # the next replay overwrites them
+        loss, grad_norm = (
+            value.clone() for value in self._result
+        )  # the next replay overwrites them
         train_step.phases.stop()
         return StepResult(loss, grad_norm)
 
@@ -96,7 +105,11 @@ class CapturedStep:
         # Texts are sorted by length and truncated to the longest of their group: no group may be shorter than the last.
         padded = list(itertools.accumulate(padded, max))
         self._lengths[len(batch.tokens)] = padded
-        each = tuple(length for rows, length in zip(groups, padded, strict=True) for _ in range(rows.start, rows.stop))
+        each = tuple(
+            length
+            for rows, length in zip(groups, padded, strict=True)
+            for _ in range(rows.start, rows.stop)
+        )
         missing = padded[-1] - batch.tokens.shape[1]
         tokens = F.pad(batch.tokens, (0, missing)) if missing else batch.tokens
         if missing and batch.tokens.is_pinned():
@@ -108,7 +121,9 @@ class CapturedStep:
         if self.captures >= MAX_CAPTURES:
             self.disabled = f"the shapes of the batches changed {MAX_CAPTURES} times"
         elif device.peak_bytes() - device.memory_bytes() > MAX_MEMORY * device.total_bytes():
-            self.disabled = "the activations of a step use too much device memory to hold them twice"
+            self.disabled = (
+                "the activations of a step use too much device memory to hold them twice"
+            )
         return not self.disabled
 
     def _capture(self, batch: Batch, step: int) -> bool:

@@ -92,13 +92,17 @@ class Ranks:
             if not is_out_of_memory(error):
                 raise
             problem = FAILED
-        table: Sizes = self.gather(torch.tensor([problem, used, *facts], dtype=torch.int64)).tolist()
+        table: Sizes = self.gather(
+            torch.tensor([problem, used, *facts], dtype=torch.int64)
+        ).tolist()
         worst = max(table)
         where = f"on rank {table.index(worst)}"
         if worst[0] == FAILED:
             raise torch.OutOfMemoryError(f"out of memory {where}")
         if worst[0] == PRESSURE:
-            raise MemoryPressure(f"{worst[1] / 1e9:.2f} GB in use {where}, close to its limit", worst[1])
+            raise MemoryPressure(
+                f"{worst[1] / 1e9:.2f} GB in use {where}, close to its limit", worst[1]
+            )
         return result, [row[2:] for row in table]
 
     def join(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
@@ -108,7 +112,10 @@ class Ranks:
         encoded = [feature.detach() for feature in features]
         ids = [batch.sample_ids, batch.caption_ids, batch.image_index + first_image]
         if self.size > 1:
-            encoded, ids = self._rows(encoded, [images, texts]), self._rows(ids, [images, texts, texts])
+            encoded, ids = (
+                self._rows(encoded, [images, texts]),
+                self._rows(ids, [images, texts, texts]),
+            )
         own_images = slice(first_image, first_image + images[self.rank])
         own_texts = slice(first_text, first_text + texts[self.rank])
         return JointBatch(encoded, ids[0], ids[1], ids[2], own_images, own_texts)
@@ -119,7 +126,9 @@ class Ranks:
             return list(gradients)
         columns = [list(column) for column in zip(*sizes, strict=True)]
         most = [max(column) for column in columns]
-        split = [gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)]
+        split = [
+            gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)
+        ]
         parts = [torch.cat(list(map(_padded, rows, most))) for rows in zip(*split, strict=True)]
         own = torch.empty_like(parts[0])
         with self._watched():
@@ -147,7 +156,9 @@ class Ranks:
         with self._watched():
             dist.all_reduce(flat)
         parts = flat.split([t.numel() for t in tensors])
-        torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+        torch._foreach_copy_(
+            tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+        )
 
     def bandwidth(self, device: torch.device) -> float:
         """Bytes per second that each rank sends while gradients are added; the median of some exchanges."""
@@ -164,7 +175,9 @@ class Ranks:
         """Send the r-th flat tensor to rank r; returns those received, of which the r-th has `sizes[r]` numbers."""
         found = parts[0].new_empty(sum(sizes))
         with self._watched():
-            dist.all_to_all_single(found, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts])
+            dist.all_to_all_single(
+                found, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts]
+            )
         return found.split(list(sizes))
 
     # Rare exchanges.
@@ -229,7 +242,9 @@ class Ranks:
         """End all ranks if the clock of one is far off."""
         for rank, clock in enumerate(clocks):
             if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
-                self.refuse(f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it")
+                self.refuse(
+                    f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it"
+                )
 
     def refuse(self, reason: str) -> None:
         if self.rank:
@@ -282,7 +297,9 @@ class Ranks:
         names = ", ".join(self.name(rank) for rank in missing) or "the connection"
         timed_out = "timed out" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
-        return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it")
+        return RankLost(
+            f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it"
+        )
 
 
 class GradientExchange:
@@ -320,7 +337,9 @@ class GradientExchange:
 
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+        )
         for p, part in zip(bucket, flat.split(list(map(Tensor.numel, bucket))), strict=True):
             if p.grad is not None:
                 p.grad = part.view_as(p)  # instead of a second copy
@@ -341,7 +360,9 @@ class GradientExchange:
         except (RuntimeError, MemoryError, MemoryPressure) as error:
             if isinstance(error, MemoryPressure) or is_out_of_memory(error):
                 with self.ranks._watched():
-                    for bucket in self.buckets[len(self._sent) :]:  # without new memory; nobody uses the result
+                    for bucket in self.buckets[
+                        len(self._sent) :
+                    ]:  # without new memory; nobody uses the result
                         dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
             raise
         finally:
@@ -404,7 +425,11 @@ def _connect(device: str) -> Ranks:
     store = dist.PrefixStore(attempt, store)
     dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
-    names = tuple(Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}"))
+    names = tuple(
+        Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}")
+    )
     ranks = Ranks(rank, size, store, names, seconds, 1)
-    ranks.check_clocks(ranks.gather_objects(time.time()))  # all ranks have arrived, so these are the same moment
+    ranks.check_clocks(
+        ranks.gather_objects(time.time())
+    )  # all ranks have arrived, so these are the same moment
     return ranks

@@ -21,14 +21,18 @@ EVALUATIONS = 5  # per run, unless configured
 MAX_EVALUATION_FRACTION = 0.3  # of the time: a short run evaluates less often
 CHECKS = 200  # times in a run at which the clock is compared with the plan
 MIN_INTERVALS = 3  # between checks, whose speed predicts the rest; more while much time is left:
-RECENT_FRACTION = 0.1  # as many as cover this fraction of the time left, so that a short burst changes little
+RECENT_FRACTION = (
+    0.1  # as many as cover this fraction of the time left, so that a short burst changes little
+)
 MAX_INTERVALS = 64
 TOLERATED_ERROR = 0.01  # fraction of the promised time by which a plan may be wrong
 TOLERATED_OF_LEFT = 0.1  # or fraction of the time left: there is time to correct it later
 MAX_FINAL_STEPS = 5  # to bring the learning rate down when the time is over
 FINAL_FRACTION = 0.02  # of the time, at most, for these steps; one step is always made
 MIN_TRAINING_FRACTION = 0.05  # of the time, for training, if preparing the data took all of it
-PAUSE = 50  # an interval of this many times the usual one contains a pause: sleep, or a stopped process
+PAUSE = (
+    50  # an interval of this many times the usual one contains a pause: sleep, or a stopped process
+)
 
 LOG_EVERY = 10  # maximum steps between two log lines
 LOG_LINES = 50  # minimum number of log lines of a run
@@ -59,7 +63,9 @@ class StepPlan:
     """
 
     segments: tuple[Segment, ...]
-    eval_every: int | None = None  # steps between evaluations, 0: only at the end; None: evenly by position
+    eval_every: int | None = (
+        None  # steps between evaluations, 0: only at the end; None: evenly by position
+    )
     evaluations: int = EVALUATIONS  # number of evaluations if `eval_every` is None
 
     @property
@@ -88,7 +94,8 @@ class StepPlan:
     def _planned_at(self, step: int) -> int:
         """The total that was planned when `step` was made."""
         return max(
-            (segment for segment in self.segments if segment.start < max(step, 1)), key=lambda segment: segment.start
+            (segment for segment in self.segments if segment.start < max(step, 1)),
+            key=lambda segment: segment.start,
         ).total_steps
 
     def evaluates(self, step: int) -> bool:
@@ -104,7 +111,12 @@ class StepPlan:
         """Evaluations after `step`, the last one included."""
         total = self.total_steps if total_steps is None else total_steps
         if self.eval_every is not None:
-            return max(1, ceil_div(total, self.eval_every) - step // self.eval_every if self.eval_every else 1)
+            return max(
+                1,
+                ceil_div(total, self.eval_every) - step // self.eval_every
+                if self.eval_every
+                else 1,
+            )
         first = self.segments[0].total_steps
         interval = ceil_div(first, self.evaluations)
         return max(1, ceil_div(first, interval) - int(self.position(step) // interval))
@@ -179,7 +191,9 @@ class Costs:
     closing: float = 0.0  # test evaluation and saving, after the last evaluation
 
 
-def planned_steps(plan: StepPlan, step: int, seconds_left: float, step_seconds: float, costs: Costs) -> int:
+def planned_steps(
+    plan: StepPlan, step: int, seconds_left: float, step_seconds: float, costs: Costs
+) -> int:
     """The total number of steps with which the run ends in `seconds_left`; at least one step is left."""
     affordable = seconds_left / step_seconds - costs.closing
     total = float(step)
@@ -259,7 +273,9 @@ class Pacer:
         left = self.budget.left
         steps_left = plan.total_steps - step
         evaluations = plan.evaluations_left(step) if steps_left > 0 else 0
-        expected = step_seconds * (steps_left + evaluations * self.costs.evaluation + self.costs.closing)
+        expected = step_seconds * (
+            steps_left + evaluations * self.costs.evaluation + self.costs.closing
+        )
         tolerated = max(TOLERATED_ERROR * self.budget.seconds, TOLERATED_OF_LEFT * left)
         if abs(expected - left) <= tolerated:
             return plan

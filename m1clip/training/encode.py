@@ -32,7 +32,9 @@ INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 ONE_ROW = slice(0, 1)
 
 Mark = Callable[[str], None]  # begins a phase of the step
-Passes = Callable[[bool], None]  # told before each backward pass whether it is the last one of its parameters
+Passes = Callable[
+    [bool], None
+]  # told before each backward pass whether it is the last one of its parameters
 
 
 def ignore_mark(phase: str) -> None:
@@ -78,7 +80,9 @@ class EncodedInChunks:
 
     def _backward_of(self, tower: ChunkedTower, gradient: Tensor, before_pass: Passes) -> None:
         zero = torch.zeros_like(gradient[ONE_ROW])
-        passes = [(rows, gradient[rows]) for rows in tower.chunks] + [(ONE_ROW, zero)] * tower.idle_calls
+        passes = [(rows, gradient[rows]) for rows in tower.chunks] + [
+            (ONE_ROW, zero)
+        ] * tower.idle_calls
         for number, (rows, part) in enumerate(passes, start=1):
             self.mark("forward")
             encoded = tower.encode(rows)
@@ -94,7 +98,9 @@ class ChunkedTower:
 
     encode: Callable[[slice], Tensor]
     chunks: list[slice]
-    idle_calls: int = 0  # without a result: with sharded weights, all ranks call a tower equally often
+    idle_calls: int = (
+        0  # without a result: with sharded weights, all ranks call a tower equally often
+    )
 
     def features(self) -> Tensor:
         """The features of all rows."""
@@ -200,7 +206,9 @@ class BatchEncoder:
     def _max_rows(self, batch: Batch) -> tuple[int, int]:
         """How many images and how many captions the device may encode in one call."""
         rules = self.device.rules
-        image_tokens = self.model.image_tower.tokens_per_image if batch.image_features is None else 1
+        image_tokens = (
+            self.model.image_tower.tokens_per_image if batch.image_features is None else 1
+        )
         text_tokens = 1 if batch.tokens is None else batch.tokens.shape[1]
         max_images = rules.rows_at_once(image_tokens) or len(batch)
         return max_images, rules.rows_at_once(text_tokens) or len(batch.caption_ids)
@@ -228,12 +236,16 @@ class BatchEncoder:
         images, captions = mixed(batch.sample_ids ^ word), mixed(batch.caption_ids ^ ~word)
         keys = images, mixed(captions ^ batch.sample_ids[batch.image_index])
         heads = self.model.image_head, self.model.text_head
-        return [key if isinstance(head, Head) else None for key, head in zip(keys, heads, strict=True)]
+        return [
+            key if isinstance(head, Head) else None for key, head in zip(keys, heads, strict=True)
+        ]
 
     def _seed_dropout(self, step: int, draw: int) -> None:
         """Make the dropout of third-party towers a function of step, rank and position, the same in both passes."""
         if self.has_dropout:
-            torch.manual_seed(int(rnd.bits(self.seed, step, np.array(draw), DROPOUT_STREAM + self.rank)))
+            torch.manual_seed(
+                int(rnd.bits(self.seed, step, np.array(draw), DROPOUT_STREAM + self.rank))
+            )
 
     @torch.no_grad()
     def nonfinite_rows(self, batch: Batch) -> list[int]:
@@ -270,15 +282,21 @@ class BatchEncoder:
 
 def split(rows: slice, size: int) -> list[slice]:
     """The rows in slices of at most `size`."""
-    return [slice(start, min(start + size, rows.stop)) for start in range(rows.start, rows.stop, size)]
+    return [
+        slice(start, min(start + size, rows.stop)) for start in range(rows.start, rows.stop, size)
+    ]
 
 
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
     """(n, 3, size, size): the input of the image tower."""
-    return render(batch.pixels(rows), None if batch.views is None else batch.views[rows], preprocess)
+    return render(
+        batch.pixels(rows), None if batch.views is None else batch.views[rows], preprocess
+    )
 
 
 def has_dropout(model: CLIP) -> bool:
     """Whether a forward pass of the model draws random numbers, in our own or in third-party modules."""
-    values = (getattr(module, name, 0.0) for module in model.modules() for name in DROPOUT_ATTRIBUTES)
+    values = (
+        getattr(module, name, 0.0) for module in model.modules() for name in DROPOUT_ATTRIBUTES
+    )
     return any(isinstance(value, float) and value > 0 for value in values)

@@ -88,11 +88,15 @@ class StepLogger:
             line["skipped"] = n - len(finite)  # the means exclude them
         run.log.write("step", **line)
         if not self._wrote_memory:
-            run.log.write("memory", **memory_parts(setup, train_step), meter=self.telemetry.meter_name)
+            run.log.write(
+                "memory", **memory_parts(setup, train_step), meter=self.telemetry.meter_name
+            )
             self._wrote_memory = True
         graph = train_step.cuda_graph
         if graph is not None and graph.disabled and not self._wrote_graph:
-            run.log.write("event", step=state.step, event="CUDA graph disabled", reason=graph.disabled)
+            run.log.write(
+                "event", step=state.step, event="CUDA graph disabled", reason=graph.disabled
+            )
             self._wrote_graph = True
         run.screen.step(line)
         self._begin()
@@ -115,10 +119,16 @@ class Telemetry:
 
     def __init__(self, device_kind: str) -> None:
         self._kind = device_kind
-        own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        own = (
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else range(os.cpu_count() or 1)
+        )
         self._cpus = sorted(own)  # ignore cores that this process may not use
         self._meter = open_meter(device_kind)
-        self.meter_name = None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
+        self.meter_name = (
+            None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
+        )
         self._joules = 0.0
         self._celsius, self._measured = temperature(device_kind), time.monotonic()
         psutil.cpu_percent(percpu=True)  # the first call only starts the interval
@@ -158,7 +168,9 @@ def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
 
 def check_sink(name: str) -> None:
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the option")
+        raise UserError(
+            "--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the option"
+        )
 
 
 def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
@@ -183,5 +195,9 @@ def scalars(prefix: str, record: Record) -> Iterator[tuple[str, float]]:
         first = value[0] if isinstance(value, list) and value else value
         if isinstance(first, dict):
             yield from scalars(f"{prefix}/{key}", first)
-        elif key not in ("v", "step", "time") and isinstance(first, int | float) and not isinstance(first, bool):
+        elif (
+            key not in ("v", "step", "time")
+            and isinstance(first, int | float)
+            and not isinstance(first, bool)
+        ):
             yield f"{prefix}/{key}", float(first)

@@ -105,10 +105,14 @@ def _evaluate(run: RunContext) -> Evaluation | None:
     began = time.perf_counter()
     evaluation = None
     try:
-        with run.stop.interrupting(run.ranks.size == 1):  # one rank alone must not leave an exchange
+        with run.stop.interrupting(
+            run.ranks.size == 1
+        ):  # one rank alone must not leave an exchange
             if "val" in run.setup.splits:
                 evaluation = evaluate(run)
-                run.update(best=evaluation.best, best_step=evaluation.best_step, stale=evaluation.stale)
+                run.update(
+                    best=evaluation.best, best_step=evaluation.best_step, stale=evaluation.stale
+                )
         run.update(evaluation_due=False)
     except Interrupted:
         run.train_step.model.train()
@@ -159,7 +163,9 @@ def _evaluates_first(run: RunContext) -> bool:
     Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
     """
     transfer = run.config.transfer
-    scores_init = (transfer.init is not None and transfer.wise_ft == "off") or run.setup.start.new_heads
+    scores_init = (
+        transfer.init is not None and transfer.wise_ft == "off"
+    ) or run.setup.start.new_heads
     is_new = run.state.step == 0 and run.state.best_step < 0
     return run.state.evaluation_due or (is_new and scores_init)
 

@@ -83,14 +83,23 @@ class Choice:
     precision: Precision
     candidates: tuple[Candidate, ...] = ()
     batch: int = 0  # images of a timed step
-    is_default: bool = True  # of this hardware; another candidate must be clearly faster to be chosen
+    is_default: bool = (
+        True  # of this hardware; another candidate must be clearly faster to be chosen
+    )
     kept_at: str = ""  # the file that keeps the choice, "" if it is not kept
     cached: bool = False
 
     @property
     def why(self) -> str:
         """The reason, shown after the device name; empty if nothing was measured."""
-        mine = next((c for c in self.candidates if (c.device, c.precision) == (self.device, self.precision)), None)
+        mine = next(
+            (
+                c
+                for c in self.candidates
+                if (c.device, c.precision) == (self.device, self.precision)
+            ),
+            None,
+        )
         if mine is None or len(self.candidates) == 1:
             return ""
         words = []
@@ -100,14 +109,26 @@ class Choice:
             elif other is not mine and mine.seconds and other.seconds:
                 ratio = statistics.median(other.seconds) / statistics.median(mine.seconds)
                 words.append(f"{ratio:.1f}x as fast as {other.name}")
-        if self.is_default and not all(c.rejected or c is mine or _clearly_slower(c, mine) for c in self.candidates):
-            words.append("the default of this hardware, as no other was faster in nearly all rounds")
-        how = " in an earlier run" if self.cached else "" if self.kept_at else " beside other programs, so not kept"
+        if self.is_default and not all(
+            c.rejected or c is mine or _clearly_slower(c, mine) for c in self.candidates
+        ):
+            words.append(
+                "the default of this hardware, as no other was faster in nearly all rounds"
+            )
+        how = (
+            " in an earlier run"
+            if self.cached
+            else ""
+            if self.kept_at
+            else " beside other programs, so not kept"
+        )
         return f"{', '.join(words)}; measured with batch {self.batch}{how}"
 
 
 def _clearly_slower(other: Candidate, mine: Candidate) -> bool:
-    return bool(other.seconds and mine.seconds) and statistics.median(other.seconds) > statistics.median(mine.seconds)
+    return bool(other.seconds and mine.seconds) and statistics.median(
+        other.seconds
+    ) > statistics.median(mine.seconds)
 
 
 Option = tuple[Kind, Precision]
@@ -129,7 +150,9 @@ def candidates(device: str, precision: str, facts: Facts) -> list[Option]:
         if device not in ("auto", kind) or (device == "auto" and kind == "mlx"):
             continue
         rule = rules(kind, facts)
-        usual: list[Precision] = {"yes": ["bf16"], "no": ["fp32"], "measure": ["fp32", "bf16"]}[rule.bf16]  # type: ignore[assignment]
+        usual: list[Precision] = {"yes": ["bf16"], "no": ["fp32"], "measure": ["fp32", "bf16"]}[
+            rule.bf16
+        ]  # type: ignore[assignment]
         named = [p for p in rule.precisions if p == precision]
         options += [(kind, p) for p in (usual if precision == "auto" else named)]
     return options
@@ -142,14 +165,18 @@ def default_option(options: list[Option], facts: Facts) -> Option:
     return usual if usual in options else options[0]
 
 
-def choose(config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None) -> Choice:
+def choose(
+    config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None
+) -> Choice:
     """The device and precision for this model; measured for at most half a minute, or as kept from an earlier run."""
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
     batch = min(ceil_div(config.train.batch_size_or(2 * PROBE_BATCH), 2), PROBE_BATCH)
-    path = (folder or choices.folder()) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
+    path = (
+        folder or choices.folder()
+    ) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     cached = _read(path, options)
     if cached is not None:
         return cached
@@ -162,7 +189,11 @@ def choose(config: Config, start: Start, facts: Facts, text_tokens: int, folder:
     best = choices.fastest(rounds, default if default in rounds else next(iter(rounds)))
     is_kept = Rounds(rounds, measured.others).reliable and all(rounds.values())
     choice = Choice(
-        *best, measured.candidates, measured.batch, is_default=best == default, kept_at=str(path) if is_kept else ""
+        *best,
+        measured.candidates,
+        measured.batch,
+        is_default=best == default,
+        kept_at=str(path) if is_kept else "",
     )
     if is_kept:
         names = {f"{kind} {precision}": seconds for (kind, precision), seconds in rounds.items()}
@@ -191,7 +222,9 @@ def measure(
     map_large_blocks()
     samples = random_batch(start.config, PAIRS, text_tokens)
     cpu = Device("cpu", facts)
-    reference = _gradient(_step(config, start, _model(config, start, cpu), cpu, "fp32", batch), samples)
+    reference = _gradient(
+        _step(config, start, _model(config, start, cpu), cpu, "fp32", batch), samples
+    )
     spent = time.perf_counter() - begin
     if spent * (1 + len(options)) > limit:
         return Measured((Candidate(*default),))
@@ -210,13 +243,19 @@ def measure(
                 models[kind] = _model(config, start, devices[kind])
             step = _step(config, start, models[kind], devices[kind], precision, batch)
             difference = relative_difference(_gradient(step, samples), reference)
-            wrong = f"gradients {difference:.0%} different from the CPU's" if difference > TOLERANCE[precision] else ""
+            wrong = (
+                f"gradients {difference:.0%} different from the CPU's"
+                if difference > TOLERANCE[precision]
+                else ""
+            )
             results[option] = Candidate(*option, (), difference, wrong)
             if not wrong:
                 steps[option] = step
         except RuntimeError as error:  # also out of memory
             results[option] = _failed(option, error)
-    for option, step in list(steps.items()):  # after all gradients: candidates of one device train the same model
+    for option, step in list(
+        steps.items()
+    ):  # after all gradients: candidates of one device train the same model
         try:
             step(work, 0)
         except RuntimeError as error:
@@ -225,7 +264,9 @@ def measure(
     rounds = Rounds[Option]({})
     if len(steps) > 1:
         reference_option = default if default in steps else next(iter(steps))
-        calls = {option: functools.partial(_timed_step, step, work) for option, step in steps.items()}
+        calls = {
+            option: functools.partial(_timed_step, step, work) for option, step in steps.items()
+        }
         rounds = time_rounds(calls, reference_option, limit - (time.perf_counter() - begin), load)
         results |= {
             option: dataclasses.replace(results[option], seconds=tuple(seconds))
@@ -241,7 +282,9 @@ def measure(
 
 def _failed(option: Option, error: RuntimeError) -> Candidate:
     is_memory = isinstance(error, torch.OutOfMemoryError)
-    return Candidate(*option, rejected="does not fit in its memory" if is_memory else first_line(error))
+    return Candidate(
+        *option, rejected="does not fit in its memory" if is_memory else first_line(error)
+    )
 
 
 def _timed_step(step: TrainStep, work: Batch) -> None:
@@ -256,9 +299,13 @@ def _model(config: Config, start: Start, device: Device) -> CLIP:
     return model
 
 
-def _step(config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int) -> TrainStep:
+def _step(
+    config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int
+) -> TrainStep:
     eager = config.changed(compile=False, batch_size=config.train.batch_size_or(batch))
-    step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
+    step = TrainStep(
+        model, eager, device, precision, Preprocess(image_size=start.config.image_size)
+    )
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     return step
 
@@ -270,7 +317,9 @@ def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
     return found
 
 
-def _key(config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[Option]) -> str:
+def _key(
+    config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[Option]
+) -> str:
     """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
     values = (
         dataclasses.asdict(facts),
@@ -279,7 +328,10 @@ def _key(config: Config, start: Start, facts: Facts, batch: int, text_tokens: in
         (batch, text_tokens, config.data.captions_per_step, config.train.micro_batch),
         options,
         (config.optim.optimizer, config.model.grad_checkpointing, torch.get_num_threads()),
-        (__version__, [field.name for kind in (Candidate, Choice) for field in dataclasses.fields(kind)]),
+        (
+            __version__,
+            [field.name for kind in (Candidate, Choice) for field in dataclasses.fields(kind)],
+        ),
     )
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -290,7 +342,8 @@ def _read(path: Path, options: list[Option]) -> Choice | None:
         return None
     try:
         measured = tuple(
-            Candidate(**{**item, "seconds": tuple(map(float, item["seconds"]))}) for item in values["candidates"]
+            Candidate(**{**item, "seconds": tuple(map(float, item["seconds"]))})
+            for item in values["candidates"]
         )
         choice = Choice(**{**values, "candidates": measured, "kept_at": str(path), "cached": True})
     except (ValueError, KeyError, TypeError):
@@ -309,7 +362,11 @@ def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
         for other in choice["candidates"]
         if other["seconds"] and (other["device"], other["precision"]) != chosen
     }
-    faster = [name for name, seconds in others.items() if choices.contradicted(seconds_per_image, [seconds])]
+    faster = [
+        name
+        for name, seconds in others.items()
+        if choices.contradicted(seconds_per_image, [seconds])
+    ]
     if not faster:
         return ""
     choices.drop(Path(kept_at))
@@ -376,7 +433,11 @@ def closing_evaluations(setup: Setup) -> float:
     """What follows the last step, in evaluations of the validation split: the test split, and WiSE-FT's choice."""
     if "val" not in setup.splits:
         return 0.0
-    test = len(setup.splits["test"].samples) if "test" in setup.splits else len(setup.splits["val"].samples)
+    test = (
+        len(setup.splits["test"].samples)
+        if "test" in setup.splits
+        else len(setup.splits["val"].samples)
+    )
     wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(setup.config.transfer.wise_ft, 1)
     return test / max(len(setup.splits["val"].samples), 1) + wise_ft
 
@@ -388,7 +449,9 @@ def _step_seconds(setup: Setup, train_step: TrainStep, budget: TimeBudget) -> fl
     limit = CALIBRATION_FRACTION * budget.left
     begin = time.perf_counter()
     taken: list[float] = []
-    for step, batch in enumerate(batches(setup.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)):
+    for step, batch in enumerate(
+        batches(setup.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
+    ):
         start = time.perf_counter()
         if any(setup.ranks.agree(step >= least and start + taken[-1] - begin > limit)):
             break

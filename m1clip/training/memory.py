@@ -62,7 +62,11 @@ class PeakMemory(TorchDispatchMode):
 
 
 def random_batch(
-    shape: CLIPConfig, batch: int, text_tokens: int, captions_per_image: int = 1, frozen: tuple[int, int] = (0, 0)
+    shape: CLIPConfig,
+    batch: int,
+    text_tokens: int,
+    captions_per_image: int = 1,
+    frozen: tuple[int, int] = (0, 0),
 ) -> Batch:
     """A random batch with realistic shapes; `frozen` are the feature widths of frozen towers."""
     rows, captions = torch.arange(batch), batch * captions_per_image
@@ -79,7 +83,9 @@ def random_batch(
         tokens[:, -1] = getattr(shape.text_tower, "eot_id", 1)
         fields["tokens"] = tokens
     image_index = rows.repeat_interleave(captions_per_image)
-    return Batch(sample_ids=rows, caption_ids=torch.arange(captions), image_index=image_index, **fields)
+    return Batch(
+        sample_ids=rows, caption_ids=torch.arange(captions), image_index=image_index, **fields
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,27 +124,48 @@ class MemoryEstimate:
 
     def step_bytes(self, batch: int, checkpointing: bool) -> int:
         """Peak bytes of weights, gradients, optimizer state and activations."""
-        captions, contrast = self.config.data.captions_per_step or 1, self.config.train.text_contrast
+        captions, contrast = (
+            self.config.data.captions_per_step or 1,
+            self.config.train.text_contrast,
+        )
         contrast = float(captions > 1) if contrast is None else contrast  # any weight above 0
         # The compiler does not support fake tensors.
-        eager = self.config.changed(compile=False, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast)
-        host = Device("cpu", self.facts)  # fake tensors cannot be on a missing device, and the shapes are the same
-        process_bytes(self.facts)  # private operations are probed at first use, which must not be with fake tensors
+        eager = self.config.changed(
+            compile=False, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast
+        )
+        host = Device(
+            "cpu", self.facts
+        )  # fake tensors cannot be on a missing device, and the shapes are the same
+        process_bytes(
+            self.facts
+        )  # private operations are probed at first use, which must not be with fake tensors
         with FakeTensorMode(), _WithoutShapes():
             model = self.start.build(load_weights=False)
             model.set_attention("auto" if self.device.kind == "cpu" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
-            half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
-            parts = make_parts(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
+            half: Precision = (
+                "bf16" if self.precision == "fp16" else self.precision
+            )  # the CPU has no fp16
+            parts = make_parts(
+                model, eager, host, half, Preprocess(image_size=self.start.config.image_size)
+            )
             parts.update.skip = "never"  # fake tensors have no values to check
             # The fake tensors are on the CPU, but an accelerator does not use fused losses.
             loss = dataclasses.replace(parts.loss, fused=self.device.kind == "cpu")
             parts = dataclasses.replace(parts, loss=loss)
-            widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
+            widths = zip(
+                (model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True
+            )
             image, text = (0 if trained else width for width, trained in widths)
-            samples = random_batch(self.start.config, batch, self.text_tokens, captions, (image, text))
+            samples = random_batch(
+                self.start.config, batch, self.text_tokens, captions, (image, text)
+            )
             train_step(parts, samples, 1)  # creates the optimizer state
-            known = [*model.parameters(), *model.buffers(), *parts.update.optimizer.tensors().values()]
+            known = [
+                *model.parameters(),
+                *model.buffers(),
+                *parts.update.optimizer.tensors().values(),
+            ]
             with PeakMemory([*known, *samples.tensors().values()]) as memory:
                 train_step(parts, samples, 1)
         if self.device.kind == "cpu" or checkpointing:
@@ -149,7 +176,9 @@ class MemoryEstimate:
         """The MLP activations of our towers, which accelerators store and the CPU recomputes."""
         shape: Any = self.start.config
         numbers = 0.0
-        for tower, trained in zip((shape.image_tower, shape.text_tower), self.start.trainable, strict=True):
+        for tower, trained in zip(
+            (shape.image_tower, shape.text_tower), self.start.trainable, strict=True
+        ):
             if trained and tower.kind in ("vit", "transformer"):
                 tokens = tower.tokens if tower.kind == "vit" else text_tokens
                 numbers += tower.layers * tokens * tower.width * tower.mlp_ratio

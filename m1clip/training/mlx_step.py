@@ -39,14 +39,21 @@ SCALE = "logit_scale"
 # Losses that this step trains with. A loss with a bias would need its gradient too.
 LOSSES_IN_MLX = ("infonce", "multi-positive")
 CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # of a parameter, named as in torch
+MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+}  # of a parameter, named as in torch
 
 
 def check_supported(config: Config, start: Start) -> None:
     """Raise UserError for a run that the MLX step cannot train."""
     transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
     trained = list(zip(SIDES, start.trainable, strict=True))
-    foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
+    foreign = [
+        side
+        for side, on in trained
+        if on and getattr(start.config, f"{side}_tower").kind != own[side]
+    ]
     optimizer = config.optim.optimizer
     unsupported = {
         f"--optimizer {optimizer}": not set(OPTIMIZER_PARTS[optimizer]) <= MOMENTS.keys(),
@@ -150,7 +157,12 @@ def orthogonalize(x: Array) -> Array:
 
 
 def adamw(
-    names: list[str], weights: Arrays, moments: Arrays, grads: Arrays, lr: Array, correction: tuple[Array, Array]
+    names: list[str],
+    weights: Arrays,
+    moments: Arrays,
+    grads: Arrays,
+    lr: Array,
+    correction: tuple[Array, Array],
 ) -> None:
     """Update weights and moments as torch.optim.AdamW, after the weight decay."""
     first, second = BETAS
@@ -163,7 +175,13 @@ def adamw(
 
 
 def muon(
-    names: list[str], weights: Arrays, moments: Arrays, grads: Arrays, lr: Array, momentum: float, dtype: Any
+    names: list[str],
+    weights: Arrays,
+    moments: Arrays,
+    grads: Arrays,
+    lr: Array,
+    momentum: float,
+    dtype: Any,
 ) -> None:
     """Update weights and moments as `muon.Muon`, after the weight decay; its products are in `dtype`."""
     stacks: dict[tuple[int, ...], list[tuple[str, Array]]] = {}
@@ -174,18 +192,27 @@ def muon(
         stacks.setdefault(tuple(sorted(update.shape)), []).append((name, update))
     for members in stacks.values():
         tall = [len(update) > update.shape[1] for _, update in members]
-        wide = [update.T if turned else update for (_, update), turned in zip(members, tall, strict=True)]
+        wide = [
+            update.T if turned else update
+            for (_, update), turned in zip(members, tall, strict=True)
+        ]
         stack = orthogonalize(mx.stack(wide).astype(dtype)).astype(mx.float32)
         for (name, update), x, turned in zip(members, stack, tall, strict=True):
             scale = lr * math.sqrt(max(1.0, len(update) / update.shape[1]))
-            weights[name] = weights[name] - scale * (x.T if turned else x).reshape(weights[name].shape)
+            weights[name] = weights[name] - scale * (x.T if turned else x).reshape(
+                weights[name].shape
+            )
 
 
 class MLXStep(TrainStep):
     """TrainStep with gradients and updates in MLX. `model` and `optimizer` are torch's, current when read."""
 
-    def __init__(self, model: CLIP, config: Config, device: Device, precision: Precision, *others: Any) -> None:
-        self._arrays: dict[str, Arrays] | None = None  # weights and moments; None: torch's are current
+    def __init__(
+        self, model: CLIP, config: Config, device: Device, precision: Precision, *others: Any
+    ) -> None:
+        self._arrays: dict[str, Arrays] | None = (
+            None  # weights and moments; None: torch's are current
+        )
         self._stale: set[str] = set()  # of those, the ones that torch has older values of
         self._grads: Arrays = {}
         self._fills_gradients, self._precision = False, precision
@@ -193,7 +220,10 @@ class MLXStep(TrainStep):
         self._updates = 0  # of AdamW, which every parameter counts
         super().__init__(model, config, device, precision, *others)
         self._take_weights()
-        encode = {side: encoder(model.config, side, dtype, config.model.grad_checkpointing) for side in SIDES}
+        encode = {
+            side: encoder(model.config, side, dtype, config.model.grad_checkpointing)
+            for side in SIDES
+        }
         run_loss = self.parts.loss
 
         def loss_of(features: Arrays, labels: Arrays) -> Array:
@@ -202,16 +232,22 @@ class MLXStep(TrainStep):
             text = features["text"]
             return run_loss_in_mlx(run_loss, image, text, scale, None, labels)
 
-        def full_loss(weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays) -> Array:
+        def full_loss(
+            weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays
+        ) -> Array:
             image, text = (encode[side](weights | fixed, inputs[side]) for side in SIDES)
             return loss_of({"image": image, "text": text, SCALE: weights[SCALE]}, labels)
 
         def weighted(side: Side) -> Callable[..., Array]:
             """A function of the weights whose gradient is that of the loss, given the loss's gradient by features."""
-            return lambda weights, fixed, inputs, by: (encode[side](weights | fixed, inputs) * by).sum()
+            return lambda weights, fixed, inputs, by: (
+                encode[side](weights | fixed, inputs) * by
+            ).sum()
 
         self._full = mx.compile(mx.value_and_grad(full_loss))
-        self._encoders = {side: mx.compile(lambda w, fixed, x, e=encode[side]: e(w | fixed, x)) for side in SIDES}
+        self._encoders = {
+            side: mx.compile(lambda w, fixed, x, e=encode[side]: e(w | fixed, x)) for side in SIDES
+        }
         self._feature_gradients = mx.compile(mx.value_and_grad(loss_of))
         self._weight_gradients = {side: mx.compile(mx.grad(weighted(side))) for side in SIDES}
         self._update = mx.compile(self._updated)
@@ -235,8 +271,16 @@ class MLXStep(TrainStep):
         self._trained = {name: p for name, p in named.items() if p.requires_grad}
         fixed = [*named.items(), *model.named_buffers()]
         # Frozen towers are not part of the step: their features are its inputs.
-        unused = [f"{side}_tower." for side in SIDES if not any(n.startswith(f"{side}_tower.") for n in self._trained)]
-        self._fixed = {n: to_mlx(t) for n, t in fixed if n not in self._trained and not n.startswith(tuple(unused))}
+        unused = [
+            f"{side}_tower."
+            for side in SIDES
+            if not any(n.startswith(f"{side}_tower.") for n in self._trained)
+        ]
+        self._fixed = {
+            n: to_mlx(t)
+            for n, t in fixed
+            if n not in self._trained and not n.startswith(tuple(unused))
+        }
 
     def _read(self, group: str) -> None:
         """Copy a group of arrays to torch, if newer."""
@@ -259,12 +303,16 @@ class MLXStep(TrainStep):
         if self._arrays is None:
             weights = {name: to_mlx(p) for name, p in self._trained.items()}
             known = self.parts.update.optimizer.tensors()
-            self._updates = max((int(value) for key, value in known.items() if key.endswith("/step")), default=0)
+            self._updates = max(
+                (int(value) for key, value in known.items() if key.endswith("/step")), default=0
+            )
             moments = {}
             for part, _, group in self._groups():
                 for name, kind in itertools.product(group["param_names"], MOMENTS[part]):
                     key = f"{part}/{name}/{kind}"
-                    moments[key] = to_mlx(known[key]) if key in known else mx.zeros_like(weights[name])
+                    moments[key] = (
+                        to_mlx(known[key]) if key in known else mx.zeros_like(weights[name])
+                    )
             self._arrays = {"weights": weights, "moments": moments}
         return self._arrays
 
@@ -297,7 +345,10 @@ class MLXStep(TrainStep):
             loss, self._grads = self._micro_batched(weights, batch, labels, step)
         else:
             sizes: dict[Side, int] = {"image": len(batch), "text": len(batch.caption_ids)}
-            inputs = {side: self._inputs(side, batch, slice(0, size), step) for side, size in sizes.items()}
+            inputs = {
+                side: self._inputs(side, batch, slice(0, size), step)
+                for side, size in sizes.items()
+            }
             loss, self._grads = self._full(weights, self._fixed, inputs, labels)
         mx.eval(loss, self._grads)
         if self._fills_gradients:
@@ -311,7 +362,11 @@ class MLXStep(TrainStep):
         if features is not None:
             inputs = {"features": features[rows]}
         elif side == "image":
-            inputs = {"pixels": normalized_pixels(batch, self.parts.encoder.preprocess, rows).permute(0, 2, 3, 1)}
+            inputs = {
+                "pixels": normalized_pixels(batch, self.parts.encoder.preprocess, rows).permute(
+                    0, 2, 3, 1
+                )
+            }
             inputs |= {} if batch.kept_patches is None else {"kept": batch.kept_patches[rows]}
         else:
             inputs = {"tokens": batch.texts(rows)}
@@ -319,11 +374,15 @@ class MLXStep(TrainStep):
         keys = self.parts.encoder.dropout_keys(batch, step)[side == "text"]
         if keys is not None and head.dropout:
             widths = head.up.in_features, head.down.in_features
-            inputs["feature_mask"] = dropout_mask(keys[rows], widths[0], FEATURE_DROPOUT * head.dropout)
+            inputs["feature_mask"] = dropout_mask(
+                keys[rows], widths[0], FEATURE_DROPOUT * head.dropout
+            )
             inputs["hidden_mask"] = dropout_mask(~keys[rows], widths[1], head.dropout)
         return {name: to_mlx(tensor) for name, tensor in inputs.items()}
 
-    def _micro_batched(self, weights: Arrays, batch: Batch, labels: Arrays, step: int) -> tuple[Array, Arrays]:
+    def _micro_batched(
+        self, weights: Arrays, batch: Batch, labels: Arrays, step: int
+    ) -> tuple[Array, Arrays]:
         """Loss and gradients with the activations of one micro-batch at a time, as in encode.EncodedInChunks."""
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         counts: dict[Side, tuple[int, int]] = {
@@ -344,8 +403,13 @@ class MLXStep(TrainStep):
         total = {SCALE: by_features[SCALE]}
         for side in SIDES:
             for rows, inputs in parts[side]:
-                found = self._weight_gradients[side](weights, self._fixed, inputs, by_features[side][rows])
-                total = {name: grad + total[name] if name in total else grad for name, grad in found.items()}
+                found = self._weight_gradients[side](
+                    weights, self._fixed, inputs, by_features[side][rows]
+                )
+                total = {
+                    name: grad + total[name] if name in total else grad
+                    for name, grad in found.items()
+                }
                 mx.eval(total)
         return loss, total
 
@@ -354,11 +418,17 @@ class MLXStep(TrainStep):
         grad_norm = mx.sqrt(sum((grad * grad).sum() for grad in self._grads.values())).item()
         if math.isfinite(loss.item()) and math.isfinite(grad_norm):
             self._updates += 1
-            numbers: dict[str, Any] = {"first": 1 - BETAS[0] ** self._updates, "second": 1 - BETAS[1] ** self._updates}
+            numbers: dict[str, Any] = {
+                "first": 1 - BETAS[0] ** self._updates,
+                "second": 1 - BETAS[1] ** self._updates,
+            }
             numbers["clip"] = min(1.0, GRAD_CLIP_NORM / (grad_norm + CLIP_EPS))
             numbers |= {key: group["lr"] for _, key, group in self._groups()}
             # As inputs, not constants: the compiled function is the same for every step.
-            state, scalars = self._state(), {name: mx.array(value) for name, value in numbers.items()}
+            state, scalars = (
+                self._state(),
+                {name: mx.array(value) for name, value in numbers.items()},
+            )
             self._arrays = self._update(state, self._grads, scalars)
             del state  # its memory is reused
             mx.eval(self._arrays)
@@ -366,7 +436,9 @@ class MLXStep(TrainStep):
         self._grads = {}
         return torch.tensor(grad_norm)
 
-    def _updated(self, state: dict[str, Arrays], grads: Arrays, numbers: Arrays) -> dict[str, Arrays]:
+    def _updated(
+        self, state: dict[str, Arrays], grads: Arrays, numbers: Arrays
+    ) -> dict[str, Arrays]:
         weights, moments = dict(state["weights"]), dict(state["moments"])
         grads = {name: grad * numbers["clip"] for name, grad in grads.items()}
         for part, key, group in self._groups():
@@ -385,7 +457,9 @@ class MLXStep(TrainStep):
 
     def for_check(self, model: CLIP) -> MLXStep:  # type: ignore[override]  # it has what a check needs
         """This step for a copy of the model, without dropout; gradients are also stored in torch's parameters."""
-        step = MLXStep(model, self.config, self.device, self._precision, self.parts.encoder.preprocess)
+        step = MLXStep(
+            model, self.config, self.device, self._precision, self.parts.encoder.preprocess
+        )
         step.parts.encoder.has_dropout = False
         step._fills_gradients = True
         model.eval()

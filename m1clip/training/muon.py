@@ -135,8 +135,13 @@ class Muon(CompilableOptimizer):
         torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
         # A convolution is a matrix from its receptive field to its output channels.
-        weights, grads, buffers = ([t.flatten(1) for t in each] for each in (params, grads, buffers))
-        shapes = [(self.full_rows.get(id(p), len(p)), w.shape[1]) for p, w in zip(params, weights, strict=True)]
+        weights, grads, buffers = (
+            [t.flatten(1) for t in each] for each in (params, grads, buffers)
+        )
+        shapes = [
+            (self.full_rows.get(id(p), len(p)), w.shape[1])
+            for p, w in zip(params, weights, strict=True)
+        ]
 
         def nesterov(places: Sequence[int]) -> Sequence[Tensor]:
             return torch._foreach_lerp(
@@ -148,11 +153,18 @@ class Muon(CompilableOptimizer):
         ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
             """The updates of some matrices, stack by stack: for all at once, momentum would need another gradient."""
             for stack in _stacks(places, shapes, weights):
-                x = self._orthogonal([given[place] for place in stack] if given else nesterov(stack))
+                x = self._orthogonal(
+                    [given[place] for place in stack] if given else nesterov(stack)
+                )
                 yield stack, x if skip is None else torch._foreach_mul(x, (1 - skip).to(self.dtype))
 
         def add(places: Sequence[int], updates: Sequence[Tensor]) -> None:
-            _add_updates([weights[place] for place in places], updates, [shapes[place] for place in places], lr)
+            _add_updates(
+                [weights[place] for place in places],
+                updates,
+                [shapes[place] for place in places],
+                lr,
+            )
 
         ranks = self.ranks
         if ranks is None:
@@ -164,7 +176,11 @@ class Muon(CompilableOptimizer):
         if self.full_rows:
             rows = [m.to(self.dtype) for m in nesterov(range(len(weights)))]
             given = self._collected(ranks, rows, parts, shapes)
-        found = {place: x for stack, updates in orthogonal(own, given) for place, x in zip(stack, updates, strict=True)}
+        found = {
+            place: x
+            for stack, updates in orthogonal(own, given)
+            for place, x in zip(stack, updates, strict=True)
+        }
         if self.full_rows:
             add(range(len(weights)), self._scattered(ranks, found, parts, shapes))
             return
@@ -180,10 +196,17 @@ class Muon(CompilableOptimizer):
     ) -> dict[int, Tensor]:
         """The complete matrices that this rank orthogonalizes, from the rows of all ranks."""
         own = parts[ranks.rank]
-        held = [[_held(shapes[place], rank, ranks.size) for place in own] for rank in range(ranks.size)]
-        received = ranks.exchange([_flat([rows[p] for p in part], rows[0]) for part in parts], [*map(_numbers, held)])
+        held = [
+            [_held(shapes[place], rank, ranks.size) for place in own] for rank in range(ranks.size)
+        ]
+        received = ranks.exchange(
+            [_flat([rows[p] for p in part], rows[0]) for part in parts], [*map(_numbers, held)]
+        )
         views = [_views(flat, each) for flat, each in zip(received, held, strict=True)]
-        return {place: torch.cat(each) for place, each in zip(own, zip(*views, strict=True), strict=True)}
+        return {
+            place: torch.cat(each)
+            for place, each in zip(own, zip(*views, strict=True), strict=True)
+        }
 
     def _scattered(
         self, ranks: Ranks, found: dict[int, Tensor], parts: list[list[int]], shapes: list[Shape]
@@ -191,8 +214,13 @@ class Muon(CompilableOptimizer):
         """The rows of this rank of the updates of all matrices."""
         sent = []
         for rank in range(ranks.size):
-            each = [found[place][rows_of_rank(shapes[place][0], rank, ranks.size)] for place in parts[ranks.rank]]
-            sent.append(_flat(each, torch.empty(0, dtype=self.dtype, device=next(iter(self.state)).device)))
+            each = [
+                found[place][rows_of_rank(shapes[place][0], rank, ranks.size)]
+                for place in parts[ranks.rank]
+            ]
+            sent.append(
+                _flat(each, torch.empty(0, dtype=self.dtype, device=next(iter(self.state)).device))
+            )
         held = [[_held(shapes[place], ranks.rank, ranks.size) for place in part] for part in parts]
         received = ranks.exchange(sent, [*map(_numbers, held)])
         updates = dict[int, Tensor]()
@@ -203,10 +231,16 @@ class Muon(CompilableOptimizer):
     def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """The updates of matrices with the same two sides."""
         tall = [len(m) > m.shape[1] for m in matrices]
-        x = torch.empty((len(matrices), *sorted(matrices[0].shape)), dtype=self.dtype, device=matrices[0].device)
+        x = torch.empty(
+            (len(matrices), *sorted(matrices[0].shape)), dtype=self.dtype, device=matrices[0].device
+        )
         # Cast, and transposed where tall, in one pass.
-        torch._foreach_copy_(list(x), [m.t() if turned else m for m, turned in zip(matrices, tall, strict=True)])
-        return [row.t() if turned else row for row, turned in zip(orthogonalize(x), tall, strict=True)]
+        torch._foreach_copy_(
+            list(x), [m.t() if turned else m for m, turned in zip(matrices, tall, strict=True)]
+        )
+        return [
+            row.t() if turned else row for row, turned in zip(orthogonalize(x), tall, strict=True)
+        ]
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -220,11 +254,15 @@ def _cost(shape: Shape) -> int:
     return min(shape) ** 2 * max(shape)
 
 
-def _stacks(places: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]) -> Iterator[list[int]]:
+def _stacks(
+    places: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]
+) -> Iterator[list[int]]:
     """Matrices of one shape or its transpose; few on the CPU, since a stack and its products are several copies."""
     stacks: dict[tuple[int, int, torch.device], list[int]] = {}
     for place in places:
-        stacks.setdefault((min(shapes[place]), max(shapes[place]), weights[place].device), []).append(place)
+        stacks.setdefault(
+            (min(shapes[place]), max(shapes[place]), weights[place].device), []
+        ).append(place)
     for (short, long, device), stack in stacks.items():
         most = max(1, MAX_CPU_STACK // (short * long)) if device.type == "cpu" else len(stack)
         for start in range(0, len(stack), most):
@@ -260,7 +298,10 @@ def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def _add_updates(
-    weights: Sequence[Tensor], updates: Sequence[Tensor], shapes: Sequence[Shape], lr: float | Tensor
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    shapes: Sequence[Shape],
+    lr: float | Tensor,
 ) -> None:
     """Add updates to the weights; those of tall matrices are scaled up for the same effect on the output."""
     groups: dict[float, list[int]] = {}
@@ -269,6 +310,8 @@ def _add_updates(
     for scale, places in groups.items():
         chosen, added = [weights[place] for place in places], [updates[place] for place in places]
         if isinstance(lr, Tensor):
-            torch._foreach_add_(chosen, torch._foreach_mul([u.to(chosen[0].dtype) for u in added], -lr * scale))
+            torch._foreach_add_(
+                chosen, torch._foreach_mul([u.to(chosen[0].dtype) for u in added], -lr * scale)
+            )
         else:
             torch._foreach_add_(chosen, added, alpha=-lr * scale)

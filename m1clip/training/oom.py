@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from m1clip.training.setup import Setup
 
 Result = TypeVar("Result")
-Report = Callable[[int, int, str, bool], None]  # step from 1, new micro-batch, reason, whether it helps
+Report = Callable[
+    [int, int, str, bool], None
+]  # step from 1, new micro-batch, reason, whether it helps
 OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
@@ -52,11 +54,19 @@ class OOMHandler:
         report: Report = lambda step, micro_batch, reason, helps: None,
     ) -> None:
         """A `micro_batch` of 0 is the full batch; without a `limit` only failed allocations count."""
-        self.micro_batch, self.used_bytes, self.limit, self.report = micro_batch, used_bytes, limit, report
+        self.micro_batch, self.used_bytes, self.limit, self.report = (
+            micro_batch,
+            used_bytes,
+            limit,
+            report,
+        )
         self._checks_limit = limit is not None
         self._previous_micro_batch = micro_batch
         self._retried_step = -RETRY_STEPS
-        self._used, self._used_before = 0, float("inf")  # bytes, when the limit was last reached and before that
+        self._used, self._used_before = (
+            0,
+            float("inf"),
+        )  # bytes, when the limit was last reached and before that
 
     def check(self) -> None:
         """Raise MemoryPressure near the limit. Call between forward and backward, where memory peaks."""
@@ -67,7 +77,9 @@ class OOMHandler:
             reason = f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB"
             raise MemoryPressure(reason, used)
 
-    def run(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
+    def run(
+        self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int
+    ) -> Result:
         """Run `work`; if memory runs out, `clear` and retry with half the micro-batch.
 
         Near the limit, clearing may be enough, so the first retry is unchanged.
@@ -101,7 +113,9 @@ class OOMHandler:
         if helps:
             half = (current + 1) // 2
             self._used_before = self._used_before if failed else self._used
-            self._previous_micro_batch = half if failed else self.micro_batch  # never return to a size that failed
+            self._previous_micro_batch = (
+                half if failed else self.micro_batch
+            )  # never return to a size that failed
             self.micro_batch = half
         else:
             self._checks_limit = False  # something else uses the memory: continue as before

@@ -97,7 +97,9 @@ class Optimizer:
         local: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """`local` replaces parameters by this rank's rows of them."""
-        named = [(name, local.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
+        named = [
+            (name, local.get(name, p)) for name, p in model.named_parameters() if p.requires_grad
+        ]
         device = named[0][1].device
         lr_fractions = {name: 1.0 for name, _ in named}
         if config.layer_decay < 1:
@@ -155,7 +157,9 @@ class Optimizer:
         for part_name, part in self.parts.items():
             for name, parameter in _named_parameters(part):
                 for key, value in part.state.get(parameter, {}).items():
-                    flat[f"{part_name}/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                    flat[f"{part_name}/{name}/{key}"] = (
+                        value if isinstance(value, Tensor) else torch.tensor(value)
+                    )
         return flat
 
     def load_tensors(self, flat: dict[str, Tensor]) -> None:
@@ -164,13 +168,19 @@ class Optimizer:
             state: dict[int, dict[str, Tensor]] = {}
             for index, (name, _) in enumerate(_named_parameters(part)):
                 prefix = f"{part_name}/{name}/"
-                values = {key.removeprefix(prefix): t for key, t in flat.items() if key.startswith(prefix)}
+                values = {
+                    key.removeprefix(prefix): t for key, t in flat.items() if key.startswith(prefix)
+                }
                 if values:
                     state[index] = values
-            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+            part.load_state_dict(
+                {"state": state, "param_groups": part.state_dict()["param_groups"]}
+            )
 
 
-def split_parameters(named: Iterable[NamedParameter], part_names: Sequence[str]) -> dict[str, list[NamedParameter]]:
+def split_parameters(
+    named: Iterable[NamedParameter], part_names: Sequence[str]
+) -> dict[str, list[NamedParameter]]:
     """The parameters of each part that has any."""
     members: dict[str, list[NamedParameter]] = {}
     for name, parameter in named:

@@ -35,7 +35,9 @@ PAIRS = 8
 SLICE = 32  # images
 MAX_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
-MOST = 1 << 22  # gradient entries to compare: several copies of a complete gradient would be the memory peak of a run
+MOST = (
+    1 << 22
+)  # gradient entries to compare: several copies of a complete gradient would be the memory peak of a run
 # Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these,
 # except in deep networks of convolutions in bf16: 0.25 in EfficientNet-Lite, on a GPU as on the CPU.
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
@@ -62,7 +64,9 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
     check = check.without_teacher()
     on_device, reference = gradient(check, few), gradient(on_cpu(check, setup.facts), few)
     found = {
-        "computes gradients that differ from the CPU's": max(map(relative_difference, on_device, reference)),
+        "computes gradients that differ from the CPU's": max(
+            map(relative_difference, on_device, reference)
+        ),
         f"computes gradients of a batch of {len(batch)} that differ from those of its slices": at_size.difference,
         "computes updates of the optimizer that differ from the CPU's": products,
     }
@@ -70,7 +74,9 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
         allowed = TOLERANCE[precision]
         if precision == "bf16" and number == 0 and difference > allowed:
             rounded = gradient(on_cpu(check, setup.facts, precision), few)
-            allowed = max(allowed, min(MOST_ROUNDING, 2 * max(map(relative_difference, rounded, reference))))
+            allowed = max(
+                allowed, min(MOST_ROUNDING, 2 * max(map(relative_difference, rounded, reference)))
+            )
         if difference > allowed:
             raise UserError(
                 f"{kind} {what} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel gives "
@@ -81,7 +87,9 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
 
 
 @torch.no_grad()
-def check_causality(model: CLIP, kind: str, context: Callable[[], AbstractContextManager[object]]) -> None:
+def check_causality(
+    model: CLIP, kind: str, context: Callable[[], AbstractContextManager[object]]
+) -> None:
     """Raise UserError if text features change with tokens after the EOT token."""
     if not isinstance(model.text_tower, TextTower):
         return
@@ -94,7 +102,9 @@ def check_causality(model: CLIP, kind: str, context: Callable[[], AbstractContex
     tokens = torch.where(place == ends, end, other[0])
     changed = torch.where(place > ends, other[-1], tokens)
     with context():
-        before, after = (tower(rows.to(model.logit_scale.device)).float() for rows in (tokens, changed))
+        before, after = (
+            tower(rows.to(model.logit_scale.device)).float() for rows in (tokens, changed)
+        )
     difference = float(((after - before).norm(dim=1) / before.norm(dim=1).clamp(min=1e-12)).max())
     if not difference <= LEAK:
         raise UserError(
@@ -122,7 +132,9 @@ def size_difference(check: Check, batch: Batch) -> Parity:
         return Parity(0.0)
     if seconds > MAX_SECONDS:
         too_long = f"one step takes {duration(seconds)}, more than {duration(MAX_SECONDS)}"
-        return Parity(0.0, f"the batch of {len(batch)} was not compared with its slices: {too_long}")
+        return Parity(
+            0.0, f"the batch of {len(batch)} was not compared with its slices: {too_long}"
+        )
     return Parity(max(map(relative_difference, complete, run(SLICE))))
 
 
@@ -131,7 +143,11 @@ def optimizer_difference(train_step: TrainStep) -> float:
     found = 0.0
     for muon in train_step.optimizer.parts.values():
         if isinstance(muon, Muon):
-            sides = {tuple(sorted(p.flatten(1).shape)) for group in muon.param_groups for p in group["params"]}
+            sides = {
+                tuple(sorted(p.flatten(1).shape))
+                for group in muon.param_groups
+                for p in group["params"]
+            }
             for shape in sides:
                 x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
                 there = train_step.orthogonalize(x.to(muon.dtype))
@@ -164,7 +180,9 @@ def on_cpu(check: Check, facts: Facts, precision: Precision = "fp32") -> Gradien
     eager = check.config.changed(compile=False)
     check.model.zero_grad(set_to_none=True)
     model = check.model.to("cpu")
-    return TrainStep(model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess).for_check(model)
+    return TrainStep(
+        model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess
+    ).for_check(model)
 
 
 def gradient(check: Check, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -180,9 +198,15 @@ def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:
     """The first captions of a batch, which are its shortest, with their images."""
     index, tensors = batch.image_index[:samples], batch.tensors()
     fields: dict[str, Any] = {
-        name: tensors[name][index] for name in ("sample_ids", "image_features", "views") if name in tensors
+        name: tensors[name][index]
+        for name in ("sample_ids", "image_features", "views")
+        if name in tensors
     }
-    fields |= {name: tensors[name][:samples] for name in ("caption_ids", "text_features") if name in tensors}
+    fields |= {
+        name: tensors[name][:samples]
+        for name in ("caption_ids", "text_features")
+        if name in tensors
+    }
     return Batch(
         image_index=torch.arange(len(index)),
         images=batch.pixels(index) if batch.image_features is None else None,

@@ -38,7 +38,9 @@ def create_run_folder(path: Path | None, name: str) -> Path:
 
 def check_unused(path: Path) -> None:
     if (path / "config.toml").exists():
-        raise UserError(f"{path}: already contains a run; continue it with --resume {path}, or choose another --out")
+        raise UserError(
+            f"{path}: already contains a run; continue it with --resume {path}, or choose another --out"
+        )
     if path.exists() and (not path.is_dir() or _contents(path)):
         raise UserError(f"{path}: exists and is not a run; choose another --out")
 
@@ -55,7 +57,11 @@ def remove_unused_folder(folder: Path) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    return [item.name for item in folder.iterdir() if item.name not in (LOCK, OUTPUT, PREPARING, PREPARING_PARTIAL)]
+    return [
+        item.name
+        for item in folder.iterdir()
+        if item.name not in (LOCK, OUTPUT, PREPARING, PREPARING_PARTIAL)
+    ]
 
 
 @contextlib.contextmanager
@@ -67,7 +73,10 @@ def lock_run(folder: Path) -> Iterator[None]:
             # Not flock: forked data workers would inherit it and outlive a killed parent by some seconds.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            owner = os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip() or "unknown"
+            owner = (
+                os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip()
+                or "unknown"
+            )
             raise UserError(
                 f"{folder}: process {owner} is training in this folder; wait for it, or stop it first"
             ) from None
@@ -131,7 +140,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # inherited by a forked worker, where signals have their default effect
+        if (
+            os.getpid() != owner
+        ):  # inherited by a forked worker, where signals have their default effect
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -141,7 +152,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if request.interrupts:
             raise Interrupted(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     if before[signal.SIGHUP] == signal.SIG_IGN:  # started with nohup: ignore a closed terminal
         del before[signal.SIGHUP]
     for number in before:
@@ -153,7 +167,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(number, usual)
 
 
-def start_in_background(arguments: list[str], run: Path | None, name: str, resume: Path | None) -> tuple[Path, int]:
+def start_in_background(
+    arguments: list[str], run: Path | None, name: str, resume: Path | None
+) -> tuple[Path, int]:
     """Start `m1clip` with these arguments as a background process; returns the run folder and process id."""
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
@@ -167,7 +183,9 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
     deadline, owned = time.monotonic() + START_SECONDS, False
     while time.monotonic() < deadline and _log_bytes(folder) == before:
-        owners = (read_owner(place) for place in (folder, Path(f"{folder}-frozen")))  # fine-tuning begins with it
+        owners = (
+            read_owner(place) for place in (folder, Path(f"{folder}-frozen"))
+        )  # fine-tuning begins with it
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
@@ -177,7 +195,9 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
             if resume is None:
                 output.unlink(missing_ok=True)
                 remove_unused_folder(folder)
-            raise UserError((lines[-1] if lines else f"exit code {process.returncode}").removeprefix("m1clip: "))
+            raise UserError(
+                (lines[-1] if lines else f"exit code {process.returncode}").removeprefix("m1clip: ")
+            )
         time.sleep(0.05)
     return folder, process.pid
 

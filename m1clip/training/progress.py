@@ -37,8 +37,12 @@ PREPARING_SECONDS = 8.0  # between two lines about data preparation
 
 class Screen:
     def __init__(self, console: Console | None = None) -> None:
-        other_rank = os.environ.get("RANK", "0") != "0"  # started by torchrun: rank 0 prints for all
-        self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()), quiet=other_rank)
+        other_rank = (
+            os.environ.get("RANK", "0") != "0"
+        )  # started by torchrun: rank 0 prints for all
+        self.console = console or Console(
+            highlight=False, file=cast(IO[str], _SafeOutput()), quiet=other_rank
+        )
         notebook = self.console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         self.live = self.console.is_terminal or notebook
         self.warned: list[str] = []  # for the run log
@@ -103,7 +107,9 @@ class Screen:
         self._step_seconds.clear()
         if self.live:
             self._progress = self._bar("{task.fields[text]}")
-            self._task = self._progress.add_task("train", total=total, completed=step, text="first steps ...")
+            self._task = self._progress.add_task(
+                "train", total=total, completed=step, text="first steps ..."
+            )
             self._progress.start()
 
     def change_total(self, total: int) -> None:
@@ -126,14 +132,19 @@ class Screen:
             self._last_line = time.monotonic()
             self.say(text)
 
-    def evaluation(self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None) -> None:
+    def evaluation(
+        self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None
+    ) -> None:
         """Show the metric that selects the best model, and `best` (value, step) if an earlier one was better."""
         low, high = 100 * metric.interval.low, 100 * metric.interval.high
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
         line = f"validation step {step:,}:{self._score[1:]} [{low:.1f}, {high:.1f}], chance {100 * metric.chance:.3g}%"
         if metric.name == MEAN_RECALL:
-            to_image, to_text = (100 * scores[f"{name}/recall@1"].value for name in ("text_to_image", "image_to_text"))
+            to_image, to_text = (
+                100 * scores[f"{name}/recall@1"].value
+                for name in ("text_to_image", "image_to_text")
+            )
             earlier += f"; recall@1 text to image {to_image:.1f}%, image to text {to_text:.1f}%"
         self.say(f"{line}, {earlier}")
 

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.training.checkpoint import TensorGroups, TrainState, load_latest, restore, share_checkpoint, trained_tensors
+from m1clip.training.checkpoint import (
+    TensorGroups,
+    TrainState,
+    load_latest,
+    restore,
+    share_checkpoint,
+    trained_tensors,
+)
 from m1clip.training.oom import make_oom_handler
 
 if TYPE_CHECKING:
@@ -68,7 +75,9 @@ class StepChecks:
         self.spikes = SpikeDetector()
         self.losses: deque[float] = deque(maxlen=DIAGNOSIS_LOSSES)  # the last finite ones
         self.suspects: Counter[str] = Counter()  # samples of skipped steps
-        self._unread: list[tuple[int, Tensor, Tensor]] = []  # step from 1, sample ids, (loss, grad norm) on the device
+        self._unread: list[
+            tuple[int, Tensor, Tensor]
+        ] = []  # step from 1, sample ids, (loss, grad norm) on the device
 
     def record(self, step: int, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
         """Record a step without synchronizing."""
@@ -99,7 +108,13 @@ class StepChecks:
                     run.screen.warn(text)
             elif math.isfinite(loss) and _loss_scale(run) > 1:
                 # Normal in fp16: the scaler halves its scale for the next step; nothing has diverged.
-                run.log.write("event", step=step, event="loss scale lowered", loss=loss, scale=_loss_scale(run))
+                run.log.write(
+                    "event",
+                    step=step,
+                    event="loss scale lowered",
+                    loss=loss,
+                    scale=_loss_scale(run),
+                )
             else:
                 skipped += 1
                 self._report_skipped(run, step, sample_ids, loss, norm, is_first=skipped == 1)
@@ -108,24 +123,36 @@ class StepChecks:
         return skipped
 
     def _report_skipped(
-        self, run: RunContext, step: int, sample_ids: Tensor, loss: float, norm: float, is_first: bool
+        self,
+        run: RunContext,
+        step: int,
+        sample_ids: Tensor,
+        loss: float,
+        norm: float,
+        is_first: bool,
     ) -> None:
         samples = run.ranks.chained([_sample_id(run, number) for number in sample_ids.tolist()])
         suspects: list[str] = []
-        if is_first:  # the others in a row are likely similar, and finding them takes a forward pass
+        if (
+            is_first
+        ):  # the others in a row are likely similar, and finding them takes a forward pass
             batch = run.setup.training[step - 1]
             rows = _nonfinite_rows(run, batch)
             suspects = run.ranks.chained([_sample_id(run, batch.sample_ids[row]) for row in rows])
         named = suspects or samples
         self.suspects.update(named)
-        reason = "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
+        reason = (
+            "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
+        )
         values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
         run.log.write("event", step=step, event="update skipped", reason=reason, **values)
         if is_first:
             found = "samples with non-finite features" if suspects else "the batch contained"
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
             shown = ", ".join(named[:SHOWN_SAMPLES]) + more
-            run.screen.warn(f"step {step:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)")
+            run.screen.warn(
+                f"step {step:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)"
+            )
 
 
 def prepare_recovery(run: RunContext) -> None:
@@ -157,10 +184,14 @@ def roll_back(run: RunContext) -> TrainState:
         run.log.write("event", step=failed.step, event="diverged", rollbacks=failed.rollbacks)
         raise _diagnosis(run)
     loaded = share_checkpoint(
-        train_step, lambda device: load_latest(run.folder, device, run.screen.warn, without_skips=True)
+        train_step,
+        lambda device: load_latest(run.folder, device, run.screen.warn, without_skips=True),
     )
     if loaded is None:
-        initial: TensorGroups = {"weights": trained_tensors(run.setup.build_model()), "optimizer": {}}
+        initial: TensorGroups = {
+            "weights": trained_tensors(run.setup.build_model()),
+            "optimizer": {},
+        }
         loaded = TrainState(frozen_sha256=train_step.frozen_sha256), initial
     earlier, tensors = loaded
     scaler_scale = earlier.scaler_scale
@@ -182,7 +213,14 @@ def roll_back(run: RunContext) -> TrainState:
     restore(train_step, state, tensors)
     train_step.lr_factor = state.lr_factor
     values = {"lr_factor": state.lr_factor, "rollbacks": state.rollbacks}
-    run.log.write("event", step=state.step, event="rolled back", back_to=state.step, failed=failed.step, **values)
+    run.log.write(
+        "event",
+        step=state.step,
+        event="rolled back",
+        back_to=state.step,
+        failed=failed.step,
+        **values,
+    )
     run.screen.warn(
         f"rolled back from step {failed.step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row were "
         f"not finite; the learning rate is now {state.lr_factor:g} times the configured one (rollback "

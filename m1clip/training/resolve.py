@@ -101,7 +101,9 @@ class Measurements:
     initial_model: Callable[[Config], InitialModel]
     fastest: Callable[[Config], Choice]  # device and precision
     memory: Callable[[Config], MemoryFacts]
-    fits_one_gpu: Callable[[Config, int], bool]  # whether so many rows of a batch train without FSDP
+    fits_one_gpu: Callable[
+        [Config, int], bool
+    ]  # whether so many rows of a batch train without FSDP
     readable_images: Callable[[Config], int]  # of the training split
     steps_in_time: Callable[[Config], Length]  # of --minutes
 
@@ -115,7 +117,9 @@ class Machine:
     ranks: int = 1
     is_installed: Callable[[str], bool] = lambda tower: False  # a pretrained tower
     has_gpu: Callable[[str], bool] = lambda kind: True  # a build of MLX may have none
-    check_compile: Callable[[str], None] = lambda kind: None  # raises UserError if torch.compile cannot work
+    check_compile: Callable[[str], None] = lambda kind: (
+        None
+    )  # raises UserError if torch.compile cannot work
 
 
 class Draft:
@@ -132,7 +136,9 @@ class Draft:
         self.config = self.config.changed(**values)
 
 
-def resolve(settings: Settings, dataset: Dataset, machine: Machine, tell: Tell = lambda line: None) -> RunSpec:
+def resolve(
+    settings: Settings, dataset: Dataset, machine: Machine, tell: Tell = lambda line: None
+) -> RunSpec:
     """Decide every value of a run, or raise UserError; `tell` gets what will happen and why, as it is decided."""
     settings = with_recipe(settings, lambda: dataset, machine.is_installed, tell)
     check_transfer(settings.config.transfer)
@@ -154,7 +160,10 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine, tell: Tell =
 
 
 def with_recipe(
-    settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool], tell: Tell
+    settings: Settings,
+    dataset: Callable[[], Dataset],
+    is_installed: Callable[[str], bool],
+    tell: Tell,
 ) -> Settings:
     """The settings with a recipe in place of `auto`; its values are below those of the user."""
     transfer = settings.config.transfer
@@ -194,7 +203,10 @@ def choose_recipe(
     if minutes >= LONG_MINUTES and data.images >= ENOUGH_TO_FINETUNE:
         enough = f"{minutes:g} minutes and {data.images:,} images are enough"
         return "finetune", f"pretrained towers, also trained: {enough}"
-    return "frozen", f"pretrained towers, because {data.images:,} images are too few to train from random weights"
+    return (
+        "frozen",
+        f"pretrained towers, because {data.images:,} images are too few to train from random weights",
+    )
 
 
 def check_transfer(transfer: TransferConfig) -> None:
@@ -218,7 +230,9 @@ def _decide_recipe(draft: Draft) -> None:
     if transfer.init is not None:
         draft.decide("rule", recipe="finetune")
     elif transfer.recipe == "finetune":
-        raise UserError("--recipe finetune has two stages, each with its own settings: use m1clip.train")
+        raise UserError(
+            "--recipe finetune has two stages, each with its own settings: use m1clip.train"
+        )
 
 
 def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
@@ -232,12 +246,16 @@ def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
 
 def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
     """Captions per step, and the default batch size; `auto` stays until memory is known."""
-    captions = draft.config.data.captions_per_step or max(1, min(dataset.median_captions, MAX_CAPTIONS))
+    captions = draft.config.data.captions_per_step or max(
+        1, min(dataset.median_captions, MAX_CAPTIONS)
+    )
     draft.decide("rule", captions_per_step=captions)
     if draft.config.train.batch_size is None:
         batch = default_batch(model, dataset.images)
         micro_batch = draft.config.train.micro_batch
-        draft.decide("rule", batch_size=batch, micro_batch=micro_batch if micro_batch < batch else 0)
+        draft.decide(
+            "rule", batch_size=batch, micro_batch=micro_batch if micro_batch < batch else 0
+        )
 
 
 def largest_batch(images: int) -> int:
@@ -279,7 +297,9 @@ def describe_device(config: Config, machine: Machine, why: str = "") -> str:
     elif kind == "mlx":
         more = f", mlx {facts.mlx}"
         more += "" if machine.has_gpu(kind) else " without a GPU: its build for the CPU, for tests"
-    return f"device     {kind}: {name}{more}, {config.train.precision}" + (f" ({why})" if why else "")
+    return f"device     {kind}: {name}{more}, {config.train.precision}" + (
+        f" ({why})" if why else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -294,7 +314,9 @@ class Fit:
         return " ".join([f"batch {self.batch_size} fits", *how])
 
 
-def _decide_memory(draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
+def _decide_memory(
+    draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any], tell: Tell
+) -> None:
     """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be chosen."""
     train = draft.config.train
     if train.batch_size_or(0) and not train.memory:
@@ -352,7 +374,9 @@ def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) 
     image = model.shape.image_tower
     has_patches = bool(image.patches)  # third-party towers do not support patch dropout
     keep_patches = model.is_pretrained or not has_patches or getattr(image, "stem", "") == "conv"
-    keep_words = model.is_pretrained or model.shape.text_tower.kind != "transformer" or model.char_tokens
+    keep_words = (
+        model.is_pretrained or model.shape.text_tower.kind != "transformer" or model.char_tokens
+    )
     usual = choose_augmentation(config.data, mentions_sides, keep_patches, keep_words)
     word_dropout = usual.word_dropout if model.trainable.text else 0.0
     if not model.trainable.image:
@@ -387,9 +411,14 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
     config = draft.config
     batch = config.train.batch_size_or(0)
     if machine.ranks > batch:
-        raise UserError(f"--batch-size {batch} is less than one image for each of {machine.ranks} ranks")
+        raise UserError(
+            f"--batch-size {batch} is less than one image for each of {machine.ranks} ranks"
+        )
     requested = config.train.fsdp
-    excluded = {"--compile": config.model.compile, "--precision fp16": config.train.precision == "fp16"}
+    excluded = {
+        "--compile": config.model.compile,
+        "--precision fp16": config.train.precision == "fp16",
+    }
     unsupported = next((name for name, given in excluded.items() if given), None)
     if machine.ranks > 1 and requested == "on" and unsupported:
         raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
@@ -413,7 +442,9 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
         length = machine.measure.steps_in_time(draft.config)
     else:
         length = _steps_of_epochs(train.epochs, images // train.batch_size_or(1))
-    warmup_steps(draft.config.optim.warmup, length.steps)  # raises if the run would never leave warmup
+    warmup_steps(
+        draft.config.optim.warmup, length.steps
+    )  # raises if the run would never leave warmup
     if train.eval_every is None and train.evaluations is None:
         draft.decide(origin, evaluations=length.evaluations)
     draft.decide(origin, steps=length.steps, minutes=None, epochs=None)
@@ -426,5 +457,7 @@ def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:
         epochs = read_recipe("scratch").settings["train"]["epochs"]
     steps = round(epochs * steps_per_epoch)
     if steps < 1:
-        raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")
+        raise UserError(
+            f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps"
+        )
     return Length(steps)

@@ -50,7 +50,13 @@ from m1clip.training.measure import drop_contradicted
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
 from m1clip.training.progress import Screen, decode_options
-from m1clip.training.resolve import FINETUNE_OPTIONS, TOWER_OPTIONS, Dataset, check_transfer, with_recipe
+from m1clip.training.resolve import (
+    FINETUNE_OPTIONS,
+    TOWER_OPTIONS,
+    Dataset,
+    check_transfer,
+    with_recipe,
+)
 from m1clip.training.setup import Setup, Workbench
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
 from m1clip.training.transfer import interpolate_weights
@@ -105,7 +111,9 @@ def train_config(
     started = ranks.first(lambda: started_before(run, name))
     if started is not None:
         return resume(started, screen, on_log)
-    folder = ranks.first(lambda: process.create_run_folder(Path(run) if run is not None else None, name))
+    folder = ranks.first(
+        lambda: process.create_run_folder(Path(run) if run is not None else None, name)
+    )
     with _locked(folder, ranks), process.stop_on_signals() as stop:
         try:
             if budget is not None:
@@ -132,7 +140,9 @@ def run_name(config: Config) -> str:
 
 def connect_same(device: str) -> Ranks:
     ranks = connect(device)
-    ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__})
+    ranks.check_same(
+        {"the version of m1clip": __version__, "the version of torch": torch.__version__}
+    )
     return ranks
 
 
@@ -151,18 +161,24 @@ def resume(
     began = time.perf_counter()
     screen = screen or Screen()
     folder = Path(run)
-    changes = {name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None}
+    changes = {
+        name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None
+    }
     checked = make_config(changes)  # an error for a value that the command would reject
     changes = {name: setting(checked, name) for name in changes}
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
     ranks = connect_same(changes.get("device", known))
     saved = ranks.first(lambda: read_spec(folder))
     with _locked(folder, ranks), process.stop_on_signals() as stop:
-        for part in (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ():
+        for part in (
+            (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ()
+        ):
             remove_leftovers(part)
         decode = decode_options(screen, folder if ranks.rank == 0 else None)
         workbench = Workbench(decode, screen.say, ranks, saved=folder)
-        changed = {name: value for name, value in changes.items() if setting(saved.config, name) != value}
+        changed = {
+            name: value for name, value in changes.items() if setting(saved.config, name) != value
+        }
         if changed:
             # Everything else is decided already, so it stays as it is.
             spec = workbench.resolve(saved.as_settings().changed(**changed))
@@ -181,8 +197,12 @@ def resume(
             write_text(folder / "config.toml", spec.to_toml())
         _describe(setup, screen)
         minutes = ranks.first(lambda: _promised_minutes(folder))
-        pacer = None if minutes is None else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0)
-        return _train_and_finish(spec, setup, folder, screen, stop, on_log, pacer, workbench.model, resumed=True)
+        pacer = (
+            None if minutes is None else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0)
+        )
+        return _train_and_finish(
+            spec, setup, folder, screen, stop, on_log, pacer, workbench.model, resumed=True
+        )
 
 
 def _promised_minutes(folder: Path) -> float | None:
@@ -200,7 +220,9 @@ def started_before(run: str | Path | None, name: str) -> Path | None:
         return None
     folders = [Path(run)] if run is not None else []
     if run is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        folders = sorted(Path("runs").glob(f"{name}*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        folders = sorted(
+            Path("runs").glob(f"{name}*"), key=lambda folder: folder.stat().st_mtime, reverse=True
+        )
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             same = json.loads(read_small(folder / "environment.json")).get("command") == sys.argv
@@ -236,7 +258,9 @@ def _train_and_finish(
             state = kept[0]
             restore(train_step, *kept)
             if pacer is not None:
-                pacer.resume(state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost))
+                pacer.resume(
+                    state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost)
+                )
         screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
     log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
     log.sinks += [on_log] if on_log is not None else []
@@ -244,7 +268,14 @@ def _train_and_finish(
     sink = open_sink(setup.config.train.report_to, folder) if ranks.rank == 0 else None
     if sink is not None:
         log.sinks.append(sink[0])
-    log.write("start", step=state.step, steps=steps, choices=setup.choices, version=__version__, ranks=ranks.size)
+    log.write(
+        "start",
+        step=state.step,
+        steps=steps,
+        choices=setup.choices,
+        version=__version__,
+        ranks=ranks.size,
+    )
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     setup.training.report = _failure_log(setup, folder, log, screen)
@@ -253,7 +284,9 @@ def _train_and_finish(
         skipped = {"skipped": parity.skipped} if parity.skipped else {}
         log.write("parity", gradient_difference=parity.difference, **skipped)
         note = f"; {parity.skipped}" if parity.skipped else ""
-        screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
+        screen.say(
+            f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}"
+        )
     run = RunContext(spec, setup, train_step, folder, log, screen, stop, state, pacer)
     try:
         loop.train(run)
@@ -273,7 +306,9 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     """Records each unreadable image once in the run log, starting with those found before training."""
     records = read_log(folder) if setup.ranks.rank == 0 else ()
     named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
-    failures = FailureLog(setup.training.plan.images, setup.config.data.max_unreadable, log.write, screen.warn, named)
+    failures = FailureLog(
+        setup.training.plan.images, setup.config.data.max_unreadable, log.write, screen.warn, named
+    )
     for name, split in setup.splits.items():
         failures.record(name, split.failures)
     return failures
@@ -298,7 +333,9 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     best = found[0] if found else setup.bundle(empty_clip(config, setup.device.torch))
     ranks.share(list(best.clip.state_dict().values()))
     split = next((name for name in ("test", "val") if name in setup.splits), "train")
-    return Evaluator(best, setup.source, split, setup.splits[split]), encode(setup, best.clip, split)
+    return Evaluator(best, setup.source, split, setup.splits[split]), encode(
+        setup, best.clip, split
+    )
 
 
 def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> Run:
@@ -308,10 +345,16 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
     retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
-        run.screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
+        run.screen.say(
+            f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%"
+        )
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     _check_choice(run, steps)
-    fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
+    fractions = [
+        record["data_fraction"]
+        for record in steps
+        if matches_schema(record.get("data_fraction"), float)
+    ]
     run.log.write(
         "end",
         step=state.step,
@@ -329,7 +372,11 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
 def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:
     """Drop a kept choice of device and precision that the speed of this run contradicts."""
     choice = run.setup.choices.get("hardware")
-    busy = [record["step_seconds"] * (1 - record["data_fraction"]) for record in steps if "data_fraction" in record]
+    busy = [
+        record["step_seconds"] * (1 - record["data_fraction"])
+        for record in steps
+        if "data_fraction" in record
+    ]
     if choice is None or not busy:
         return
     text = drop_contradicted(choice, timing(busy).median / run.setup.training.plan.batch)
@@ -354,11 +401,15 @@ TIME_INCLUDES = (
 def _describe(setup: Setup, screen: Screen) -> None:
     shape, train = setup.shape, setup.config.train
     counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in setup.splits.items())
-    screen.say(f"data       {', '.join(setup.config.data.source)}: {counts} images of {shape.image_size} px")
+    screen.say(
+        f"data       {', '.join(setup.config.data.source)}: {counts} images of {shape.image_size} px"
+    )
     screen.say(f"model      {setup.describe_model()}")
     epochs = (train.steps or 0) / setup.training.plan.steps_per_epoch
     captions_per_image = setup.training.captions_per_image
-    captions = f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
+    captions = (
+        f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
+    )
     screen.say(
         f"training   {plural(train.steps or 0, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
         f"{setup.config.optim.optimizer}"
@@ -367,9 +418,18 @@ def _describe(setup: Setup, screen: Screen) -> None:
 
 def _write_run_files(spec: RunSpec, setup: Setup, folder: Path, minutes: float | None) -> None:
     setup.tokenizer.save(folder)
-    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(setup), "minutes": minutes}
-    write_json(folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)})
-    write_text(folder / "config.toml", spec.to_toml())  # last: a folder with a config is a complete run
+    environment = {
+        "m1clip": __version__,
+        "command": sys.argv,
+        "data": _fingerprint(setup),
+        "minutes": minutes,
+    }
+    write_json(
+        folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)}
+    )
+    write_text(
+        folder / "config.toml", spec.to_toml()
+    )  # last: a folder with a config is a complete run
 
 
 def _check_same_data(setup: Setup, folder: Path) -> None:
@@ -409,7 +469,9 @@ def train(
     record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
     """
     began = time.perf_counter()
-    options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
+    options |= {
+        name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None
+    }
     screen = screen or Screen()
     settings, source = decide_recipe(Settings(options, config, preset), screen)
     transfer = settings.config.transfer
@@ -446,7 +508,11 @@ def first_stage(settings: Settings) -> Settings:
     options: dict[str, Any] = {}
     for name, value in settings.flat.items():
         section = NAMES[name][0]
-        if name not in FINETUNE_OPTIONS and section != "optim" and (section != "train" or name in FIRST_STAGE):
+        if (
+            name not in FINETUNE_OPTIONS
+            and section != "optim"
+            and (section != "train" or name in FIRST_STAGE)
+        ):
             options[name] = value
     return Settings(options | {"recipe": "frozen"})
 

@@ -20,13 +20,28 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.decoding import DecodeOptions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
-from m1clip.data.prepare import Split, crop_margin, is_synthetic, often_mention_sides, open_data, quick_check
+from m1clip.data.prepare import (
+    Split,
+    crop_margin,
+    is_synthetic,
+    often_mention_sides,
+    open_data,
+    quick_check,
+)
 from m1clip.data.sources.stream import ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
 from m1clip.formatting import ceil_div
-from m1clip.hardware.device import Device, Precision, autocast, check_compile, choose_device, choose_precision, threads
+from m1clip.hardware.device import (
+    Device,
+    Precision,
+    autocast,
+    check_compile,
+    choose_device,
+    choose_precision,
+    threads,
+)
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.model import Model
@@ -133,7 +148,9 @@ class Setup:
         if train_step.shards is None:
             return train_step.model
         model = self.start.build(load_weights=False)
-        model.load_state_dict(train_step.shards.complete(train_step.model.state_dict(), on_all_ranks=True))
+        model.load_state_dict(
+            train_step.shards.complete(train_step.model.state_dict(), on_all_ranks=True)
+        )
         return model.to(self.device.torch).train()
 
     def divided(self, ranks: Ranks) -> Setup:
@@ -144,7 +161,9 @@ class Setup:
             )
         if ranks.size > 1 and self.device.kind in ("mps", "mlx"):
             kind = self.device.kind
-            ranks.refuse(f"{kind}: torch.distributed cannot exchange its tensors; use one process, or --device cpu")
+            ranks.refuse(
+                f"{kind}: torch.distributed cannot exchange its tensors; use one process, or --device cpu"
+            )
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         training = dataclasses.replace(self.training, plan=plan)
         return dataclasses.replace(self, training=training, ranks=ranks)
@@ -158,7 +177,9 @@ class Setup:
         if not start.new_heads:
             return f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
         towers = f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower} (frozen)"
-        return f"{towers}, adapter heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
+        return (
+            f"{towers}, adapter heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
+        )
 
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
@@ -207,7 +228,9 @@ class Workbench:
     def resolve(self, settings: Settings) -> RunSpec:
         """Decide a run with what this machine measures."""
         try:
-            settings = with_recipe(settings, lambda: self._dataset(settings.config), installed, self.say)
+            settings = with_recipe(
+                settings, lambda: self._dataset(settings.config), installed, self.say
+            )
             self.ranks.everywhere(lambda: self._check_before_data(settings.config))
             dataset = self._dataset(settings.config)
             return resolve(settings, dataset, self.machine(), self.say)
@@ -272,7 +295,11 @@ class Workbench:
     def _open(self, config: Config) -> Source:
         """The data; a model to start from is read first, because that is faster."""
         if not self._is_checked:
-            size = self._parts(config).preprocess.image_size if config.transfer.init else _image_size(config)
+            size = (
+                self._parts(config).preprocess.image_size
+                if config.transfer.init
+                else _image_size(config)
+            )
             if self._source is None:
                 self._source = self._rank0_first(lambda: read_data(config, size, self.decode))
             source = self._source
@@ -316,9 +343,13 @@ class Workbench:
                 self.ranks.everywhere(lambda: check_supported(config, start))
             if not is_synthetic(config.data):
                 self._record["lint"] = self.ranks.first(
-                    lambda: quick_check(source, start.config.context_length, self.say, self.decode.warn)
+                    lambda: quick_check(
+                        source, start.config.context_length, self.say, self.decode.warn
+                    )
                 )
-            captions = [caption for sample in source.sampled("train") for caption in sample.captions]
+            captions = [
+                caption for sample in source.sampled("train") for caption in sample.captions
+            ]
             self._text_tokens = _longest(captions, self.tokenizer, start.config.context_length)
         return start
 
@@ -338,7 +369,11 @@ class Workbench:
 
         def measure() -> Choice:
             if not candidates(config.train.device, config.train.precision, self.facts):
-                choose_precision(config.train.precision, choose_device(config.train.device, self.facts), self.facts)
+                choose_precision(
+                    config.train.precision,
+                    choose_device(config.train.device, self.facts),
+                    self.facts,
+                )
             return choose(config, start, self.facts, self._text_tokens)
 
         return self.ranks.first(measure)
@@ -350,9 +385,13 @@ class Workbench:
         images = 0 if self._open(config).streamed else len(self._open(config).samples("train"))
         in_memory = device.kind == "cpu" and start.trainable.image
         data = images * start.config.image_size**2 * 3 if in_memory else 0
-        estimate = MemoryEstimate(config, start, self.facts, device, precision, self._text_tokens, data)
+        estimate = MemoryEstimate(
+            config, start, self.facts, device, precision, self._text_tokens, data
+        )
         limit = self.ranks.first(lambda: memory_limit(config, device, self.facts))
-        return MemoryFacts(limit, estimate if self.ranks.size == 1 else Rank0Estimate(estimate, self.ranks))
+        return MemoryFacts(
+            limit, estimate if self.ranks.size == 1 else Rank0Estimate(estimate, self.ranks)
+        )
 
     def _fits_one_gpu(self, config: Config, rows: int) -> bool:
         start = self._load_start(config)
@@ -377,7 +416,9 @@ class Workbench:
         assert config.train.minutes is not None
         budget = self.budget or TimeBudget(60 * config.train.minutes)
         found = calibrate(self.setup(config), budget, self.decode.warn)
-        steps, evaluations, self.costs = self.ranks.first(lambda: (found.steps, found.evaluations, found.costs))
+        steps, evaluations, self.costs = self.ranks.first(
+            lambda: (found.steps, found.evaluations, found.costs)
+        )
         return Length(steps, evaluations)
 
     def _device(self, config: Config) -> Device:
@@ -405,7 +446,9 @@ class Workbench:
         cache = open_feature_cache(*parts, config, source, device, precision, self.decode)
         if is_frozen:
             self._record["features"] = str(cache.folder)
-        own_files = start.config.image_tower.kind == "vit" and not is_synthetic(config.data)  # else not measured
+        own_files = start.config.image_tower.kind == "vit" and not is_synthetic(
+            config.data
+        )  # else not measured
         samples = source.sampled("train") if own_files else ()
         margin = crop_margin(augmentation_of(config).crop_min, self.preprocess.image_size, samples)
         margins = {"train": margin, "val": 1.0, "test": 1.0}
@@ -423,9 +466,13 @@ class Workbench:
         teacher = None
         if config.transfer.teacher is not None:
             precision = choose_precision(config.train.precision, device.kind, self.facts)
-            teacher = self._rank0_first(lambda: load_teacher(config, source, train, device, precision, self.decode))
+            teacher = self._rank0_first(
+                lambda: load_teacher(config, source, train, device, precision, self.decode)
+            )
             temperature = 1 / teacher.scale
-            self.say(f"teacher    {config.transfer.teacher}: half of the loss, temperature {temperature:.3f}")
+            self.say(
+                f"teacher    {config.transfer.teacher}: half of the loss, temperature {temperature:.3f}"
+            )
         setup = Setup(
             config=config,
             facts=self.facts,
@@ -472,7 +519,9 @@ class Rank0Estimate:
         return self.ranks.first(lambda: self.estimate.largest(limit, most, checkpointing))
 
 
-def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodeOptions]) -> Setup:
+def prepare(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodeOptions]
+) -> Setup:
     """Decide a run of one process and open what it needs."""
     workbench = Workbench(decode, say)
     spec = workbench.resolve(DecidedSettings(complete=config))
@@ -505,7 +554,11 @@ def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokeni
     if saved is not None:
         return load_tokenizer(saved)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
-    kind = "bpe" if source.streamed and config.model.tokenizer == "clip-bpe-pruned" else config.model.tokenizer
+    kind = (
+        "bpe"
+        if source.streamed and config.model.tokenizer == "clip-bpe-pruned"
+        else config.model.tokenizer
+    )
     return make_tokenizer(kind, captions)
 
 
@@ -513,8 +566,12 @@ def _from_random_weights(config: Config, tokenizer: Tokenizer) -> ModelParts:
     needs_bias = LOSSES[config.train.loss].needs_bias
     start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
-    resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
-    return ModelParts(start, tokenizer, Preprocess(image_size=start.config.image_size, resize=resize))
+    resize: Literal["shortest", "squash"] = (
+        "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
+    )
+    return ModelParts(
+        start, tokenizer, Preprocess(image_size=start.config.image_size, resize=resize)
+    )
 
 
 def _image_size(config: Config) -> int:
@@ -535,7 +592,9 @@ def check_training_data(source: Source, config: Config, warn: Callable[[str], No
     images = len(source.samples("train"))
     if images < 2:
         names = ", ".join(config.data.source)
-        raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
+        raise UserError(
+            f"{names}: {images} training images found; contrastive training needs at least 2"
+        )
     BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
         warn(
@@ -554,7 +613,9 @@ def _training_set(config: Config, train: Split, device: Device, patches: int) ->
         BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
         augmentation_of(config),
         image_features=train.image_features,
-        device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
+        device_images=train.images.to_device(device.torch, device.free_bytes())
+        if resident
+        else None,
         full_length=device.rules.fixed_shapes or config.model.compile,
         identity=sample_ids_of(train.samples) if blocks is None else None,
         captions_per_image=config.data.captions_per_step or 1,
@@ -566,7 +627,10 @@ def _from_model(config: Config) -> ModelParts:
     transfer = config.transfer
     saved = read_model(Path(transfer.init or ""))
     check_finite(saved.weights, saved.where)
-    if saved.config.image_head.kind != "projection" and config.model.image_size not in (None, saved.config.image_size):
+    if saved.config.image_head.kind != "projection" and config.model.image_size not in (
+        None,
+        saved.config.image_size,
+    ):
         raise UserError(
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
         )
@@ -591,7 +655,9 @@ def _from_model(config: Config) -> ModelParts:
 
 def _from_towers(config: Config) -> ModelParts:
     transfer, context = config.transfer, config.model.context_length or TOWER_CONTEXT
-    image_tower, image, preprocess = load_image_tower(transfer.image_tower, _image_size(config), transfer.download)
+    image_tower, image, preprocess = load_image_tower(
+        transfer.image_tower, _image_size(config), transfer.download
+    )
     text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
     weights = {f"image_tower.{name}": value for name, value in image.items()}
     weights |= {f"text_tower.{name}": value for name, value in text.items()}
@@ -604,7 +670,9 @@ def _from_towers(config: Config) -> ModelParts:
         embed_dim=config.model.embed_dim or TOWER_EMBED,
         logit_bias=LOSSES[config.train.loss].needs_bias,
     )
-    return ModelParts(Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess)
+    return ModelParts(
+        Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
+    )
 
 
 def _check_memory(shape: CLIPConfig, facts: Facts) -> None:

@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from m1clip.errors import UserError, first_line
@@ -30,7 +35,9 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 class Shards:
     """The sharded parameters of a model; `local` has the rows of this rank by parameter name."""
 
-    def __init__(self, model: CLIP, ranks: Ranks, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self, model: CLIP, ranks: Ranks, device: torch.device, precision: Precision
+    ) -> None:
         self.ranks = ranks
         assert dist.group.WORLD is not None
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
@@ -40,7 +47,9 @@ class Shards:
                 own = isinstance(tower, VisionTower | TextTower)
                 self._shard(tower, torch.bfloat16 if precision == "bf16" and own else None)
         model.to(device)
-        self._parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        self._parameters = {
+            name: p for name, p in model.named_parameters() if isinstance(p, DTensor)
+        }
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self.local = {name: p.to_local().detach().requires_grad_() for name, p in trained.items()}
         self.full_rows = {id(self.local[name]): len(p) for name, p in trained.items()}
@@ -53,7 +62,9 @@ class Shards:
         for module in [*blocks, tower]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(1.0)  # the sum: the loss of a rank is a part of the loss of the batch
+            module.set_gradient_divide_factor(
+                1.0
+            )  # the sum: the loss of a rank is a part of the loss of the batch
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support averages
             if isinstance(module, Block):
                 for name in ("at", "mean"):
@@ -71,12 +82,16 @@ class Shards:
 
     def total_norm(self, complete: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients; `complete` are those that every rank has."""
-        own = torch.nn.utils.get_total_norm([rows.grad for rows in self.local.values() if rows.grad is not None])
+        own = torch.nn.utils.get_total_norm(
+            [rows.grad for rows in self.local.values() if rows.grad is not None]
+        )
         squared = (own**2).reshape(1)
         self.ranks.add([squared])
         return (squared[0] + torch.nn.utils.get_total_norm(complete) ** 2).sqrt()
 
-    def complete(self, tensors: Mapping[str, Tensor], on_all_ranks: bool = False) -> dict[str, Tensor]:
+    def complete(
+        self, tensors: Mapping[str, Tensor], on_all_ranks: bool = False
+    ) -> dict[str, Tensor]:
         """Weights or optimizer state with all rows, on the CPU; {} on all ranks but 0, unless `on_all_ranks`.
 
         Keys are names of parameters, or part/name/key.
@@ -94,9 +109,13 @@ class Shards:
         """This rank's rows of a complete tensor, as a DTensor with the shape of the complete one."""
         if _name(key) not in self._parameters or not tensor.ndim or isinstance(tensor, DTensor):
             return tensor
-        rows = tensor[rows_of_rank(len(tensor), self.ranks.rank, self.ranks.size)].to(self.mesh.device_type)
+        rows = tensor[rows_of_rank(len(tensor), self.ranks.rank, self.ranks.size)].to(
+            self.mesh.device_type
+        )
         placed = (self.mesh, [Shard(0)])
-        return DTensor.from_local(rows.clone(), *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return DTensor.from_local(
+            rows.clone(), *placed, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
     def local_rows(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's rows of a complete tensor, as an ordinary tensor."""

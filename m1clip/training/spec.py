@@ -9,7 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from m1clip.config import ALIASES, CHOSEN_BY, NAMES, Config, from_dict, make_config, read_preset, read_toml, to_toml
+from m1clip.config import (
+    ALIASES,
+    CHOSEN_BY,
+    NAMES,
+    Config,
+    from_dict,
+    make_config,
+    read_preset,
+    read_toml,
+    to_toml,
+)
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
 from m1clip.training.duration import StepPlan, step_plan
@@ -48,16 +58,22 @@ class Settings:
         found: dict[str, Origin] = {}
         for name in NAMES:
             if setting(self.config, name) != setting(Config(), name):
-                found[name] = "rule" if name == "recipe" else "recipe"  # unless one of those below gave it
+                found[name] = (
+                    "rule" if name == "recipe" else "recipe"
+                )  # unless one of those below gave it
         if self.preset is not None:
             found |= dict.fromkeys(flat_values(read_preset(self.preset)), "preset")
         if self.file is not None:
             values = read_toml(Path(self.file))
             found |= dict.fromkeys(flat_values(values), "user")
-            if CHOSEN_BY in values:  # of a run that is repeated: a value that is not listed is a default
+            if (
+                CHOSEN_BY in values
+            ):  # of a run that is repeated: a value that is not listed is a default
                 known = read_origins(values, str(self.file))
                 found = {name: known[name] for name in found if name in known}
-        given = [ALIASES.get(name, name) for name, value in self.options.items() if value is not None]
+        given = [
+            ALIASES.get(name, name) for name, value in self.options.items() if value is not None
+        ]
         return found | dict.fromkeys(given, "user")
 
     @cached_property
@@ -95,7 +111,9 @@ class DecidedSettings(Settings):
     def chosen_by(self) -> dict[str, Origin]:
         if self.origins is not None:
             return dict(self.origins)
-        return {name: "user" for name in NAMES if setting(self.config, name) != setting(Config(), name)}
+        return {
+            name: "user" for name in NAMES if setting(self.config, name) != setting(Config(), name)
+        }
 
     @property
     def given(self) -> set[str]:
@@ -112,7 +130,9 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, table in values.items():
         if isinstance(table, dict):
-            found |= {flat[section, key]: value for key, value in table.items() if (section, key) in flat}
+            found |= {
+                flat[section, key]: value for key, value in table.items() if (section, key) in flat
+            }
         elif ("", section) in flat:
             found[flat["", section]] = table
     return found
@@ -123,7 +143,9 @@ class RunSpec:
     """A run with every value decided, and who chose it. Saved as config.toml, which repeats the run."""
 
     config: Config  # without auto values; minutes and epochs are converted to steps
-    chosen_by: Mapping[str, Origin] = field(default_factory=dict)  # by flat name; the others are defaults
+    chosen_by: Mapping[str, Origin] = field(
+        default_factory=dict
+    )  # by flat name; the others are defaults
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for the log
 
     def __post_init__(self) -> None:
@@ -146,7 +168,11 @@ class RunSpec:
     def with_plan(self, plan: StepPlan) -> RunSpec:
         """The spec with another number of steps, which the clock of --minutes has corrected."""
         config = self.config.changed(**plan.as_settings())
-        chosen_by: dict[str, Origin] = {**self.chosen_by, "steps": "measurement", "plan": "measurement"}
+        chosen_by: dict[str, Origin] = {
+            **self.chosen_by,
+            "steps": "measurement",
+            "plan": "measurement",
+        }
         return dataclasses.replace(self, config=config, chosen_by=chosen_by)
 
     def to_toml(self) -> str:
@@ -159,14 +185,18 @@ class RunSpec:
 def undecided(config: Config) -> list[str]:
     """The settings of a config that a run needs and that have no final value."""
     missing = [name for name in DECIDED if setting(config, name) is None]
-    missing += [name for name in ("device", "precision", "recipe") if setting(config, name) == "auto"]
+    missing += [
+        name for name in ("device", "precision", "recipe") if setting(config, name) == "auto"
+    ]
     missing += ["batch_size"] if config.train.batch_size == "auto" else []
     return missing + [name for name in ("minutes", "epochs") if setting(config, name) is not None]
 
 
 def augmentation_of(config: Config) -> Augmentation:
     """The augmentation of a config that has it decided."""
-    return Augmentation(**{item.name: getattr(config.data, item.name) for item in dataclasses.fields(Augmentation)})
+    return Augmentation(
+        **{item.name: getattr(config.data, item.name) for item in dataclasses.fields(Augmentation)}
+    )
 
 
 def read_spec(run: Path) -> RunSpec:
@@ -195,5 +225,7 @@ def read_origins(values: Mapping[str, Any], where: str) -> dict[str, Origin]:
         if name not in NAMES:
             raise UserError(f"{where}: {CHOSEN_BY} names the unknown setting '{str(name)[:80]}'")
         if origin not in get_args(Origin):
-            raise UserError(f"{where}: {CHOSEN_BY}.{name} must be one of {', '.join(get_args(Origin))}")
+            raise UserError(
+                f"{where}: {CHOSEN_BY}.{name} must be one of {', '.join(get_args(Origin))}"
+            )
     return dict(table)

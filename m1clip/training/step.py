@@ -40,7 +40,9 @@ from m1clip.training.world import World
 if TYPE_CHECKING:  # a heavy import
     from m1clip.training.sharding import Shards
 
-Probe = Callable[[Mapping[str, Tensor]], None]  # sees the gradients of a step by parameter name, before the update
+Probe = Callable[
+    [Mapping[str, Tensor]], None
+]  # sees the gradients of a step by parameter name, before the update
 
 
 class StepResult(NamedTuple):
@@ -145,12 +147,20 @@ def make_parts(
     model.use_triton(config.model.compile and device.kind == "cuda" and precision == "bf16")
     world = World(ranks, model, shards)
     encoder = BatchEncoder(
-        model, device, precision, preprocess, config.seed, compile=config.model.compile, rank=ranks.rank
+        model,
+        device,
+        precision,
+        preprocess,
+        config.seed,
+        compile=config.model.compile,
+        rank=ranks.rank,
     )
     # Muon's matmuls use bf16 only where it is fast.
     muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     local = {} if shards is None else shards.local
-    optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, capturable, local)
+    optimizer = Optimizer(
+        model, config.optim, device.rules.fused_optimizer, muon_dtype, capturable, local
+    )
     muon = optimizer.parts.get("muon")
     if isinstance(muon, Muon) and ranks.size > 1:
         muon.ranks = ranks
@@ -221,12 +231,18 @@ class TrainStep:
         if config.train.fsdp == "on" and ranks.size > 1:
             self.frozen_sha256 = frozen_hash(model)  # of the complete weights
         captures = can_capture(model, config, device, precision, teacher)
-        self.parts = make_parts(model, config, device, precision, preprocess, teacher, ranks, captures)
+        self.parts = make_parts(
+            model, config, device, precision, preprocess, teacher, ranks, captures
+        )
         self.phases = Phases(device.kind)
-        self.oom: OOMHandler | None = None  # reduces the micro-batch when memory runs out; None: raise
+        self.oom: OOMHandler | None = (
+            None  # reduces the micro-batch when memory runs out; None: raise
+        )
         self.cuda_graph = CapturedStep(self) if captures else None
         if self.cuda_graph is not None and ranks.size > 1:
-            self.cuda_graph.disabled = "the ranks exchange the sizes of their batches on the host in each step"
+            self.cuda_graph.disabled = (
+                "the ranks exchange the sizes of their batches on the host in each step"
+            )
         self.lr_factor = 1.0  # lowered by each rollback
         self.follow(step_plan(config.train))
         if device.kind == "cpu":
@@ -258,7 +274,9 @@ class TrainStep:
     def _gradients_that_fit(self, batch: Batch, step: int) -> Tensor:
         if self.oom is None:
             return self.compute_gradients(batch, step)
-        return self.oom.run(lambda: self.compute_gradients(batch, step), self.clear, len(batch), step)
+        return self.oom.run(
+            lambda: self.compute_gradients(batch, step), self.clear, len(batch), step
+        )
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """`compute_gradients` of this step's parts, with the micro-batch that fits."""
@@ -346,11 +364,17 @@ def frozen_hash(model: CLIP) -> str:
     return weights_hash(frozen) if frozen else ""
 
 
-def can_capture(model: CLIP, config: Config, device: Device, precision: Precision, teacher: Teacher | None) -> bool:
+def can_capture(
+    model: CLIP, config: Config, device: Device, precision: Precision, teacher: Teacher | None
+) -> bool:
     """Whether the steps of this run may be captured as a CUDA graph."""
-    wanted = config.model.cuda_graph and device.rules.graphs and skips_on_device(config.optim.optimizer)
+    wanted = (
+        config.model.cuda_graph and device.rules.graphs and skips_on_device(config.optim.optimizer)
+    )
     capturable = model.image_tower.capturable and model.text_tower.capturable
-    return wanted and capturable and precision != "fp16" and not has_dropout(model) and teacher is None
+    return (
+        wanted and capturable and precision != "fp16" and not has_dropout(model) and teacher is None
+    )
 
 
 def step_class(device: Device) -> type[TrainStep]:

@@ -66,8 +66,12 @@ class Start:
     weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
-    new_heads: bool = False  # on frozen towers; fitted before training, on few images they can be the best model
-    stem_filters: Tensor | None = None  # initial filters of a stem's first layer, computed from training images
+    new_heads: bool = (
+        False  # on frozen towers; fitted before training, on few images they can be the best model
+    )
+    stem_filters: Tensor | None = (
+        None  # initial filters of a stem's first layer, computed from training images
+    )
 
     def build(self, load_weights: bool = True) -> CLIP:
         """Build the model on the CPU, load its weights and freeze what is not trainable."""
@@ -75,19 +79,30 @@ class Start:
         if load_weights and self.weights:
             for name in ("image_tower", "text_tower") if self.new_heads else ("",):
                 part = {
-                    key.removeprefix(f"{name}."): value for key, value in self.weights.items() if key.startswith(name)
+                    key.removeprefix(f"{name}."): value
+                    for key, value in self.weights.items()
+                    if key.startswith(name)
                 }
                 if part:
-                    assign_weights(model.get_submodule(name), part, name or "the model to start from")
+                    assign_weights(
+                        model.get_submodule(name), part, name or "the model to start from"
+                    )
             if self.new_heads:
                 model.load_state_dict(
-                    {key: value for key, value in self.weights.items() if "_head." in key}, strict=False
+                    {key: value for key, value in self.weights.items() if "_head." in key},
+                    strict=False,
                 )
-        if load_weights and self.stem_filters is not None and isinstance(model.image_tower, VisionTower):
+        if (
+            load_weights
+            and self.stem_filters is not None
+            and isinstance(model.image_tower, VisionTower)
+        ):
             model.image_tower.set_stem_filters(self.stem_filters)
         options = ("--unfreeze-image", "--unfreeze-text")
         towers = (model.image_tower, model.text_tower)
-        for tower, trained, count, option in zip(towers, self.trainable, self.unfreeze, options, strict=True):
+        for tower, trained, count, option in zip(
+            towers, self.trainable, self.unfreeze, options, strict=True
+        ):
             unfreeze(tower, count if trained else 0, option)
         for head in (model.image_head, model.text_head):
             if isinstance(head, Head) and not self.new_heads:
@@ -106,24 +121,35 @@ def parameter_counts(start: Start) -> tuple[int, int]:
 def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
     """The feature statistics of new heads on frozen towers, and their projections by CCA."""
     heads: dict[str, Head] = {}
-    for name, table in (("image_head", train.image_features), ("text_head", train.captions.features)):
+    for name, table in (
+        ("image_head", train.image_features),
+        ("text_head", train.captions.features),
+    ):
         assert table is not None
         heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
         heads[name].standardize(*moments(table.array, table.rows))
     fit_projections(heads["image_head"], heads["text_head"], train)
     fitted = ("mean", "deviation", "project.weight", "project.bias")
-    return {f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted}
+    return {
+        f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted
+    }
 
 
 def fit_stem(config: CLIPConfig, train: Split, preprocess: Preprocess) -> Tensor | None:
     """Whitening filters of the training images for a conv stem; None if the model has none."""
     vision = config.image_tower
-    if not isinstance(vision, VisionTowerConfig) or vision.stem != "conv" or vision.image_size < FILTER_SIZE:
+    if (
+        not isinstance(vision, VisionTowerConfig)
+        or vision.stem != "conv"
+        or vision.image_size < FILTER_SIZE
+    ):
         return None
     count = min(WHITENING_IMAGES, max(2, WHITENING_PIXELS // vision.image_size**2))
     first = np.arange(min(len(train.images), count))
     _, pixels, _ = read_or_replace(train.images, first, seed=0, epoch=0)
-    return whitening_filters(render(torch.from_numpy(pixels), None, preprocess), vision.stem_channels[0])
+    return whitening_filters(
+        render(torch.from_numpy(pixels), None, preprocess), vision.stem_channels[0]
+    )
 
 
 def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -155,27 +181,47 @@ def open_feature_cache(
         sides.append(FrozenTower(tower, 0 if tower is None else tower.width, key))
     folders = data_folders(source)
     where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
-    return FeatureCache(sides[0], sides[1], tokenizer, start.config.context_length, preprocess, *where)
+    return FeatureCache(
+        sides[0], sides[1], tokenizer, start.config.context_length, preprocess, *where
+    )
 
 
 def load_features(
-    cache: FeatureCache, config: Config, source: Source, split: str, start: Start, margin: float = 1.0
+    cache: FeatureCache,
+    config: Config,
+    source: Source,
+    split: str,
+    start: Start,
+    margin: float = 1.0,
 ) -> Split:
     """A split of the data, with the features of frozen towers instead of images or tokens."""
     if start.trainable.image:
-        how = (config.data, cache.tokenizer, cache.context_length, cache.preprocess, margin, cache.plan)
+        how = (
+            config.data,
+            cache.tokenizer,
+            cache.context_length,
+            cache.preprocess,
+            margin,
+            cache.plan,
+        )
         if isinstance(source, StreamedSource) and split == "train":
             return stream_split(source, *how)
         found = load_split(source, split, *how)
         if start.trainable.text:
             return found
-        return dataclasses.replace(found, captions=_captions(cache, source, found.samples, split, start))
-    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_unreadable)
+        return dataclasses.replace(
+            found, captions=_captions(cache, source, found.samples, split, start)
+        )
+    images, features, kept, failures = cache.images(
+        source.samples(split), split, config.data.max_unreadable
+    )
     captions = _captions(cache, source, kept, split, start)
     return Split(images, captions, kept, failures, "features", features)
 
 
-def _captions(cache: FeatureCache, source: Source, samples: Sequence[Sample], split: str, start: Start) -> CaptionTable:
+def _captions(
+    cache: FeatureCache, source: Source, samples: Sequence[Sample], split: str, start: Start
+) -> CaptionTable:
     """The captions of the samples, as tokens or as features of a frozen tower; with those of all other classes."""
     captions, others = (
         cache.tokens(group) if start.trainable.text or not group else cache.captions(group, split)
@@ -203,20 +249,36 @@ class Teacher:
 
 
 def load_teacher(
-    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodeOptions
+    config: Config,
+    source: Source,
+    train: Split,
+    device: Device,
+    precision: Precision,
+    plan: DecodeOptions,
 ) -> Teacher:
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind)
     clip = teacher.clip
     # The config is part of the key: another activation or number of heads changes the vectors.
-    key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")
+    key = (
+        weights_hash(clip.state_dict()),
+        json.dumps(clip.config.to_dict(), sort_keys=True),
+        "unit vectors",
+    )
     folders = data_folders(source)
-    image, text = (FrozenTower(encode, clip.config.embed_dim, key) for encode in (clip.encode_image, clip.encode_text))
+    image, text = (
+        FrozenTower(encode, clip.config.embed_dim, key)
+        for encode in (clip.encode_image, clip.encode_text)
+    )
     where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
-    cache = FeatureCache(image, text, teacher.tokenizer, clip.config.context_length, teacher.preprocess, *where)
+    cache = FeatureCache(
+        image, text, teacher.tokenizer, clip.config.context_length, teacher.preprocess, *where
+    )
     _, images, kept, _ = cache.images(train.samples, "train", 0.0)
     if len(kept) != len(train.samples):
-        raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")
+        raise UserError(
+            f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images"
+        )
     texts = cache.captions(train.samples, "train").features
     assert texts is not None
     _, first = np.unique(train.captions.caption_ids, return_index=True)  # keys are 0, 1, 2, ...
@@ -232,7 +294,9 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
     }
 
 
-def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+def interpolate_weights(
+    setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]
+) -> None:
     """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
     setting, val = setup.config.transfer.wise_ft, setup.splits.get("val")
     best = load(folder, device=setup.device.torch.type, precision=setup.precision)
@@ -243,9 +307,15 @@ def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], 
         best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
         metric = None
         if val is not None:
-            metric = selection_metric(retrieval(*encode_split(best, val), other_class_vectors(best, val)))
+            metric = selection_metric(
+                retrieval(*encode_split(best, val), other_class_vectors(best, val))
+            )
         found.append((0.0 if metric is None else metric.value, weight))
-        write("wise_ft", new_fraction=weight, **({} if metric is None else {f"val_{metric.name}": metric.value}))
+        write(
+            "wise_ft",
+            new_fraction=weight,
+            **({} if metric is None else {f"val_{metric.name}": metric.value}),
+        )
         shown = "" if metric is None else f": validation {metric.label} {100 * max(found)[0]:.1f}%"
     weight = max(found)[1]
     best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))

@@ -14,7 +14,9 @@ from m1clip.training.world import World
 
 GRAD_CLIP_NORM = 1.0
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-SkipRule = Literal["host", "device", "never"]  # where a step that is not finite is detected and skipped
+SkipRule = Literal[
+    "host", "device", "never"
+]  # where a step that is not finite is detected and skipped
 
 
 class Updater:
@@ -74,7 +76,9 @@ class Updater:
         grads = [p.grad for p in self.world.parameters if p.grad is not None]
         # NaN * 0 is NaN, but the bits of NaN as an integer, times 0, are 0.
         for size in {grad.element_size() for grad in grads}:
-            bits = [grad.view(INTEGER_DTYPES[size]) for grad in grads if grad.element_size() == size]
+            bits = [
+                grad.view(INTEGER_DTYPES[size]) for grad in grads if grad.element_size() == size
+            ]
             torch._foreach_mul_(bits, finite.to(INTEGER_DTYPES[size]))
         skip = 1 - finite.float()
         parts: list[Any] = list(self.optimizer.parts.values())

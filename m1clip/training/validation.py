@@ -24,7 +24,9 @@ def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> 
     ranks, data = setup.ranks, setup.splits[split]
     if ranks.size > (len(data.images) if images is None else images):
         return encode_split(setup.bundle(model), data, images)
-    return encode_split(setup.bundle(model), data, images, (ranks.rank, ranks.size), ranks.concatenated)
+    return encode_split(
+        setup.bundle(model), data, images, (ranks.rank, ranks.size), ranks.concatenated
+    )
 
 
 class Evaluation(NamedTuple):
@@ -54,7 +56,12 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     analysis = analyze(*features[:4])
     with disk_errors(run.log, run.folder / "snapshots", state.step):
         write_snapshot(run.folder, state.step, "val", data, features)
-    values = {"split": "val", "seconds": round(seconds, 4), "analysis": analysis, **scores.as_dict()}
+    values = {
+        "split": "val",
+        "seconds": round(seconds, 4),
+        "analysis": analysis,
+        **scores.as_dict(),
+    }
     run.log.write("eval", step=state.step, **values)
     earlier = None if metric.value > state.best else (state.best, state.best_step)
     run.screen.evaluation(state.step, scores, metric, earlier)

@@ -32,7 +32,9 @@ class World:
         self.exchange: GradientExchange | None = None  # sums gradients during the backward pass
         local = {} if shards is None else shards.local
         # Parameters that every rank has completely, and all that this rank updates.
-        self.complete_parameters: list[Tensor] = [p for name, p in model.named_parameters() if name not in local]
+        self.complete_parameters: list[Tensor] = [
+            p for name, p in model.named_parameters() if name not in local
+        ]
         self.parameters = [*self.complete_parameters, *local.values()]
         self._summed_later: list[Tensor] = self.complete_parameters
         if ranks.size > 1 and shards is None:
@@ -54,7 +56,9 @@ class World:
         """The calls of each tower that every rank makes: with sharded weights, all ranks call equally often."""
         return calls if self.shards is None else self.ranks.agree(*calls)
 
-    def together(self, work: Callable[[], Result], *facts: int, mark: Mark = ignore_mark) -> tuple[Result, Sizes]:
+    def together(
+        self, work: Callable[[], Result], *facts: int, mark: Mark = ignore_mark
+    ) -> tuple[Result, Sizes]:
         """Run work that may run out of memory: if it does on one rank, all raise. Also exchanges the `facts`."""
         if self.is_single:
             return work(), [list(facts)]

@@ -135,7 +135,9 @@ class Photos:
         if orientation not in (None, "landscape", "portrait"):
             raise UserError(f"orientation {orientation}: give landscape or portrait")
         where = Filter(since, until, subfolder, orientation)  # type: ignore[arg-type]
-        count = min(int(values["count"]) if NUMBER.fullmatch(values.get("count", "")) else 60, MAX_RESULTS)
+        count = min(
+            int(values["count"]) if NUMBER.fullmatch(values.get("count", "")) else 60, MAX_RESULTS
+        )
         like: list[Any] = [int(values["like"])] if NUMBER.fullmatch(values.get("like", "")) else []
         index = self._opened()
         if key := values.get("upload"):
@@ -145,13 +147,17 @@ class Photos:
             like.append(vector)
         asked = bool(text or like or exclude)
         if asked:
-            found = index.search((text,) if text else (), count, like=like, exclude=exclude, where=where)
+            found = index.search(
+                (text,) if text else (), count, like=like, exclude=exclude, where=where
+            )
         else:
             found = index.newest(count, where)
         marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
         negatives = index.negatives(text, where) if text else []
         # Marked as wrong: listed apart, and always, so that a mark can be removed.
-        kept = Results([each for each in found.nearest if marks.get(each.id) is not False], found.searched)
+        kept = Results(
+            [each for each in found.nearest if marks.get(each.id) is not False], found.searched
+        )
         return {
             "results": [{**_fields(each), "mark": marks.get(each.id)} for each in kept],
             "wrong": [{**_fields(each), "mark": False} for each in negatives],
@@ -181,7 +187,9 @@ class Photos:
         with self._decoders:  # reading too: many large files at a time would not fit into memory
             data = read_small(path, MAX_FILE, inside=index.root)
             jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
-        if small and hashlib.sha256(data).digest() == sha256:  # else the file has changed and will be indexed again
+        if (
+            small and hashlib.sha256(data).digest() == sha256
+        ):  # else the file has changed and will be indexed again
             with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
                 write_beneath(index.place, cached, jpeg)
         return jpeg
@@ -197,7 +205,10 @@ class Photos:
             while len(self._uploads) > UPLOADS:
                 self._uploads.popitem(last=False)
         image.thumbnail((PREVIEW, PREVIEW))
-        return {"upload": key, "preview": "data:image/jpeg;base64," + base64.b64encode(_encoded(image)).decode()}
+        return {
+            "upload": key,
+            "preview": "data:image/jpeg;base64," + base64.b64encode(_encoded(image)).decode(),
+        }
 
     def _mark(self, data: bytes) -> dict[str, Any]:
         try:
@@ -206,11 +217,16 @@ class Photos:
             asked = None
         match asked:
             case {"text": str(text), "id": id_, "good": True | False | None as positive} if (
-                0 < len(text) <= MAX_TEXT and _encodable(text) and type(id_) is int and 0 <= id_ <= MAX_ID
+                0 < len(text) <= MAX_TEXT
+                and _encodable(text)
+                and type(id_) is int
+                and 0 <= id_ <= MAX_ID
             ):
                 self._opened().mark(text, id_, positive)
                 return {}
-        raise UserError("a mark is {text, id, good}: a text, the number of a photo, and true, false or null")
+        raise UserError(
+            "a mark is {text, id, good}: a text, the number of a photo, and true, false or null"
+        )
 
 
 def _encodable(text: str) -> bool:

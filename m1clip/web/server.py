@@ -57,10 +57,16 @@ class Store:
                 self._scanned = time.monotonic()
                 for run in (run for folder in self._folders for run in find_runs(folder)):
                     self._runs.setdefault(key_of(run), History(run))
-            runs = {key: history.poll() for key, history in self._runs.items() if is_run(history.run)}
+            runs = {
+                key: history.poll() for key, history in self._runs.items() if is_run(history.run)
+            }
             return {
                 "runs": [{"id": key, **details(history)} for key, history in runs.items()],
-                "rows": [{"id": key, **rows(runs[key], cursor)} for key, cursor in cursors.items() if key in runs],
+                "rows": [
+                    {"id": key, **rows(runs[key], cursor)}
+                    for key, cursor in cursors.items()
+                    if key in runs
+                ],
             }
 
 
@@ -73,8 +79,14 @@ def details(history: History) -> dict[str, Any]:
         "metric_name": history.metric,
         "last": history.newest or history.steps.last or {},
         "diagnostics": diagnose(history, time.time(), found["state"]),
-        "events": [[each.get("time"), describe(each)] for each in reversed(list(history.events)[-12:])],
-        "memory": {name: value for name, value in history.memory.items() if name not in ("v", "kind", "time")},
+        "events": [
+            [each.get("time"), describe(each)] for each in reversed(list(history.events)[-12:])
+        ],
+        "memory": {
+            name: value
+            for name, value in history.memory.items()
+            if name not in ("v", "kind", "time")
+        },
         "snapshots": list(snapshot_steps(history.run)),
     }
 
@@ -98,7 +110,9 @@ def fields_script() -> bytes:
 
 def key_of(run: Path) -> str:
     """A stable key of a folder, so that an open page finds its run again after a server restart."""
-    return hashlib.blake2s(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    return hashlib.blake2s(
+        str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=6
+    ).hexdigest()
 
 
 HOST = "127.0.0.1"
@@ -205,7 +219,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         if not self._allowed():
-            self._send(403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n")
+            self._send(
+                403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n"
+            )
             return
         path, _, query = self.path.partition("?")  # unlike urlsplit, accepts anything
         values, store, photos = dict(parse_qsl(query)), self.server.store, self.server.photos
@@ -213,7 +229,9 @@ class Handler(BaseHTTPRequestHandler):
         name = {"/": home, "/runs": INDEX}.get(path, path.removeprefix("/"))
         if name in FILES:
             parts = ("head.html", name) if name.endswith(".html") else (name,)
-            data = b"".join((resources.files("m1clip.web") / "page" / part).read_bytes() for part in parts)
+            data = b"".join(
+                (resources.files("m1clip.web") / "page" / part).read_bytes() for part in parts
+            )
             self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
             return
         if name == FIELDS_SCRIPT:
@@ -236,8 +254,15 @@ class Handler(BaseHTTPRequestHandler):
         self._send(404, "text/plain", b"not found\n")
 
     def _post(self) -> None:
-        photos, token = self.server.photos, self.headers.get("X-M1clip-Token", "").encode("utf-8", "replace")
-        if photos is None or not self._allowed() or not hmac.compare_digest(token, photos.token.encode()):
+        photos, token = (
+            self.server.photos,
+            self.headers.get("X-M1clip-Token", "").encode("utf-8", "replace"),
+        )
+        if (
+            photos is None
+            or not self._allowed()
+            or not hmac.compare_digest(token, photos.token.encode())
+        ):
             self._send(403, "text/plain", b"reload the page\n")
             return
         length = self.headers.get("Content-Length", "")
@@ -276,17 +301,31 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         own_host = PORT.sub("", host) in HOSTS
         own_origin = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
-        site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "")
+        site, mode = (
+            self.headers.get("Sec-Fetch-Site", "none"),
+            self.headers.get("Sec-Fetch-Mode", ""),
+        )
         return own_host and own_origin and (site in ("none", "same-origin") or mode == "navigate")
 
     def _send_json(self, value: Any, code: int = 200) -> None:
-        self._send(code, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
+        self._send(
+            code, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode()
+        )
 
     def _send(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
         # A photo of an id may be another after indexing: the page adds a version to the address.
-        keep = {"Cache-Control": "private, max-age=86400"} if code == 200 and self.path.startswith("/photo") else {}
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS, **keep}.items():
+        keep = (
+            {"Cache-Control": "private, max-age=86400"}
+            if code == 200 and self.path.startswith("/photo")
+            else {}
+        )
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **HEADERS,
+            **keep,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -295,20 +334,28 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-def serve(folders: Sequence[Path], port: int, browser: bool, photos: Requests | None = None) -> None:
+def serve(
+    folders: Sequence[Path], port: int, browser: bool, photos: Requests | None = None
+) -> None:
     """Serve until Ctrl-C."""
     store = Store(folders)
     if photos is None and not store.update({})["runs"]:
-        print(f"{one_line(', '.join(map(str, folders)))}: no runs yet; they appear on the page when they start")
+        print(
+            f"{one_line(', '.join(map(str, folders)))}: no runs yet; they appear on the page when they start"
+        )
     try:
         server = Server(store, port, photos)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--port {port}: {reason}; is it served already? --port 0 picks a free port") from None
+        raise UserError(
+            f"--port {port}: {reason}; is it served already? --port 0 picks a free port"
+        ) from None
     what, note = ("monitor", "the page, the run continues") if photos is None else ("serve", "it")
     print(f"{what:10} {server.url}   (on this machine only; Ctrl-C closes {note})", flush=True)
     # Over ssh a browser would open on the wrong machine, or as text in this terminal.
-    if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    if browser and (
+        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    ):
         with contextlib.suppress(webbrowser.Error):
             webbrowser.open(server.url)
     with contextlib.suppress(KeyboardInterrupt):

@@ -15,20 +15,36 @@ def configuration(
     return Configuration.default(model, batch_size, device, precision, "muon")
 
 
-def result(c: Configuration, seconds: float, gradient: float = 0.001, other_load: float = 0.0) -> Result:
+def result(
+    c: Configuration, seconds: float, gradient: float = 0.001, other_load: float = 0.0
+) -> Result:
     """A configuration with five measured steps around a median."""
     times = [seconds * (1 + 0.02 * (i / 2 - 1)) for i in range(5)]
     work = FLOPS_PER_IMAGE[c.model] * c.batch_size
     fraction = work / seconds / 1e12
-    return Result(c, int(PARAMETERS[c.model]), work, timing(times), fraction, 10**9, None, other_load, gradient)
+    return Result(
+        c,
+        int(PARAMETERS[c.model]),
+        work,
+        timing(times),
+        fraction,
+        10**9,
+        None,
+        other_load,
+        gradient,
+    )
 
 
-def sweep_results(cpu_rate: float = 1e12, gpu_rate: float = 1e14, gpu_fixed: float = 0.02) -> list[Result]:
+def sweep_results(
+    cpu_rate: float = 1e12, gpu_rate: float = 1e14, gpu_fixed: float = 0.02
+) -> list[Result]:
     """Steps that follow a cost model: the GPU has a fixed cost and is faster."""
     found = []
     for model in ("tiny", "small", "ViT-B-32"):
         for batch_size in (1, 4, 16, 64, 256):
             work = FLOPS_PER_IMAGE[model] * batch_size
             found.append(result(configuration(model, batch_size, "cpu"), work / cpu_rate + 1e-4))
-            found.append(result(configuration(model, batch_size, "cuda"), gpu_fixed + work / gpu_rate))
+            found.append(
+                result(configuration(model, batch_size, "cuda"), gpu_fixed + work / gpu_rate)
+            )
     return found

@@ -20,14 +20,17 @@ from .examples import configuration
 
 
 @pytest.mark.parametrize(
-    ("facts", "asked", "found"), [(H200, (), ["bf16", "fp32"]), (H200, ("fp16",), ["fp16"]), (TURING, (), ["fp32"])]
+    ("facts", "asked", "found"),
+    [(H200, (), ["bf16", "fp32"]), (H200, ("fp16",), ["fp16"]), (TURING, (), ["fp32"])],
 )
 def test_precisions_of_a_gpu(facts: Facts, asked: tuple[str, ...], found: list[str]) -> None:
     assert precisions_of(facts, "cuda", asked) == found
 
 
 def test_single_model_also_varies_one_setting_at_a_time() -> None:
-    found = configurations(H200, CompareOptions(models=("small",), batch_sizes=(12,)), ["cuda", "cpu"])
+    found = configurations(
+        H200, CompareOptions(models=("small",), batch_sizes=(12,)), ["cuda", "cpu"]
+    )
     variants = [c.variant for c in found]
     assert variants[:4] == ["cuda bf16 CUDA graph", "cuda fp32 CUDA graph", "cpu bf16", "cpu fp32"]
     once = {"cuda bf16 compiled CUDA graph", "cpu bf16 compiled"}
@@ -39,7 +42,9 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
 
 
 def test_mlx_is_measured_without_torchs_variants() -> None:
-    found = configurations(dataclasses.replace(M1, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"])
+    found = configurations(
+        dataclasses.replace(M1, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"]
+    )
     variants = {c.variant for c in found if c.device == "mlx"}
     assert variants == {"mlx bf16", "mlx fp32", "mlx bf16 gradient checkpointing"}
 
@@ -105,7 +110,9 @@ def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.Monke
         ({"minutes": 0.0}, "--minutes"),
     ],
 )
-def test_invalid_options_are_one_line_errors(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_one_line_errors(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         compare(CompareOptions(**values), tmp_path, lambda text, used: None)
 
@@ -120,7 +127,9 @@ def test_worker_measures_the_training_step(tmp_path: Path) -> None:
         assert found.peak_bytes > 1e7
         assert 0 < found.gradient_difference < 0.15
         # Another batch size in another precision in the same process, then one that is impossible.
-        found = worker.call("measure", 300, dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True)
+        found = worker.call(
+            "measure", 300, dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True
+        )
         assert found.gradient_difference < 1e-4
         with pytest.raises(MeasurementError, match="fp16"):
             worker.call("measure", 300, dataclasses.replace(one, precision="fp16"), 0.0, 1, False)
@@ -136,7 +145,9 @@ def test_worker_measures_the_training_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)  # results of a busy machine are not saved otherwise
+    monkeypatch.setattr(
+        steps, "MAX_OTHERS", 1.0
+    )  # results of a busy machine are not saved otherwise
     monkeypatch.setattr(module, "configurations", lambda *values: configurations(*values)[:1] * 2)
     shown: list[str] = []
     options = CompareOptions(batch_sizes=(2,), devices=("cpu",), minutes=10.0)

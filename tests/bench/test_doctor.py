@@ -27,7 +27,9 @@ GIB = 2**30
 
 
 def healthy(facts: Facts, **changes: Any) -> Machine:
-    kinds = [kind for kind, there in (("cuda", facts.cuda), ("mps", facts.mps), ("cpu", True)) if there]
+    kinds = [
+        kind for kind, there in (("cuda", facts.cuda), ("mps", facts.mps), ("cpu", True)) if there
+    ]
     base = Machine(
         facts=facts,
         kernel_failures=dict.fromkeys(kinds, ""),
@@ -43,7 +45,9 @@ def healthy(facts: Facts, **changes: Any) -> Machine:
 M1 = healthy(machines.M1, on_battery=False)
 M4 = healthy(machines.M4, on_battery=False, meters={"mps": "zeus-apple-silicon"})
 AMX = healthy(machines.XEON, shared_memory_free=8 * GIB)
-H200 = healthy(machines.H200, nvidia_driver=True, torch_cuda_build="13.0", shared_memory_free=8 * GIB)
+H200 = healthy(
+    machines.H200, nvidia_driver=True, torch_cuda_build="13.0", shared_memory_free=8 * GIB
+)
 
 
 def by_name(machine: Machine) -> dict[str, Finding]:
@@ -66,8 +70,20 @@ def test_healthy_machine_has_no_warning(machine: Machine) -> None:
         (M1, {"rosetta": True}, "rosetta", "problem", "arm64 Python"),
         (M1, {"on_battery": True}, "power", "warning", "plug in"),
         (M1, {"low_power": True}, "power", "warning", "turn it off"),
-        (M4, {"variables": {"PYTORCH_ENABLE_MPS_FALLBACK": "1"}}, "environment", "warning", "unset"),
-        (AMX, {"variables": {"OMP_NUM_THREADS": "64"}}, "environment", "warning", "unset OMP_NUM_THREADS"),
+        (
+            M4,
+            {"variables": {"PYTORCH_ENABLE_MPS_FALLBACK": "1"}},
+            "environment",
+            "warning",
+            "unset",
+        ),
+        (
+            AMX,
+            {"variables": {"OMP_NUM_THREADS": "64"}},
+            "environment",
+            "warning",
+            "unset OMP_NUM_THREADS",
+        ),
         (AMX, {"cpu_quota": 2.0}, "threads", "warning", "--threads 2"),
         (AMX, {"memory_available": GIB // 2}, "memory", "problem", "close other programs"),
         (AMX, {"memory_available": 6 * GIB}, "memory", "warning", "--memory"),
@@ -76,7 +92,13 @@ def test_healthy_machine_has_no_warning(machine: Machine) -> None:
         (AMX, {"shared_memory_free": 64 * 2**20}, "shared memory", "warning", "--shm-size"),
         (AMX, {"load": 12.0}, "load", "warning", "stop other programs"),
         (AMX, {"nvidia_driver": True}, "torch", "problem", "CUDA build"),
-        (H200, {"kernel_failures": {"cuda": "no kernel image", "cpu": ""}}, "cuda", "problem", "--device cpu"),
+        (
+            H200,
+            {"kernel_failures": {"cuda": "no kernel image", "cpu": ""}},
+            "cuda",
+            "problem",
+            "--device cpu",
+        ),
     ],
 )
 def test_defect_is_reported_with_its_remedy(
@@ -94,7 +116,10 @@ def test_doctor_on_this_machine() -> None:
     text = doctor_text(check(machine))
     assert text.splitlines()[0].startswith("ok       python: ")
     counts = Counter(line.split()[0] for line in text.splitlines()[:-1])
-    assert text.splitlines()[-1] == f"{plural(counts['problem'], 'problem')}, {plural(counts['warning'], 'warning')}"
+    assert (
+        text.splitlines()[-1]
+        == f"{plural(counts['problem'], 'problem')}, {plural(counts['warning'], 'warning')}"
+    )
 
 
 def test_counts_of_the_doctor_are_grammatical() -> None:
@@ -103,8 +128,12 @@ def test_counts_of_the_doctor_are_grammatical() -> None:
     assert doctor_text([*findings, *findings]).splitlines()[-1] == "0 problems, 2 warnings"
 
 
-@pytest.mark.parametrize(("error", "reported"), [(0.0, ""), (1e-5, ""), (0.02, "its gradient differs from the CPU's")])
-def test_wrong_kernel_is_detected(error: float, reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reported"), [(0.0, ""), (1e-5, ""), (0.02, "its gradient differs from the CPU's")]
+)
+def test_wrong_kernel_is_detected(
+    error: float, reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grad, calls = torch.autograd.grad, list[bool]()
 
     def device_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -140,10 +169,14 @@ def test_known_errors_are_all_right_on_this_machine() -> None:
 def test_known_errors_are_found_where_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that ignores its mask, and a linear layer that drops its bias."""
     attention, linear = F.scaled_dot_product_attention, F.linear
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v)
+    )
     calls: list[bool] = []
 
-    def without_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def without_bias(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         calls.append(bias is not None)  # the device's call comes first, then the expected result
         return linear(x, weight, None if sum(calls) % 2 else bias)
 
@@ -158,7 +191,12 @@ ABORTING = [number for number, error in enumerate(KNOWN_ERRORS) if error.aborts]
 
 @pytest.mark.parametrize(
     ("ending", "reported"),
-    [("exit 0", ""), (f"exit {WRONG}", "wrong"), ("kill -ABRT $$", "the process ends"), ("exit 1", "the process ends")],
+    [
+        ("exit 0", ""),
+        (f"exit {WRONG}", "wrong"),
+        ("kill -ABRT $$", "the process ends"),
+        ("exit 1", "the process ends"),
+    ],
 )
 def test_error_that_ends_the_process_is_reported(
     ending: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +204,9 @@ def test_error_that_ends_the_process_is_reported(
     """A real process takes the place of Python; it ends in this way if it was asked for the right error."""
     (number,) = ABORTING
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\n[ "$*" = "-m m1clip.bench.known_errors mps {number}" ] || exit 0\n{ending}\n')
+    program.write_text(
+        f'#!/bin/sh\n[ "$*" = "-m m1clip.bench.known_errors mps {number}" ] || exit 0\n{ending}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     assert [*find_errors("mps").values()][number] == reported
@@ -199,8 +239,12 @@ def test_container_cpu_quota(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk_free", [0, 100 * GIB])
-def test_doctor_problem_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Any, disk_free: int) -> None:
-    monkeypatch.setattr(module, "read_machine", lambda: dataclasses.replace(AMX, disk_free=disk_free))
+def test_doctor_problem_gives_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, disk_free: int
+) -> None:
+    monkeypatch.setattr(
+        module, "read_machine", lambda: dataclasses.replace(AMX, disk_free=disk_free)
+    )
     with pytest.raises(SystemExit) if disk_free == 0 else contextlib.nullcontext() as stopped:
         doctor(json=True)
     assert stopped is None or stopped.value.code == 1
@@ -209,11 +253,18 @@ def test_doctor_problem_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsy
     assert {"level", "name", "text", "remedy"} == set(values["findings"][0])
 
 
-def test_doctor_shows_and_clears_kept_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_doctor_shows_and_clears_kept_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = next(finding for finding in check(M1) if finding.name == "choices")
     assert "no measurements are kept" in line.text
-    choices.keep(choices.folder() / "a.json", "training step of tiny", "cpu bf16, 1.6x as fast as cpu fp32", {})
+    choices.keep(
+        choices.folder() / "a.json",
+        "training step of tiny",
+        "cpu bf16, 1.6x as fast as cpu fp32",
+        {},
+    )
     shown = doctor_text(check(dataclasses.replace(M1, kept_choices=choices.kept())))
     assert "choice: training step of tiny: cpu bf16, 1.6x as fast as cpu fp32" in shown
     doctor(clear_choices=True)

@@ -14,7 +14,9 @@ from .examples import configuration, result, sweep_results
 
 def test_fastest_is_named_with_its_interval() -> None:
     slow, fast = result(configuration(device="cpu"), 4.1), result(configuration(device="cuda"), 0.1)
-    assert "tiny, batch 8: cuda bf16 CUDA graph is the fastest of 2" in "\n".join(verdict([slow, fast]))
+    assert "tiny, batch 8: cuda bf16 CUDA graph is the fastest of 2" in "\n".join(
+        verdict([slow, fast])
+    )
     assert "41 times as fast [40, 42] as cpu bf16" in "\n".join(verdict([slow, fast]))
     assert verdict([slow, fast])[-1] == "Use --device cuda --precision bf16 for it."
     assert verdict([slow])[-1] == "Only the CPU was measured."
@@ -37,19 +39,38 @@ def test_configuration_with_wrong_gradients_is_excluded() -> None:
 )
 def test_crossover_in_words(seconds: tuple[float, float], message: str) -> None:
     measured = zip(("cpu", "cuda"), seconds, strict=True)
-    assert message in "\n".join(verdict([result(configuration(device=device), s) for device, s in measured]))
+    assert message in "\n".join(
+        verdict([result(configuration(device=device), s) for device, s in measured])
+    )
 
 
 def test_crossover_lies_between_measured_batch_sizes() -> None:
     found = "\n".join(verdict(sweep_results()))
-    assert "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal" in found
-    assert "small in bf16: cuda is faster than the CPU at every batch size measured" in found  # 66 ms against 21 ms
+    assert (
+        "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal"
+        in found
+    )
+    assert (
+        "small in bf16: cuda is faster than the CPU at every batch size measured" in found
+    )  # 66 ms against 21 ms
 
 
 def test_shared_results_have_no_names_or_paths() -> None:
     found = shared(M1, sweep_results())
-    assert set(found) == {"chip", "cores", "memory_gib", "system", "m1clip", "torch", "mlx", "results"}
-    assert (found["chip"], found["system"]) == (M1.cpu, f"macOS {M1.macos}" if M1.macos else M1.system)
+    assert set(found) == {
+        "chip",
+        "cores",
+        "memory_gib",
+        "system",
+        "m1clip",
+        "torch",
+        "mlx",
+        "results",
+    }
+    assert (found["chip"], found["system"]) == (
+        M1.cpu,
+        f"macOS {M1.macos}" if M1.macos else M1.system,
+    )
     assert {key for row in found["results"] for key in row} == {
         "configuration",
         "images_per_second",

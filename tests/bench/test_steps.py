@@ -8,7 +8,15 @@ import pytest
 from machines import H200, M1
 
 from m1clip.bench.plan import make_plan, plan_text, step_time
-from m1clip.bench.steps import CostModel, crossing, fit, load_measured, model_shape, save_measured, size_of
+from m1clip.bench.steps import (
+    CostModel,
+    crossing,
+    fit,
+    load_measured,
+    model_shape,
+    save_measured,
+    size_of,
+)
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
@@ -27,7 +35,9 @@ def test_fit_recovers_the_coefficients() -> None:
     ]
     found = fit(measured)
     assert found is not None
-    assert (found.fixed, found.per_parameter, found.per_flop) == pytest.approx((0.01, 1e-10, 1e-12), rel=1e-6)
+    assert (found.fixed, found.per_parameter, found.per_flop) == pytest.approx(
+        (0.01, 1e-10, 1e-12), rel=1e-6
+    )
 
 
 def test_fit_has_no_negative_coefficient() -> None:
@@ -42,7 +52,9 @@ def test_crossing_of_two_cost_models() -> None:
     cpu, gpu = CostModel(0.0, 0.0, 1e-12), CostModel(0.02, 0.0, 1e-14)
     batch_size = crossing(cpu, gpu, parameters=1e7, flops_per_image=2e9)
     assert batch_size == pytest.approx(0.02 / (2e9 * (1e-12 - 1e-14)))
-    assert crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None  # the GPU is faster at every batch size
+    assert (
+        crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None
+    )  # the GPU is faster at every batch size
 
 
 def test_newer_measurements_replace_older_ones(tmp_path: Path) -> None:
@@ -62,7 +74,9 @@ def test_measurements_beside_other_programs_are_not_saved(tmp_path: Path) -> Non
     assert [r.seconds.median for r in load_measured(H200, tmp_path)] == [1.0]
 
 
-@pytest.mark.parametrize(("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)])
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)]
+)
 def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> None:
     shape, found = model_shape(model)
     assert shape.vocab_size == vocabulary
@@ -72,7 +86,9 @@ def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> N
 @pytest.fixture
 def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shallow = with_fields(PRESETS["tiny"], vision_layers=2, text_layers=1)  # a plan traces it several times
+    shallow = with_fields(
+        PRESETS["tiny"], vision_layers=2, text_layers=1
+    )  # a plan traces it several times
     monkeypatch.setitem(PRESETS, "tiny", shallow)
     for cached in (model_shape, size_of):
         cached.cache_clear()
@@ -87,7 +103,9 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     save_measured(read_facts(), [measured])
     plan = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", memory="4GB")
     assert plan["steps"] == 200
-    assert plan["step_seconds"] == pytest.approx(2.0 * 16 * plan["flops_per_image"] / measured.flops)
+    assert plan["step_seconds"] == pytest.approx(
+        2.0 * 16 * plan["flops_per_image"] / measured.flops
+    )
     assert plan["seconds"] == pytest.approx(200 * plan["step_seconds"])
     assert plan["memory_bytes"] > 12 * plan["parameters"] > 1e6
     assert 16 < plan["max_batch_size"] <= plan["max_batch_size_checkpointing"] < 65_536
@@ -97,7 +115,10 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("peak", "largest"):
         monkeypatch.setattr(MemoryEstimate, name, lambda *given: 10**9)
     more = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=4, bandwidth="1MB")
-    found, sent = more["ranks"], 0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim)
+    found, sent = (
+        more["ranks"],
+        0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim),
+    )
     assert (found["batch_size"], found["sent_bytes"], found["fsdp"]) == (4, sent, "off")
     assert more["step_seconds"] == pytest.approx(plan["step_seconds"] / 4 + sent / 1e6)
     assert found["efficiency"] == pytest.approx(plan["step_seconds"] / (4 * more["step_seconds"]))
@@ -107,7 +128,9 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         make_plan("tiny", ranks=4)
     two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6)
     monkeypatch.setattr("m1clip.bench.plan.connect", lambda device: two)
-    assert "(measured between 2 ranks)" in plan_text(make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=8))
+    assert "(measured between 2 ranks)" in plan_text(
+        make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=8)
+    )
 
 
 @pytest.mark.usefixtures("shallow_model_and_own_cache")
@@ -118,13 +141,17 @@ def test_plan_uses_the_cost_model_or_the_speed_of_matrix_products() -> None:
     assert seconds > 0
     assert "measured on this machine; m1clip compare measures the step itself" in source
     others = {"tiny": 0.02, "small": 0.6, "ViT-B-32": 0.3}
-    save_measured(facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()])
+    save_measured(
+        facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()]
+    )
     seconds, source = step_time(one, facts, device)
     assert source == "cost model of 3 measured steps on this machine"
     assert seconds > 0.6
 
 
-@pytest.mark.parametrize("values", [{"batch_size": 1}, {"images": 0}, {"epochs": 0.0}, {"memory": "much"}])
+@pytest.mark.parametrize(
+    "values", [{"batch_size": 1}, {"images": 0}, {"epochs": 0.0}, {"memory": "much"}]
+)
 def test_invalid_options_of_plan_are_one_line_errors(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"--{next(iter(values)).replace('_', '-')}"):
         make_plan(**values)

@@ -44,7 +44,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = ["image,caption,split"]
     for index in range(40):
         Image.new("RGB", (40, 40), (6 * index, 0, 0)).save(folder / f"{index}.jpg")
-        lines.append(f"{index}.jpg,a photo of number {index},{('train', 'train', 'val', 'test')[index % 4]}")
+        lines.append(
+            f"{index}.jpg,a photo of number {index},{('train', 'train', 'val', 'test')[index % 4]}"
+        )
     (folder / "captions.csv").write_text("\n".join(lines), encoding="utf-8")
     return folder
 
@@ -56,22 +58,38 @@ SMOKE = {
     "large_batch": ("--quick --peers=", {"ratio", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
-    "speedrun": (f"PHOTOS --quick --seeds 0 --entry m1clip --options '{SMALL} --batch-size 8'", {"runs"}),
+    "speedrun": (
+        f"PHOTOS --quick --seeds 0 --entry m1clip --options '{SMALL} --batch-size 8'",
+        {"runs"},
+    ),
 }
 MINUTES_OF_CPU = ("step", "same_work", "large_batch", "loader", "speedrun")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in MINUTES_OF_CPU else []) for name in SMOKE]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in MINUTES_OF_CPU else [])
+        for name in SMOKE
+    ],
 )
 def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(words.replace("PHOTOS", str(photos)))]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / f"{name}.py"),
+        *shlex.split(words.replace("PHOTOS", str(photos))),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     result = subprocess.run(
-        [*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=900, env=environment
+        [*command, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+        env=environment,
     )
     assert result.returncode == 0, result.stderr + result.stdout
     figures = json.loads(out.read_text(encoding="utf-8"))
@@ -102,7 +120,13 @@ def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float
     return {
         "naive": {"seconds": naive, "cpu_seconds": 2 * naive},
         "m1clip": {"seconds": own, "cpu_seconds": 2 * own, **step},
-        "default": {"seconds": default, "cpu_seconds": default, "flops": 50.0, "text_tokens": 16, "samples": 40},
+        "default": {
+            "seconds": default,
+            "cpu_seconds": default,
+            "flops": 50.0,
+            "text_tokens": 16,
+            "samples": 40,
+        },
     }
 
 
@@ -119,13 +143,26 @@ def test_ratios_compare_steps_of_same_round() -> None:
 def test_speedrun_entry_reads_the_log_of_m1clip() -> None:
     entry = script("entry_m1clip")
     recalls, better = (
-        {"text_to_image/recall@10": value, "image_to_text/recall@10": value + 0.1} for value in (0.1, 0.3)
+        {"text_to_image/recall@10": value, "image_to_text/recall@10": value + 0.1}
+        for value in (0.1, 0.3)
     )
     records = [
         {"kind": "start", "time": 1010.0, "steps": 20},
-        {"kind": "step", "time": 1020.0, "step": 10, "images_per_second": 100.0, "step_seconds": 0.64},
+        {
+            "kind": "step",
+            "time": 1020.0,
+            "step": 10,
+            "images_per_second": 100.0,
+            "step_seconds": 0.64,
+        },
         {"kind": "eval", "time": 1021.0, "step": 10, "split": "val", **recalls},
-        {"kind": "step", "time": 1030.0, "step": 20, "images_per_second": 120.0, "step_seconds": 64 / 120},
+        {
+            "kind": "step",
+            "time": 1030.0,
+            "step": 20,
+            "images_per_second": 120.0,
+            "step_seconds": 64 / 120,
+        },
         {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", **better},
     ]
     found = entry.summary(records, begin=1000.0)
@@ -147,15 +184,22 @@ def test_open_clip_log_line_is_parsed(module: str) -> None:
 
 def test_open_clip_entry_uses_the_last_batch_size() -> None:
     batch_size = script("peers.open_clip_entry").batch_size
-    assert batch_size({"options": ["--batch-size", "64", "--lr", "1", "--batch-size", "128"]}) == 128
+    assert (
+        batch_size({"options": ["--batch-size", "64", "--lr", "1", "--batch-size", "128"]}) == 128
+    )
     assert batch_size({"options": ["--lr", "1"]}) == 256
 
 
 def test_speedrun_hides_the_test_split_from_training(photos: Path, tmp_path: Path) -> None:
     speedrun = script("speedrun")
     (tmp_path / "again").mkdir()
-    assert speedrun.write_splits(str(photos), tmp_path) == speedrun.write_splits(str(photos), tmp_path / "again")
-    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert speedrun.write_splits(str(photos), tmp_path) == speedrun.write_splits(
+        str(photos), tmp_path / "again"
+    )
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(rows) == 30
     assert {row["split"] for row in rows} == {"train", "val"}
     assert len((tmp_path / "test.jsonl").read_text(encoding="utf-8").splitlines()) == 10
@@ -164,15 +208,39 @@ def test_speedrun_hides_the_test_split_from_training(photos: Path, tmp_path: Pat
 def test_speedrun_ranks_entries_and_shows_runs_over_the_clock_last() -> None:
     speedrun = script("speedrun")
 
-    def run(entry: str, seed: int, recall: float, seconds: float = 590.0, cpu: str = "a CPU") -> dict[str, object]:
+    def run(
+        entry: str, seed: int, recall: float, seconds: float = 590.0, cpu: str = "a CPU"
+    ) -> dict[str, object]:
         where = {"cpu": cpu, "cores": 2, "commit": "abc"}
         scores = {split: dict.fromkeys(speedrun.RECALLS, recall) for split in ("val", "test")}
-        facts = {"entry": entry, "track": "cpu", "seed": seed, "clock": 600, "seconds": seconds, "machine": where}
-        made = {"images_seen": 1000, "captions_per_image": 1, "curve": [[60.0, 0.01], [90.0, recall]]}
-        source = {"version": "1", "source_hash": "h", "date": "d", "data": "photos", "data_hash": "x"}
+        facts = {
+            "entry": entry,
+            "track": "cpu",
+            "seed": seed,
+            "clock": 600,
+            "seconds": seconds,
+            "machine": where,
+        }
+        made = {
+            "images_seen": 1000,
+            "captions_per_image": 1,
+            "curve": [[60.0, 0.01], [90.0, recall]],
+        }
+        source = {
+            "version": "1",
+            "source_hash": "h",
+            "date": "d",
+            "data": "photos",
+            "data_hash": "x",
+        }
         return {**facts, **made, **source, **scores}
 
-    runs = [run("slow", 0, 0.5, 601.0), run("open_clip-muon", 0, 0.1), run("m1clip", 0, 0.2), run("m1clip", 1, 0.4)]
+    runs = [
+        run("slow", 0, 0.5, 601.0),
+        run("open_clip-muon", 0, 0.1),
+        run("m1clip", 0, 0.2),
+        run("m1clip", 1, 0.4),
+    ]
     lines = [line for line in speedrun.table(runs).splitlines() if "`" in line]
     assert lines[0].startswith(
         "| 1 | `m1clip` | **30.0 ± 14.1** | 30.0 | 9.83 ± 0.00 | 1,000 | 0, 1 | a CPU, 2 cores |"
@@ -180,17 +248,24 @@ def test_speedrun_ranks_entries_and_shows_runs_over_the_clock_last() -> None:
     assert lines[1].startswith("| 2 | `open_clip-muon` | **10.0** |")
     assert "(10.0) after 1.5 ± 0.0 minutes." in lines[3]
     assert lines[2].startswith("| - | `slow` | **50.0** | 50.0 | 10.02 (over the clock) |")
-    runs += [run("m1clip", 0, 0.6, cpu="fast, without a peer"), run("open_clip-muon", 0, 0.3, cpu="another")]
+    runs += [
+        run("m1clip", 0, 0.6, cpu="fast, without a peer"),
+        run("open_clip-muon", 0, 0.3, cpu="another"),
+    ]
     assert "(10.0) after 1.5 ± 0.0 minutes." in speedrun.table(runs), "both on the same processor"
 
 
 def test_speedrun_page_shows_the_stored_runs() -> None:
     speedrun = script("speedrun")
     runs = json.loads(speedrun.LOG.read_text(encoding="utf-8"))["runs"]
-    assert speedrun.MARKS[0] + speedrun.table(runs) + speedrun.MARKS[1] in speedrun.PAGE.read_text(encoding="utf-8")
+    assert speedrun.MARKS[0] + speedrun.table(runs) + speedrun.MARKS[1] in speedrun.PAGE.read_text(
+        encoding="utf-8"
+    )
 
 
-def test_frozen_trains_on_drawn_images_and_shows_test_only_when_asked(photos: Path, tmp_path: Path) -> None:
+def test_frozen_trains_on_drawn_images_and_shows_test_only_when_asked(
+    photos: Path, tmp_path: Path
+) -> None:
     frozen = script("frozen")
     script("speedrun").write_splits(str(photos), tmp_path)
 
@@ -199,7 +274,9 @@ def test_frozen_trains_on_drawn_images_and_shows_test_only_when_asked(photos: Pa
         table = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return [(row["split"], row["image"]) for row in table]
 
-    counts = [Counter(split for split, _ in chosen(*which)) for which in ((5, 0, False), (None, 0, True))]
+    counts = [
+        Counter(split for split, _ in chosen(*which)) for which in ((5, 0, False), (None, 0, True))
+    ]
     assert counts == [{"train": 5, "val": 10}, {"train": 20, "val": 10, "test": 10}]
     assert chosen(5, 0, False) == chosen(5, 0, False) != chosen(5, 1, False)
 
@@ -208,23 +285,36 @@ def test_frozen_rows_join_seeds_of_a_split() -> None:
     frozen = script("frozen")
     facts = {"row": "both", "split": "val", "machine": {"data": "photos"}}
     runs = [
-        {**facts, **dict.fromkeys(frozen.RECALLS, recall), "seconds": 100 * recall, "empty_cache": recall == 0.6}
+        {
+            **facts,
+            **dict.fromkeys(frozen.RECALLS, recall),
+            "seconds": 100 * recall,
+            "empty_cache": recall == 0.6,
+        }
         for recall in (0.6, 0.8)
     ]
     (row,) = frozen.rows(runs)
-    assert row["figure"] == "**70.0 ± 14.1%**, mean of six recalls 70.0 ± 14.1; 1:00 from an empty cache"
+    assert (
+        row["figure"]
+        == "**70.0 ± 14.1%**, mean of six recalls 70.0 ± 14.1; 1:00 from an empty cache"
+    )
     assert (row["n"], row["command"]) == ("2 seeds", "python benchmarks/frozen.py DATA --rows both")
 
 
 def test_class_of_an_image_is_the_only_word_in_its_captions() -> None:
     zeroshot = script("zeroshot")
     captions = ["A dog .", "A dog in the snow", "A dogged man", "Dog, on a chair"]
-    kept, labels = zeroshot.labeled([Sample(FileImage(f"{i}.jpg"), (text,), str(i)) for i, text in enumerate(captions)])
+    kept, labels = zeroshot.labeled(
+        [Sample(FileImage(f"{i}.jpg"), (text,), str(i)) for i, text in enumerate(captions)]
+    )
     assert [sample.id for sample in kept] == ["0", "3"]
     assert labels.tolist() == [zeroshot.WORDS.index("dog")] * 2
     got = zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     assert (got["top1"], got["per_class"], got["n"]) == (0.75, 0.75, 4)
-    assert zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 0]], torch.tensor([0, 0, 0, 1]))["per_class"] == 0.5
+    assert (
+        zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 0]], torch.tensor([0, 0, 0, 1]))["per_class"]
+        == 0.5
+    )
 
 
 def test_stored_results_make_a_table() -> None:
@@ -242,7 +332,11 @@ def test_encode_prints_each_figure_beside_its_peer(tmp_path: Path) -> None:
     result = {
         "per_second": {
             **{f"m1clip {name}: {own}": rate for name, own, *_ in encode.FIGURES},
-            **{f"onnxruntime {name}: {theirs}": rate for name, _, theirs, *_ in encode.FIGURES if theirs},
+            **{
+                f"onnxruntime {name}: {theirs}": rate
+                for name, _, theirs, *_ in encode.FIGURES
+                if theirs
+            },
         },
         "ratios": {
             f"onnxruntime {name}: {theirs}": {**rate, "median": 1.25}
@@ -264,5 +358,10 @@ def test_encode_prints_each_figure_beside_its_peer(tmp_path: Path) -> None:
     Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
     images, texts = [str(tmp_path / "a.png")] * 3, ["a", "a red ball"]
     jobs = encode.own_jobs(model, images, texts)
-    assert {name: len(job()) for name, job in jobs.items()} == {"images": 3, "texts": 2, "image": 3, "text": 2}
+    assert {name: len(job()) for name, job in jobs.items()} == {
+        "images": 3,
+        "texts": 2,
+        "image": 3,
+        "text": 2,
+    }
     assert [len(batch) for batch in encode.decoded_ahead(model, images)] == [3]

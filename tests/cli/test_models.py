@@ -43,7 +43,9 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
     code, out, _ = run_command(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 0
     assert f"exported   {tmp_path / 'out'}" in out
-    torch.testing.assert_close(m1clip.load(tmp_path / "out").encode_text(["a"]), m1clip.load(model).encode_text(["a"]))
+    torch.testing.assert_close(
+        m1clip.load(tmp_path / "out").encode_text(["a"]), m1clip.load(model).encode_text(["a"])
+    )
     code, _, error = run_command(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 2
     assert "already exists" in error
@@ -51,7 +53,13 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_classify(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_command(
-        capsys, "classify", images / "red" / "0.png", "--labels", "red, green,blue", "--model", model
+        capsys,
+        "classify",
+        images / "red" / "0.png",
+        "--labels",
+        "red, green,blue",
+        "--model",
+        model,
     )
     lines = out.strip().splitlines()
     assert code == 0
@@ -59,10 +67,14 @@ def test_classify(model: Path, images: Path, capsys: pytest.CaptureFixture[str])
     assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
 
 
-def test_classify_many_images_and_folders(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classify_many_images_and_folders(
+    model: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = [images / "red" / "0.png", *(images / "green" / f"{number}.png" for number in range(3))]
     options = ("--labels", "red,green", "--model", model)
-    code, out, _ = run_command(capsys, "classify", images / "red" / "0.png", images / "green", *options)
+    code, out, _ = run_command(
+        capsys, "classify", images / "red" / "0.png", images / "green", *options
+    )
     lines = out.splitlines()
     assert code == 0
     assert [line for line in lines if "%" not in line] == [str(path) for path in paths]
@@ -71,17 +83,23 @@ def test_classify_many_images_and_folders(model: Path, images: Path, capsys: pyt
     code, out, _ = run_command(capsys, "classify", images, *options, "--json")
     found = json.loads(out)
     assert code == 0
-    assert [each["image"] for each in found] == [str(path) for path in sorted(images.rglob("*.png"))]
+    assert [each["image"] for each in found] == [
+        str(path) for path in sorted(images.rglob("*.png"))
+    ]
     expected = m1clip.load(model).classify(found[0]["image"], ["red", "green"])[0]
     assert [each["label"] for each in found[0]["labels"]] == [name for name, _ in expected]
-    assert [each["probability"] for each in found[0]["labels"]] == pytest.approx([p for _, p in expected], abs=1e-5)
+    assert [each["probability"] for each in found[0]["labels"]] == pytest.approx(
+        [p for _, p in expected], abs=1e-5
+    )
 
 
 def test_classify_skips_what_is_no_image_and_says_so(
     model: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (images / "red" / "bad\x1b.png").write_bytes(b"no image")
-    code, out, error = run_command(capsys, "classify", images / "red", "--labels", "a,b", "--model", model)
+    code, out, error = run_command(
+        capsys, "classify", images / "red", "--labels", "a,b", "--model", model
+    )
     assert code == 2
     assert out.count("%") == 6
     skipped, summary = error.splitlines()
@@ -91,14 +109,22 @@ def test_classify_skips_what_is_no_image_and_says_so(
 
 
 def test_zero_shot(
-    model: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    images: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run_command(capsys, "eval", model, "--classes", images, "--device", "cpu", "--template", "{}")
+    code, out, _ = run_command(
+        capsys, "eval", model, "--classes", images, "--device", "cpu", "--template", "{}"
+    )
     assert code == 0
     classes = ["green", "red"]
     truth = [name for name in classes for _ in range(3)]
-    ranked = m1clip.load(model).classify([images / name / f"{n}.png" for name in classes for n in range(3)], classes)
+    ranked = m1clip.load(model).classify(
+        [images / name / f"{n}.png" for name in classes for n in range(3)], classes
+    )
     pairs = [(name, labels[0][0]) for name, labels in zip(truth, ranked, strict=True)]
     mistakes = Counter(pair for pair in pairs if pair[0] != pair[1])
     correct = len(pairs) - mistakes.total()
@@ -125,14 +151,41 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
     [
         (("classify", "set/red/0.png", "--labels", "a,b"), "no trained model in runs/"),
         (("classify", "set/red/0.png", "--labels", "a", "--model", "MODEL"), "two or more"),
-        (("classify", "--labels", "a,b", "--model", "MODEL"), "give an image or a folder of images"),
-        (("classify", "nowhere", "--labels", "a,b", "--model", "MODEL"), "nowhere: the file is missing"),
-        (("classify", "empty", "--labels", "a,b", "--model", "MODEL"), "empty: no images in this folder"),
+        (
+            ("classify", "--labels", "a,b", "--model", "MODEL"),
+            "give an image or a folder of images",
+        ),
+        (
+            ("classify", "nowhere", "--labels", "a,b", "--model", "MODEL"),
+            "nowhere: the file is missing",
+        ),
+        (
+            ("classify", "empty", "--labels", "a,b", "--model", "MODEL"),
+            "empty: no images in this folder",
+        ),
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
-        (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
-        (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: expected an integer"),
+        (
+            (
+                "classify",
+                "set/red/0.png",
+                "--labels",
+                "a,b",
+                "--template",
+                "a thing",
+                "--model",
+                "MODEL",
+            ),
+            "has no {}",
+        ),
+        (
+            ("export", "MODEL", "--to", "hf", "--image-size", "1.5"),
+            "--image-size 1.5: expected an integer",
+        ),
         (("eval", "MODEL"), "specify data with --data"),
-        (("train", "--init", "nothing", "--recipe", "frozen"), "--init cannot be combined with --recipe frozen"),
+        (
+            ("train", "--init", "nothing", "--recipe", "frozen"),
+            "--init cannot be combined with --recipe frozen",
+        ),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
     ],
 )

@@ -13,12 +13,25 @@ from m1clip.cli.options import command_words
 from m1clip.config import NAMES, OPTIMIZERS, Config, make_config, recipe_defaults
 from m1clip.formatting import number
 
-BY_RECIPE = {"optimizer", "lr", "warmup", "layer_decay", "epochs", "patience", "unfreeze_image", "batch_size"}
+BY_RECIPE = {
+    "optimizer",
+    "lr",
+    "warmup",
+    "layer_decay",
+    "epochs",
+    "patience",
+    "unfreeze_image",
+    "batch_size",
+}
 
 
-def shown_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def shown_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, str]:
     """Setting -> its line of `m1clip train --help`."""
-    monkeypatch.setattr(app, "_console", Console(width=400))  # cyclopts keeps the console of the first --help
+    monkeypatch.setattr(
+        app, "_console", Console(width=400)
+    )  # cyclopts keeps the console of the first --help
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     lines = re.findall(r"^│ .*--.*$", capsys.readouterr().out, re.MULTILINE)
@@ -54,19 +67,27 @@ def test_help_shows_the_default_that_each_recipe_uses(
     for name, (section, key) in NAMES.items():
         if name in ("plan", "data", "recipe", "init"):
             continue
-        values = {label: getattr(getattr(config, section, config), key) for label, config in used.items()}
-        if name == "batch_size":  # decided with the data: tests/training/test_autotune.py compares these
+        values = {
+            label: getattr(getattr(config, section, config), key) for label, config in used.items()
+        }
+        if (
+            name == "batch_size"
+        ):  # decided with the data: tests/training/test_autotune.py compares these
             values = recipe_defaults(name)
         if all(value in (None, ()) for value in values.values()):
             assert "[default: " not in shown[name]
             continue
-        assert shown_values(shown[name]) == {label: as_text(value) for label, value in values.items()}, name
+        assert shown_values(shown[name]) == {
+            label: as_text(value) for label, value in values.items()
+        }, name
         if len(set(values.values())) > 1:
             by_recipe.add(name)
     assert by_recipe == BY_RECIPE
 
 
-def test_help_describes_every_optimizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_optimizer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = shown_options(monkeypatch, capsys)["optimizer"]
     for name, text in OPTIMIZERS.items():
         assert f"{name}: {text}" in line
@@ -80,15 +101,48 @@ def given(words: list[str]) -> dict[str, Any]:
 
 def test_command_gets_what_was_typed_and_nothing_else() -> None:
     assert given([]) == {}
-    words = ["photos", "more", "--batch_size=auto", "--no-cuda-graph", "--lr", "5e-4", "--steps", "2.5", "--seed=-1"]
-    expected = {"data": ["photos", "more"], "batch_size": "auto", "cuda_graph": False, "lr": 5e-4, "steps": 2.5}
+    words = [
+        "photos",
+        "more",
+        "--batch_size=auto",
+        "--no-cuda-graph",
+        "--lr",
+        "5e-4",
+        "--steps",
+        "2.5",
+        "--seed=-1",
+    ]
+    expected = {
+        "data": ["photos", "more"],
+        "batch_size": "auto",
+        "cuda_graph": False,
+        "lr": 5e-4,
+        "steps": 2.5,
+    }
     assert given(words) == {**expected, "seed": -1}, "defaults too; the settings check the values"
-    assert given(["--wise-ft", "0.5", "--save-every", "30s"]) == {"wise_ft": "0.5", "save_every": "30s"}
-    assert given(["--weight-decay", "1", "--data", "a", "--data", "b"]) == {"wd": 1, "data": ["a", "b"]}
+    assert given(["--wise-ft", "0.5", "--save-every", "30s"]) == {
+        "wise_ft": "0.5",
+        "save_every": "30s",
+    }
+    assert given(["--weight-decay", "1", "--data", "a", "--data", "b"]) == {
+        "wd": 1,
+        "data": ["a", "b"],
+    }
 
 
 def test_words_of_a_background_run_give_the_same_arguments() -> None:
-    options = given(["photos", "x.jpg", "--compile", "--no-download", "--lr=1e-3", "--model", "tiny", "--seed=-1"])
+    options = given(
+        [
+            "photos",
+            "x.jpg",
+            "--compile",
+            "--no-download",
+            "--lr=1e-3",
+            "--model",
+            "tiny",
+            "--seed=-1",
+        ]
+    )
     assert given(command_words(options)) == options
     assert command_words({"preset": None, "out": Path("a b")}) == ["--out=a b"]
 
@@ -101,7 +155,9 @@ def test_torchrun_passes_every_option_on() -> None:
     found = parse_args(["--nproc-per-node", "2", "-m", "m1clip", "train", "photos", *words])
     assert found.training_script_args == ["train", "photos", *words]
     with pytest.raises(SystemExit):
-        parse_args(["-m", "m1clip", "train", "--run", "x"])  # ambiguous: an option of torchrun begins like it
+        parse_args(
+            ["-m", "m1clip", "train", "--run", "x"]
+        )  # ambiguous: an option of torchrun begins like it
 
 
 def test_config_has_the_defaults_of_scratch() -> None:

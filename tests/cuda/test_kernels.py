@@ -49,7 +49,11 @@ def test_gelu_far_from_zero() -> None:
 def torch_attention(qkv: Tensor, n: int, heads: int, causal: bool) -> Tensor:
     rows, width = len(qkv), qkv.shape[1] // 3
     q, k, v = qkv.view(n, rows // n, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind(0)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(rows, width)
+    return (
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        .transpose(1, 2)
+        .reshape(rows, width)
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -66,11 +70,16 @@ def test_attention_and_its_gradient(length: int, dim: int, causal: bool) -> None
     dqkv, sums = kernels.attention_backward(grad, qkv, n, heads, causal)
     assert distance(found, right) <= SLACK * distance(own, right) + 1e-4
     assert distance(dqkv, dright) <= SLACK * distance(down, dright) + 1e-4
-    torch.testing.assert_close(sums, dright.sum(0), rtol=2e-2, atol=0.02 * float(dright.sum(0).abs().max()))
+    torch.testing.assert_close(
+        sums, dright.sum(0), rtol=2e-2, atol=0.02 * float(dright.sum(0).abs().max())
+    )
 
 
 def gradients(
-    model: CLIP, inputs: tuple[Tensor, Tensor], bf16: bool, way: Callable[[Any], Any] = lambda encode: encode
+    model: CLIP,
+    inputs: tuple[Tensor, Tensor],
+    bf16: bool,
+    way: Callable[[Any], Any] = lambda encode: encode,
 ) -> dict[str, Tensor]:
     with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         image, text = way(model.encode_image)(inputs[0]), way(model.encode_text)(inputs[1])

@@ -17,7 +17,10 @@ HOST = torch.device("cpu")
 def test_images_go_to_the_device_if_they_leave_room() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
     for rows in (None, np.array([5, 0, 3])):
-        images, wanted = array_view.ArrayView(pixels, rows), pixels if rows is None else pixels[rows]
+        images, wanted = (
+            array_view.ArrayView(pixels, rows),
+            pixels if rows is None else pixels[rows],
+        )
         there = images.to_device(HOST, 4 * wanted.nbytes)
         assert there is not None
         assert np.array_equal(there.numpy(), wanted)
@@ -26,10 +29,14 @@ def test_images_go_to_the_device_if_they_leave_room() -> None:
 
 
 def test_batch_is_the_same_with_images_on_the_device() -> None:
-    plain = prepare(small_config({"data.crop_min": 0.5}), lambda line: None, decode_options(screen())).training
+    plain = prepare(
+        small_config({"data.crop_min": 0.5}), lambda line: None, decode_options(screen())
+    ).training
     there = replace(plain, device_images=plain.images.to_device(HOST, 10**9))
     # Workers cannot see the device's memory, so none are started.
-    pairs = zip(batches(plain, 0, 3, 0, "fork", False), batches(there, 0, 3, 2, "fork", False), strict=True)
+    pairs = zip(
+        batches(plain, 0, 3, 0, "fork", False), batches(there, 0, 3, 2, "fork", False), strict=True
+    )
     for one, other in pairs:
         assert other.images is None
         assert torch.equal(other.pixels(), one.images)

@@ -19,7 +19,10 @@ def images(n: int = 3, side: int = 16) -> Tensor:
 
 
 def views(
-    n: int, box: tuple[float, ...] = (0, 0, 1, 1), flip: bool = False, gains: tuple[float, float] = (1, 1)
+    n: int,
+    box: tuple[float, ...] = (0, 0, 1, 1),
+    flip: bool = False,
+    gains: tuple[float, float] = (1, 1),
 ) -> Tensor:
     return torch.tensor([*box, flip, *gains], dtype=torch.float32).repeat(n, 1)
 
@@ -38,11 +41,15 @@ def test_full_view_at_the_same_size_has_the_same_pixels(given: Tensor | None) ->
 @given(st.integers(0, 10**6), st.sampled_from((16, 40, 9)), st.booleans())
 def test_views_match_pillow(seed: int, side: int, flip: bool) -> None:
     draw = np.random.default_rng(seed)
-    (left, right), (top, bottom) = (np.sort(draw.choice(side + 1, 2, replace=False)) / side for _ in range(2))
+    (left, right), (top, bottom) = (
+        np.sort(draw.choice(side + 1, 2, replace=False)) / side for _ in range(2)
+    )
     pixels = images(1, side)
     box = (left * side, top * side, right * side, bottom * side)
     wanted = Image.fromarray(pixels[0].numpy()).resize((16, 16), Image.Resampling.BILINEAR, box)
-    shown = as_image(render(pixels, views(1, (left, top, right - left, bottom - top), flip), PLAIN))[0].numpy()
+    shown = as_image(
+        render(pixels, views(1, (left, top, right - left, bottom - top), flip), PLAIN)
+    )[0].numpy()
     # Pillow rounds to 8 bits after each direction.
     np.testing.assert_allclose(shown[:, ::-1] if flip else shown, wanted, atol=1.5)
 
@@ -86,7 +93,9 @@ def test_random_views_stay_in_range() -> None:
     assert (drawn >= 0).all()
     assert (left + width <= 1 + 1e-6).all()
     assert (top + height <= 1 + 1e-6).all()
-    assert (width * height).min() > 0.5 * 0.7  # cut at the edge, a stretched box may lose a little more
+    assert (
+        width * height
+    ).min() > 0.5 * 0.7  # cut at the edge, a stretched box may lose a little more
     assert abs(flips.mean() - 0.25) < 0.03
     assert max((brightness - 1).abs().max(), (contrast - 1).abs().max()) <= 0.2 + 1e-6
     assert draw_views(Augmentation(), 1, 0, samples) is None
@@ -95,7 +104,9 @@ def test_random_views_stay_in_range() -> None:
 
 
 @given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 5))
-def test_kept_patches_are_distinct_sorted_and_reproducible(count: int, dropout: float, epoch: int) -> None:
+def test_kept_patches_are_distinct_sorted_and_reproducible(
+    count: int, dropout: float, epoch: int
+) -> None:
     samples = np.array([3, 9, 4])
     kept = draw_patches(dropout, count, 1, epoch, samples)
     assert kept.shape == (3, max(1, round(count * (1 - dropout))))

@@ -24,7 +24,9 @@ def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) 
     """Fill two rows at a time and return the computed ones; interrupted after `stop_after` blocks."""
     asked: list[str] = []
 
-    def compute(wanted: list[int], failed: dict[int, str]) -> Iterator[tuple[list[int], np.ndarray]]:
+    def compute(
+        wanted: list[int], failed: dict[int, str]
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
         for number, start in enumerate(range(0, len(wanted), 2)):
             if number == stop_after:
                 raise KeyboardInterrupt
@@ -37,7 +39,9 @@ def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) 
     except KeyboardInterrupt:
         return asked
     view = rows.view(at)
-    np.testing.assert_array_equal(view.read(np.arange(len(words))), np.stack([row(word) for word in words]))
+    np.testing.assert_array_equal(
+        view.read(np.arange(len(words))), np.stack([row(word) for word in words])
+    )
     return asked
 
 
@@ -51,7 +55,9 @@ def test_each_row_is_computed_once_and_only_new_ones_later(tmp_path: Path) -> No
     assert fill(row_cache(tmp_path), ["w1", "w2", "w1", "w3"]) == ["w1", "w2", "w3"]
     assert fill(row_cache(tmp_path), ["w4", "w2", "w5"]) == ["w4", "w5"]
     assert fill(row_cache(tmp_path), ["w5", "w1", "w1"]) == []
-    assert row_cache(tmp_path, "b").missing([cache.row_key("w1")]) == [0], "another key is another cache"
+    assert row_cache(tmp_path, "b").missing([cache.row_key("w1")]) == [0], (
+        "another key is another cache"
+    )
 
 
 @pytest.mark.parametrize("torn", ["rows.bin", "names.bin"])

@@ -28,7 +28,9 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
 
 def test_threads_decode_in_order(refs: list[FileImage]) -> None:
     shown: list[tuple[int, int]] = []
-    blocks = list(decoding.decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2))
+    blocks = list(
+        decoding.decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2)
+    )
     assert [item for items, _ in blocks for item in items] == list(range(300))
     lazy = decoding.LazyImages(refs, 16).read(np.arange(300))
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), lazy)
@@ -50,12 +52,16 @@ class Absurd:
 
 
 @pytest.mark.parametrize("error", [MemoryError, OverflowError])
-def test_image_too_large_for_memory_is_a_failure(refs: list[FileImage], error: type[Exception]) -> None:
+def test_image_too_large_for_memory_is_a_failure(
+    refs: list[FileImage], error: type[Exception]
+) -> None:
     mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
     bad: dict[int, str] = {}
     ((items, _),) = decoding.decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
     assert (items, bad) == ([0, 2], {1: "too large for memory"})
-    members, _, failed = decoding.read_or_replace(decoding.LazyImages(mixed, 16), np.array([0, 1]), 0, 0)
+    members, _, failed = decoding.read_or_replace(
+        decoding.LazyImages(mixed, 16), np.array([0, 1]), 0, 0
+    )
     assert members[0] == 0
     assert members[1] != 1
     assert {failure.index for failure in failed} == {1}

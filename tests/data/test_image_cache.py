@@ -38,7 +38,9 @@ def squares(split: Split) -> np.ndarray:
     return np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in split.samples])
 
 
-def test_second_run_decodes_nothing_even_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_decodes_nothing_even_after_a_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_set(tmp_path / "set")
     first = cached(folder).images.read(np.arange(40))
     monkeypatch.setattr(decoding, "to_square", None)
@@ -54,8 +56,12 @@ def test_changed_image_is_decoded_again(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     before = cached(folder)
     names = cache.image_keys(before.samples, [str(folder)])
-    Image.new("RGB", (SIDE, SIDE), (1, 2, 3)).save(folder / "images" / "train-0007.jpg", quality=100)
-    changed = [a != b for a, b in zip(names, cache.image_keys(before.samples, [str(folder)]), strict=True)]
+    Image.new("RGB", (SIDE, SIDE), (1, 2, 3)).save(
+        folder / "images" / "train-0007.jpg", quality=100
+    )
+    changed = [
+        a != b for a, b in zip(names, cache.image_keys(before.samples, [str(folder)]), strict=True)
+    ]
     assert np.flatnonzero(changed).tolist() == [7]
     np.testing.assert_array_equal(cached(folder).images.read(np.arange(40)), squares(before))
 
@@ -138,23 +144,31 @@ def test_too_little_space_is_refused_before_anything_is_written(
     folder = make_set(tmp_path / "set")
     needed = 40 * SIDE * SIDE * 3
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
-    with pytest.raises(UserError, match=r"needs 0\.00 GB.*free some space.*--cache-dir.*--cache ram or off"):
+    with pytest.raises(
+        UserError, match=r"needs 0\.00 GB.*free some space.*--cache-dir.*--cache ram or off"
+    ):
         cached(folder)
     assert not list((folder / ".m1clip-cache").glob("*/rows.bin"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.06)))
     assert cached(folder).cache == "disk"
 
 
-def test_disk_without_locks_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_locks_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(self: object, **options: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(cache.FileLock, "acquire", unsupported)
-    with pytest.raises(UserError, match=r"does not support file locks; choose another with --cache-dir"):
+    with pytest.raises(
+        UserError, match=r"does not support file locks; choose another with --cache-dir"
+    ):
         cached(make_set(tmp_path / "set"))
 
 
-def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_data_folder_falls_back_to_the_user_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_set(tmp_path / "set")
     (folder / ".m1clip-cache").write_text("a file, so no folder can be made here, not even by root")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
@@ -188,5 +202,14 @@ GB = 10**9
     ],
 )
 def test_where_auto_caches_images(facts: dict[str, object], expected: str) -> None:
-    usual = {"asked": "auto", "synthetic": False, "images": 100_000, "needed": 1 * GB, "total": 2 * GB}
-    assert image_cache.choose_kind(**{**usual, "memory": 8 * GB, "free": 100 * GB, **facts}) == expected  # type: ignore[arg-type]
+    usual = {
+        "asked": "auto",
+        "synthetic": False,
+        "images": 100_000,
+        "needed": 1 * GB,
+        "total": 2 * GB,
+    }
+    assert (
+        image_cache.choose_kind(**{**usual, "memory": 8 * GB, "free": 100 * GB, **facts})
+        == expected
+    )  # type: ignore[arg-type]

@@ -40,7 +40,9 @@ def test_sixteen_bits_and_floats_are_scaled() -> None:
     image = np.asarray(decode(encoded(Image.fromarray(values), "PNG")))
     assert image[0, :, 0].tolist() == [0, 100, 255]
     assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(values), "TIFF"))), image)
-    floats = np.asarray(decode(encoded(Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)), "TIFF")))
+    floats = np.asarray(
+        decode(encoded(Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)), "TIFF"))
+    )
     assert floats[0, :, 1].tolist() == [0, 128, 255]
 
 
@@ -52,7 +54,9 @@ def test_palette_alpha_cmyk_animation_and_orientation() -> None:
     cmyk = decode(encoded(Image.new("RGB", (8, 8), (0, 255, 0)).convert("CMYK"), "JPEG"))
     assert cmyk.mode == "RGB"
     assert cmyk.getpixel((4, 4))[1] > 240 > 15 > cmyk.getpixel((4, 4))[0]
-    animation = encoded(red.convert("RGB"), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    animation = encoded(
+        red.convert("RGB"), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 8))]
+    )
     assert decode(animation).getpixel((0, 0)) == (255, 0, 0), "the first frame"
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -78,10 +82,14 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest resets m1clip's filter
+@pytest.mark.filterwarnings(
+    "ignore::PIL.Image.DecompressionBombWarning"
+)  # pytest resets m1clip's filter
 @pytest.mark.parametrize("size", [(120, 90), (160, 125), (200, 128)])
 @pytest.mark.parametrize(("want", "expected"), [(20, 20), (None, 60)])
-def test_large_jpeg_is_decoded_smaller(size: tuple[int, int], want: int | None, expected: int) -> None:
+def test_large_jpeg_is_decoded_smaller(
+    size: tuple[int, int], want: int | None, expected: int
+) -> None:
     data = encoded(Image.new("RGB", size, (200, 30, 30)), "JPEG")
     with images.opened(data, "x") as header:
         assert header.size == size
@@ -92,7 +100,9 @@ def test_large_jpeg_is_decoded_smaller(size: tuple[int, int], want: int | None, 
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest resets m1clip's filter
+@pytest.mark.filterwarnings(
+    "ignore::PIL.Image.DecompressionBombWarning"
+)  # pytest resets m1clip's filter
 def test_large_image_that_cannot_be_decoded_smaller_is_rejected() -> None:
     large = Image.new("RGB", (120, 90), (200, 30, 30))
     too_large = Image.new("RGB", (210, 125))
@@ -101,7 +111,9 @@ def test_large_image_that_cannot_be_decoded_smaller_is_rejected() -> None:
         *(encoded(large, kind) for kind in ("PNG", "WEBP", "BMP", "TIFF")),
         *(encoded(large, "JPEG", progressive=True), separate_scans, encoded(too_large, "JPEG")),
     ):
-        with pytest.raises(BadImage, match=r"x: .*more than 0 megapixels; reduce its size") as caught:
+        with pytest.raises(
+            BadImage, match=r"x: .*more than 0 megapixels; reduce its size"
+        ) as caught:
             decode(data, 20, "x")
         assert caught.value.kind == "too-large"
 
@@ -125,12 +137,17 @@ def test_pillow_prints_no_warnings(tmp_path: Path) -> None:
     )
     files = [str(tmp_path / name) for name in ("large.jpg", "odd.tif")]
     ended = subprocess.run(
-        [sys.executable, "-W", "default", "-c", code, *files], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "default", "-c", code, *files],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert (ended.stdout, ended.stderr) == ("(1500, 1125)\n", "")
 
 
-@pytest.mark.parametrize("start", [b"", encoded(Image.new("RGB", (64, 64)), "JPEG"), b"RIFF\xff\xff\xff\x3fWEBPVP8X"])
+@pytest.mark.parametrize(
+    "start", [b"", encoded(Image.new("RGB", (64, 64)), "JPEG"), b"RIFF\xff\xff\xff\x3fWEBPVP8X"]
+)
 def test_large_file_is_not_read_for_a_small_image(
     tmp_path: Path, start: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +166,9 @@ def test_large_file_is_not_read_for_a_small_image(
     assert peak < 2**23
 
 
-def test_large_file_of_a_large_image_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_of_a_large_image_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(images, "MAX_EXTRA_BYTES", 1_000)
     for kind in ("BMP", "TIFF", "PNG", "JPEG"):
         file = tmp_path / f"a.{kind}"
@@ -187,8 +206,12 @@ def test_bad_image_is_one_line_and_pickles() -> None:
     assert str(error) == r"a\nb\x1b[31m.jpg: broken"
 
 
-@pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG
-def test_heic_without_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["a.heic", "a.jpg"]
+)  # phones also write HEIC under the name of a JPEG
+def test_heic_without_library_error_names_remedy(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pi_heif", None)
     images._formats.cache_clear()
     (tmp_path / name).write_bytes(HEIC.read_bytes())
@@ -224,7 +247,19 @@ def reference(image: Image.Image, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "size", [(32, 32), (33, 33), (64, 64), (65, 64), (101, 57), (57, 101), (20, 31), (32, 33), (33, 32), (500, 40)]
+    "size",
+    [
+        (32, 32),
+        (33, 33),
+        (64, 64),
+        (65, 64),
+        (101, 57),
+        (57, 101),
+        (20, 31),
+        (32, 33),
+        (33, 32),
+        (500, 40),
+    ],
 )
 def test_shortest_side_then_center_crop(size: tuple[int, int]) -> None:
     square = to_square(noise(*size), 32)

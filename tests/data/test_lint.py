@@ -20,7 +20,9 @@ def good(count: int, start: int = 0) -> dict[str, bytes]:
     return {f"p{n}.jpg": encoded(image(n)) for n in range(start, start + count)}
 
 
-def make(folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None) -> Path:
+def make(
+    folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None
+) -> Path:
     """Write a captions table; without `rows`, each file has its own caption and is in train, the last in val."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
@@ -33,7 +35,9 @@ def make(folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]]
     return folder
 
 
-def check(folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None) -> LintReport:
+def check(
+    folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None
+) -> LintReport:
     return lint(open_source(str(make(folder, files, rows))))
 
 
@@ -48,7 +52,9 @@ def of(report: LintReport, code: str) -> tuple[str, ...]:
 def test_clean_dataset_is_ok_in_any_image_mode(tmp_path: Path) -> None:
     modes = {
         "cmyk.jpg": encoded(image(30).convert("CMYK")),
-        "deep.png": encoded(Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16), "PNG"),
+        "deep.png": encoded(
+            Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16), "PNG"
+        ),
         "alpha.png": encoded(image(33).convert("RGBA"), "PNG"),
         "palette.png": encoded(image(34).quantize(32), "PNG"),
     }
@@ -67,7 +73,10 @@ def test_bad_images_are_reported_with_file_and_row(tmp_path: Path) -> None:
         "not-an-image": b"text",
         "too-large": bomb,
     }
-    odd = {"near-empty": encoded(Image.new("RGB", (64, 64), (9, 9, 9))), "extreme-size": encoded(image(137, (400, 20)))}
+    odd = {
+        "near-empty": encoded(Image.new("RGB", (64, 64), (9, 9, 9))),
+        "extreme-size": encoded(image(137, (400, 20))),
+    }
     files = {f"{code}.jpg": data for code, data in (bad | odd).items()}
     source = open_source(str(make(tmp_path, {**good(60), **files, "last.jpg": encoded(image(99))})))
     (tmp_path / "images/missing.jpg").unlink()
@@ -79,7 +88,9 @@ def test_bad_images_are_reported_with_file_and_row(tmp_path: Path) -> None:
 
 
 def test_too_many_bad_images_come_first(tmp_path: Path) -> None:
-    report = check(tmp_path, {**good(8), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": encoded(image(50))})
+    report = check(
+        tmp_path, {**good(8), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": encoded(image(50))}
+    )
     assert report.findings[0].code == "too-many-bad"
     assert "10%" in report.findings[0].message
     text = report.to_text()
@@ -96,7 +107,9 @@ def test_duplicates_and_leakage(tmp_path: Path) -> None:
     files["leak.jpg"] = files["p3.jpg"]
     held_out = {"smaller.jpg", "leak.jpg", "p9.jpg"}
     report = check(
-        tmp_path, files, [(n, f"words about {n[:-4]} here", "val" if n in held_out else "train") for n in files]
+        tmp_path,
+        files,
+        [(n, f"words about {n[:-4]} here", "val" if n in held_out else "train") for n in files],
     )
     expected = {
         "leak-identical": ("p3.jpg", "leak.jpg"),
@@ -110,22 +123,39 @@ def test_duplicates_and_leakage(tmp_path: Path) -> None:
 
 
 def test_caption_findings(tmp_path: Path) -> None:
-    rows = [(f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train") for n in range(12)]
+    rows = [
+        (f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train")
+        for n in range(12)
+    ]
     rows += [("p0.jpg", "A long enough sentence number 0.", "train"), ("p1.jpg", "a dog", "train")]
-    rows += [("p2.jpg", "IMG_2041.jpg", "train"), ("p3.jpg", "", "train"), ("p4.jpg", " ".join(["word"] * 20), "train")]
+    rows += [
+        ("p2.jpg", "IMG_2041.jpg", "train"),
+        ("p3.jpg", "", "train"),
+        ("p4.jpg", " ".join(["word"] * 20), "train"),
+    ]
     rows += [("p11.jpg", "a long enough sentence number 5", "val")]
     report = lint(open_source(str(make(tmp_path, good(12), rows))), context_length=12)
-    codes = ("skipped-empty-caption", "file-name", "duplicate-caption", "overlong", "shared-caption")
+    codes = (
+        "skipped-empty-caption",
+        "file-name",
+        "duplicate-caption",
+        "overlong",
+        "shared-caption",
+    )
     assert counts(report) == dict.fromkeys(codes, 1)
     assert of(report, "skipped-empty-caption")[0].startswith("captions.jsonl row 16")
     assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
-    assert "captions over 10 tokens (10 tokens cut off)" in [found.message for found in report.findings]
+    assert "captions over 10 tokens (10 tokens cut off)" in [
+        found.message for found in report.findings
+    ]
     assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
 
 
 def test_labels_and_class_folders_are_recognized(tmp_path: Path) -> None:
     report = check(
-        tmp_path / "set", good(12), [(f"p{n}.jpg", ("cat", "dog")[n % 2], ("train", "val")[n // 11]) for n in range(12)]
+        tmp_path / "set",
+        good(12),
+        [(f"p{n}.jpg", ("cat", "dog")[n % 2], ("train", "val")[n // 11]) for n in range(12)],
     )
     assert (counts(report)["labels"], report.verdict) == (12, "warnings")
     for n in range(12):
@@ -142,7 +172,9 @@ def test_missing_splits(tmp_path: Path) -> None:
 
 
 def test_sample_progress_and_json(tmp_path: Path) -> None:
-    source = open_source(str(make(tmp_path, {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": encoded(image(60))})))
+    source = open_source(
+        str(make(tmp_path, {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": encoded(image(60))}))
+    )
     report = lint(source, 8)
     assert (report.checked, report.captions) == (8, 42)
     calls: list[tuple[int, int]] = []

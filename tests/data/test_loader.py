@@ -52,7 +52,9 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, color_jitter=0.3)
     captions = tokenize_captions(groups, tokenizer, 64)
-    return TrainingSet(ArrayView(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
+    return TrainingSet(
+        ArrayView(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length
+    )
 
 
 def mapped(images: ArrayView, folder: Path) -> ArrayView:
@@ -76,9 +78,13 @@ def test_captions_of_a_batch_belong_to_its_images() -> None:
     data = training_set()
     batch = data[6]
     images = batch.sample_ids.numpy()
-    assert (data[6 + 4 * data.plan.steps_per_epoch].sample_ids.numpy() != images).any(), "another epoch, another order"
+    assert (data[6 + 4 * data.plan.steps_per_epoch].sample_ids.numpy() != images).any(), (
+        "another epoch, another order"
+    )
     assert np.array_equal(batch.images.numpy(), data.images.read(images))
-    owner_of_key = dict(zip(data.captions.caption_ids.tolist(), data.captions.image_index.tolist(), strict=True))
+    owner_of_key = dict(
+        zip(data.captions.caption_ids.tolist(), data.captions.image_index.tolist(), strict=True)
+    )
     image_index = batch.image_index.numpy()
     assert sorted(image_index) == list(range(8))
     assert [owner_of_key[key] for key in batch.caption_ids.tolist()] == images[image_index].tolist()
@@ -115,7 +121,9 @@ def test_batch_moves_to_a_device() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_in_memory_are_not_copied_to_workers(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("m1clip.data.loader._Workers", None)  # starting workers would call it
     data = training_set()
     for step, batch in enumerate(batches(data, 0, 3, 2, method, pin=False)):
@@ -123,7 +131,13 @@ def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: py
 
 
 def test_copies_of_an_image_share_an_id() -> None:
-    refs = [FileImage("a.png"), FileImage("b.png"), FileImage("a.png"), FileImage("c.png"), FileImage("b.png")]
+    refs = [
+        FileImage("a.png"),
+        FileImage("b.png"),
+        FileImage("a.png"),
+        FileImage("c.png"),
+        FileImage("b.png"),
+    ]
     samples = [Sample(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
     assert sample_ids_of(samples).tolist() == [0, 1, 0, 3, 1]
     data, identity = training_set(), np.arange(37) // 2
@@ -168,7 +182,9 @@ def test_error_in_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tmp_path: Path) -> None:
+def test_killed_worker_is_restarted_and_the_batches_are_the_same(
+    method: str, tmp_path: Path
+) -> None:
     data, warnings, seen = training_set(), list[str](), list[Batch]()
     data.images = mapped(data.images, tmp_path)
     others = set(multiprocessing.active_children())  # of earlier tests
@@ -258,13 +274,17 @@ def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     images = ArrayView(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(fraction: float) -> TrainingSet:
-        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=fraction))
+        return TrainingSet(
+            images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=fraction)
+        )
 
     full, some, again = data(0.0), data(0.3), data(0.3)
     assert torch.equal(some[0].tokens, again[0].tokens)
     assert list(some[0].lengths) == sorted(some[0].lengths)
     assert some[0].tokens.shape[1] < full[0].tokens.shape[1], "dropped words are not padding"
-    kept = sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(full[0].lengths) - 12) / 40
+    kept = (
+        sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(full[0].lengths) - 12) / 40
+    )
     assert abs(kept - 0.7) < 0.03
     rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
     assert len(rows) > 12, "another epoch drops other words"
@@ -276,18 +296,28 @@ FEATURE_IMAGES, FEATURE_CAPTIONS = 12, 2
 def feature_set() -> TrainingSet:
     draw = np.random.default_rng(0)
     texts = FEATURE_IMAGES * FEATURE_CAPTIONS
-    images = ArrayView(draw.standard_normal((FEATURE_IMAGES, 7)).astype(np.float16), draw.permutation(FEATURE_IMAGES))
+    images = ArrayView(
+        draw.standard_normal((FEATURE_IMAGES, 7)).astype(np.float16),
+        draw.permutation(FEATURE_IMAGES),
+    )
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
         caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, FEATURE_CAPTIONS),
         pad_id=0,
-        features=ArrayView(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
+        features=ArrayView(
+            draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)
+        ),
     )
     plan = BatchPlan(FEATURE_IMAGES, 4, 0)
     return TrainingSet(
-        None, captions, plan, Augmentation(flip=0.5), image_features=images, captions_per_image=FEATURE_CAPTIONS
+        None,
+        captions,
+        plan,
+        Augmentation(flip=0.5),
+        image_features=images,
+        captions_per_image=FEATURE_CAPTIONS,
     )
 
 
@@ -298,7 +328,9 @@ def test_batch_of_features_has_the_rows_of_the_file() -> None:
         batch = data[step]
         assert batch.images is batch.tokens is batch.views is None
         assert batch.image_features.dtype == batch.text_features.dtype == torch.float32
-        assert np.array_equal(batch.image_features.numpy(), images.read(batch.sample_ids.numpy()).astype(np.float32))
+        assert np.array_equal(
+            batch.image_features.numpy(), images.read(batch.sample_ids.numpy()).astype(np.float32)
+        )
         expected = texts.array[texts.rows[batch.caption_ids.numpy()]]
         assert np.array_equal(batch.text_features.numpy(), expected.astype(np.float32))
         assert (batch.caption_ids // FEATURE_CAPTIONS == batch.sample_ids[batch.image_index]).all()

@@ -32,8 +32,15 @@ def members(path: Path) -> dict[str, bytes]:
 def training(path: Path, cache: str) -> tuple[list[Batch], list[str]]:
     source = open_source(str(path))
     config = DataConfig(source=(str(path),), cache=cache)  # type: ignore[arg-type]
-    split = load_split(source, "train", config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
-    data = TrainingSet(split.images, split.captions, BatchPlan(len(split.samples), 8, 5), Augmentation(0.6, 0.5, 0.2))
+    split = load_split(
+        source, "train", config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan()
+    )
+    data = TrainingSet(
+        split.images,
+        split.captions,
+        BatchPlan(len(split.samples), 8, 5),
+        Augmentation(0.6, 0.5, 0.2),
+    )
     return list(batches(data, 0, 9, 0, "fork", False)), [sample.id for sample in split.samples]
 
 
@@ -41,7 +48,10 @@ def training(path: Path, cache: str) -> tuple[list[Batch], list[str]]:
 def test_shards_give_same_batches_as_folder(tmp_path: Path, cache: str) -> None:
     folder = make_set(tmp_path / "set")
     pack(open_source(str(folder)), tmp_path / "shards", shard_size=12)
-    (ours, ids), (packed, packed_ids) = training(folder, cache), training(tmp_path / "shards", cache)
+    (ours, ids), (packed, packed_ids) = (
+        training(folder, cache),
+        training(tmp_path / "shards", cache),
+    )
     assert ids == packed_ids
     for one, other in zip(ours, packed, strict=True):
         for name in ("images", "tokens", "sample_ids", "caption_ids", "views"):
@@ -57,12 +67,18 @@ def test_pack_round_trip_of_splits_captions_and_ids(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "shards").iterdir())
     tars = ["test-000000.tar", *trains, "val-000000.tar"]
     assert names == ["sizes.json", *(f"{tar}{end}" for tar in tars for end in ("", ".index"))]
-    assert all((tmp_path / "shards" / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+    assert all(
+        (tmp_path / "shards" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        for name in names
+    )
     sizes = json.loads((tmp_path / "shards" / "sizes.json").read_text())
     assert [sizes[name] for name in trains] == [10, 10, 5]
     before, after = open_source(str(folder)), open_source(str(tmp_path / "shards"))
     for split in ("train", "val", "test"):
-        read = [[(sample.id, sample.captions) for sample in source.samples(split)] for source in (before, after)]
+        read = [
+            [(sample.id, sample.captions) for sample in source.samples(split)]
+            for source in (before, after)
+        ]
         assert read[0] == read[1]
     assert after.problems == []
     inside = members(tmp_path / "shards" / "train-000000.tar")
@@ -131,7 +147,10 @@ def test_killed_pack_continues_and_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (out / "train-000001.tar").stat() == before, "not written again"
     names = sorted(path.name for path in out.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "undisturbed").iterdir())
-    assert all((out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes() for name in names)
+    assert all(
+        (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+        for name in names
+    )
     assert open_source(str(out), options=Options(stream=True)).caption_count() == 2 * 55
 
 
@@ -141,7 +160,9 @@ def test_webdataset_reads_packed_shards(tmp_path: Path) -> None:
     pack(open_source(str(folder)), tmp_path / "shards", shard_size=5)
     urls = str(tmp_path / "shards" / "train-{000000..000002}.tar")
     pipeline = webdataset.WebDataset(urls, shardshuffle=False).decode("pilrgb")
-    samples = list(pipeline.rename(image="jpg;png;jpeg;webp", text="txt").to_tuple("image", "text", "json"))
+    samples = list(
+        pipeline.rename(image="jpg;png;jpeg;webp", text="txt").to_tuple("image", "text", "json")
+    )
     assert len(samples) == 12
     image, text, about = samples[7]
     assert text == "image number 7 of train"

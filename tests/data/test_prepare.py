@@ -34,7 +34,9 @@ def loaded(folder: Path | None, split: str, **more: object) -> Split:
     return load_split(source, split, config, BpeTokenizer(), 32, preprocess, 1.15, plan())
 
 
-@pytest.mark.parametrize(("cache", "kind"), [("disk", ArrayView), ("ram", ArrayView), ("off", LazyImages)])
+@pytest.mark.parametrize(
+    ("cache", "kind"), [("disk", ArrayView), ("ram", ArrayView), ("off", LazyImages)]
+)
 def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [1], split="val")
@@ -56,19 +58,31 @@ def test_uncached_training_split_keeps_bad_images_and_names_them(tmp_path: Path)
     assert [failure.where[-14:] for failure in split.failures] == ["train-0004.jpg"]
 
 
-def test_synthetic_and_few_images_write_nothing_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_and_few_images_write_nothing_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
     assert loaded(None, "val", synthetic_images=9).cache == "ram"
     assert loaded(make_set(tmp_path / "set"), "train").cache == "ram"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
-    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
+    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == [
+        "captions.jsonl",
+        "images",
+    ]
 
 
 def test_synthetic_images_are_scaled_up_for_a_model_with_larger_ones() -> None:
     config = DataConfig(synthetic_images=4)
     split = load_split(
-        open_data(config, 260, 0), "val", config, BpeTokenizer(), 32, Preprocess(image_size=260), 1.0, plan()
+        open_data(config, 260, 0),
+        "val",
+        config,
+        BpeTokenizer(),
+        32,
+        Preprocess(image_size=260),
+        1.0,
+        plan(),
     )
     assert split.images.read(np.array([0])).shape == (1, 260, 260, 3)
 
@@ -80,9 +94,15 @@ def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> N
         loaded(folder, "val", max_unreadable=1.0)
 
 
-@pytest.mark.parametrize(("image_size", "margin"), [(24, 1.15), (36, 40 / 36), (40, 1.0), (80, 1.0)])
-def test_images_are_not_cached_larger_than_the_files(tmp_path: Path, image_size: int, margin: float) -> None:
-    samples = open_data(DataConfig(source=(str(make_set(tmp_path / "set")),)), 24, 0).samples("train")  # 52 x 40
+@pytest.mark.parametrize(
+    ("image_size", "margin"), [(24, 1.15), (36, 40 / 36), (40, 1.0), (80, 1.0)]
+)
+def test_images_are_not_cached_larger_than_the_files(
+    tmp_path: Path, image_size: int, margin: float
+) -> None:
+    samples = open_data(DataConfig(source=(str(make_set(tmp_path / "set")),)), 24, 0).samples(
+        "train"
+    )  # 52 x 40
     assert crop_margin(0.6, image_size, samples) == pytest.approx(margin)
     assert crop_margin(1.0, image_size, samples) == 1
     break_files(tmp_path / "set", range(20))
@@ -128,9 +148,13 @@ def test_commands_lint_and_pack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokenizer", "fraction"), [("char", 0.0), ("clip-bpe-pruned", 0.3)])
-def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, fraction: float) -> None:
+def test_char_tokenizer_has_no_word_dropout(
+    tmp_path: Path, tokenizer: str, fraction: float
+) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
-    config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
+    config = small_config(
+        {"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer}
+    )
     setup = prepare(config, lambda line: None, decode_options(screen()))
     assert setup.config.data.word_dropout == setup.training.augmentation.word_dropout == fraction
 
@@ -142,4 +166,7 @@ def test_captions_that_mention_left_and_right_disable_flips() -> None:
     assert often_mention_sides(["two cats on the left", "a red car on the right"])
     assert choose_augmentation(photos, mentions_sides=False).flip == 0.5
     assert choose_augmentation(photos, mentions_sides=True).flip == 0.0
-    assert choose_augmentation(DataConfig(source=("photos",), flip=0.3), mentions_sides=True).flip == 0.3
+    assert (
+        choose_augmentation(DataConfig(source=("photos",), flip=0.3), mentions_sides=True).flip
+        == 0.3
+    )

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from m1clip.data import randomness as rnd
 
 SAMPLES = np.arange(20_000)
-STREAMS = (rnd.CAPTION, rnd.CROP_AREA, rnd.CROP_ASPECT, rnd.CROP_X, rnd.CROP_Y, rnd.FLIP, rnd.BRIGHTNESS, rnd.CONTRAST)
+STREAMS = (
+    rnd.CAPTION,
+    rnd.CROP_AREA,
+    rnd.CROP_ASPECT,
+    rnd.CROP_X,
+    rnd.CROP_Y,
+    rnd.FLIP,
+    rnd.BRIGHTNESS,
+    rnd.CONTRAST,
+)
 
 
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6), stream=st.sampled_from(STREAMS))
@@ -27,13 +36,19 @@ def test_hash_is_splitmix64() -> None:
         golden = np.uint64(0x9E3779B97F4A7C15)
         states = np.arange(3, dtype=np.uint64) * golden
         found = rnd._splitmix(states)
-    assert [hex(value) for value in found] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
+    assert [hex(value) for value in found] == [
+        "0xe220a8397b1dcdaf",
+        "0x6e789e6aa1b965f4",
+        "0x6c45d188009454f",
+    ]
 
 
 def test_numbers_are_uniform() -> None:
     for stream in STREAMS:
         counts, _ = np.histogram(rnd.uniform(3, 7, SAMPLES, stream), bins=20, range=(0, 1))
-        assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square with 19 degrees of freedom, p = 0.001
+        assert (
+            (counts - 1000) ** 2 / 1000
+        ).sum() < 43.8  # chi-square with 19 degrees of freedom, p = 0.001
 
 
 @given(
@@ -51,7 +66,10 @@ def test_windowed_order_has_each_sample_once_wherever_it_is_cut(
     with mock.patch.object(rnd, "WINDOW", window):
         rnd._window.cache_clear()
         order = rnd.windowed_order(seed, epoch, np.array(blocks), 0, total)
-        parts = [rnd.windowed_order(seed, epoch, np.array(blocks), *pair) for pair in itertools.pairwise(bounds)]
+        parts = [
+            rnd.windowed_order(seed, epoch, np.array(blocks), *pair)
+            for pair in itertools.pairwise(bounds)
+        ]
     rnd._window.cache_clear()
     assert sorted(order.tolist()) == list(range(total))
     assert np.concatenate(parts).tolist() == order.tolist()
@@ -69,7 +87,13 @@ def test_windowed_order_differs_by_epoch_and_spreads_neighbours() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [(0, 0, rnd.FLIP), (0, 1, rnd.CAPTION), (1, 0, rnd.CAPTION), (1, 1, rnd.CAPTION), (0, rnd.FLIP, rnd.CAPTION)],
+    [
+        (0, 0, rnd.FLIP),
+        (0, 1, rnd.CAPTION),
+        (1, 0, rnd.CAPTION),
+        (1, 1, rnd.CAPTION),
+        (0, rnd.FLIP, rnd.CAPTION),
+    ],
 )
 def test_streams_epochs_and_seeds_are_independent(other: tuple[int, int, int]) -> None:
     one = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)

@@ -14,7 +14,9 @@ from m1clip.data.images import BadImage, decode, opened
 from m1clip.search.index import _facts
 
 DATE = b"2023:04:05 06:07:08\0"
-LOSSLESS = b"\xff\xd8\xff\xc3\x00\x0b\x0e\x01\x00\x02\x00\x01\x11\x00" + bytes(90_000)  # 14 bits per value
+LOSSLESS = b"\xff\xd8\xff\xc3\x00\x0b\x0e\x01\x00\x02\x00\x01\x11\x00" + bytes(
+    90_000
+)  # 14 bits per value
 
 
 def jpeg(width: int, height: int) -> bytes:
@@ -48,8 +50,16 @@ class Tiff:
             elif isinstance(values, bytes):
                 kind, count, raw = 2, len(values), values
             else:
-                kind, count, raw = 4, len(values), struct.pack(f"{self.order}{len(values)}I", *values)
-            value = raw.ljust(4, b"\0") if len(raw) <= 4 else struct.pack(f"{self.order}I", self.add(raw))
+                kind, count, raw = (
+                    4,
+                    len(values),
+                    struct.pack(f"{self.order}{len(values)}I", *values),
+                )
+            value = (
+                raw.ljust(4, b"\0")
+                if len(raw) <= 4
+                else struct.pack(f"{self.order}I", self.add(raw))
+            )
             entries.append(struct.pack(f"{self.order}HHI", int(name[1:]), kind, count) + value)
         at = self.add(struct.pack(f"{self.order}H", len(entries)) + b"".join(entries))
         self.add(struct.pack(f"{self.order}I", following))
@@ -69,7 +79,9 @@ def dng(order: str = "<") -> bytes:
     thumbnail = {"t256": 4, "t257": 2, "t258": [8, 8, 8], "t259": 1, "t262": 2, "t277": 3}
     thumbnail |= {"t273": [file.add(bytes(24))], "t279": [24]}
     return file.finish(
-        file.directory(t254=1, t274=6, t330=[sensor, preview], t34665=[exif], t50706=[0x01040000], **thumbnail)
+        file.directory(
+            t254=1, t274=6, t330=[sensor, preview], t34665=[exif], t50706=[0x01040000], **thumbnail
+        )
     )
 
 
@@ -78,7 +90,11 @@ def cr2() -> bytes:
     file = Tiff("<", b"CR\2\0")
     sensor = file.directory(t259=6, t273=[file.add(LOSSLESS)], t279=[len(LOSSLESS)])
     thumbnail = file.directory(sensor, t513=[file.add(SMALL)], t514=[len(SMALL)])
-    return file.finish(file.directory(thumbnail, t259=6, t273=[file.add(LARGE)], t274=6, t279=[len(LARGE)], t306=DATE))
+    return file.finish(
+        file.directory(
+            thumbnail, t259=6, t273=[file.add(LARGE)], t274=6, t279=[len(LARGE)], t306=DATE
+        )
+    )
 
 
 def nef() -> bytes:
@@ -86,11 +102,20 @@ def nef() -> bytes:
     file = Tiff(">")
     preview = file.directory(t254=1, t259=6, t513=[file.add(LARGE)], t514=[len(LARGE)])
     return file.finish(
-        file.directory(t254=1, t274=6, t306=DATE, t330=[preview, preview], t513=[file.add(SMALL)], t514=[len(SMALL)])
+        file.directory(
+            t254=1,
+            t274=6,
+            t306=DATE,
+            t330=[preview, preview],
+            t513=[file.add(SMALL)],
+            t514=[len(SMALL)],
+        )
     )
 
 
-@pytest.mark.parametrize("data", [dng(), dng(">"), cr2(), nef()], ids=["dng", "dng-big-endian", "cr2", "nef"])
+@pytest.mark.parametrize(
+    "data", [dng(), dng(">"), cr2(), nef()], ids=["dng", "dng-big-endian", "cr2", "nef"]
+)
 def test_largest_preview_upright_with_date(data: bytes) -> None:
     image = decode(data)
     assert image.size == (320, 640)
@@ -101,17 +126,26 @@ def test_largest_preview_upright_with_date(data: bytes) -> None:
 
 
 def test_ordinary_tiff_is_not_replaced_by_its_thumbnail() -> None:
-    assert decode(encoded(Image.new("RGB", (700, 400), (9, 8, 7)), "TIFF")).getpixel((0, 0)) == (9, 8, 7)
+    assert decode(encoded(Image.new("RGB", (700, 400), (9, 8, 7)), "TIFF")).getpixel((0, 0)) == (
+        9,
+        8,
+        7,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of Pillow
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from([dng(), cr2(), nef()]),
-    st.lists(st.tuples(st.integers(1, 700), st.sampled_from([0, 1, 127, 255]) | st.integers(0, 255)), max_size=6),
+    st.lists(
+        st.tuples(st.integers(1, 700), st.sampled_from([0, 1, 127, 255]) | st.integers(0, 255)),
+        max_size=6,
+    ),
     st.integers(0, 800),
 )
-def test_damaged_files_are_read_or_refused(data: bytes, changes: list[tuple[int, int]], cut: int) -> None:
+def test_damaged_files_are_read_or_refused(
+    data: bytes, changes: list[tuple[int, int]], cut: int
+) -> None:
     """Bytes of the directories, which are at the end, are changed or cut off, also into loops."""
     damaged = bytearray(data)
     for back, value in changes:

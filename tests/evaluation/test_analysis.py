@@ -33,7 +33,9 @@ def test_geometry_of_the_embedding_space() -> None:
     found = analyze(EYE, EYE, IMAGE_INDEX, IMAGE_INDEX)
     assert (found["alignment"], found["modality_gap"]) == (0.0, 0.0)
     assert found["uniformity_image"] == pytest.approx(-4.0)  # all squared distances are 2
-    assert analyze(EYE, np.roll(EYE, 1, 0), IMAGE_INDEX, IMAGE_INDEX)["alignment"] == pytest.approx(2.0)
+    assert analyze(EYE, np.roll(EYE, 1, 0), IMAGE_INDEX, IMAGE_INDEX)["alignment"] == pytest.approx(
+        2.0
+    )
     moved = analyze(EYE, EYE + np.array([3.0, 4.0, 0.0, 0.0]), IMAGE_INDEX, IMAGE_INDEX)
     assert moved["modality_gap"] == pytest.approx(5.0)
     assert uniformity(np.ones((5, 4)) / 2) == pytest.approx(0.0)
@@ -57,7 +59,9 @@ def test_difficulty_by_caption_similarity() -> None:
     assert {value for value, _ in perfect.values()} == {1.0}
     assert difficulty_by_similarity(EYE[:1], EYE[:1], np.zeros(1, int)) == {}
     same_image = difficulty_by_similarity(EYE, EYE[[0, 0, 1]], np.array([0, 0, 1]))
-    assert sum(n for _, n in same_image.values()) == 4, "captions of the same image are not negatives"
+    assert sum(n for _, n in same_image.values()) == 4, (
+        "captions of the same image are not negatives"
+    )
 
 
 def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:

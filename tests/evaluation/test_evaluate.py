@@ -34,7 +34,9 @@ def photos(tmp_path: Path) -> Path:
 
 def test_path_and_a_loaded_model_give_the_same_scores(run: Path, photos: Path) -> None:
     scores = evaluate(run / "model", photos / "captions.csv", device="cpu")
-    assert scores == evaluate(m1clip.load(run / "model"), [str(photos / "captions.csv")], device="cpu")
+    assert scores == evaluate(
+        m1clip.load(run / "model"), [str(photos / "captions.csv")], device="cpu"
+    )
     assert scores["image_to_text/recall@1"].n == 12
     assert scores["image_to_text/recall@1"].chance == pytest.approx(1 / 12)
 
@@ -47,11 +49,16 @@ def test_classes_of_other_splits_are_candidates(run: Path, tmp_path: Path) -> No
     others = other_class_vectors(evaluator.model, evaluator.data)
     assert others is not None
     (fox,) = {s.captions[0] for s in evaluator.source.samples("train") if "fox" in s.captions[0]}
-    np.testing.assert_allclose(others, evaluator.model.encode_text([fox]), atol=0.01)  # bf16 against fp32
+    np.testing.assert_allclose(
+        others, evaluator.model.encode_text([fox]), atol=0.01
+    )  # bf16 against fp32
     scores = evaluator.scores(evaluator.encode())
     assert scores["top1_accuracy"].chance == pytest.approx(1 / 3)
     assert sorted(metric.name for metric in scores.classes) == ["cat", "dog"]
-    assert sum(metric.value * metric.n for metric in scores.classes) == 2 * scores["top1_accuracy"].value
+    assert (
+        sum(metric.value * metric.n for metric in scores.classes)
+        == 2 * scores["top1_accuracy"].value
+    )
 
 
 def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:

@@ -41,10 +41,26 @@ def test_retrieval_grid_marks_correct_and_wrong_images(tmp_path: Path) -> None:
     side = examples.CELL + 2 * examples.FRAME
     for line, correct in enumerate(marks):
         for column, right in enumerate(correct):
-            left = examples.MARGIN + examples.QUERY_WIDTH + examples.GAP + column * (side + examples.GAP)
-            top = examples.MARGIN + examples.HEADER_HEIGHT + line * (side + examples.LABEL_HEIGHT + examples.ROW_GAP)
-            for x, y in ((0, 0), (0, side - 1), (side - 1, side - 1), (side // 2, examples.FRAME - 1)):
-                assert image.getpixel((left + x, top + y)) == (examples.RIGHT if right else examples.WRONG)
+            left = (
+                examples.MARGIN
+                + examples.QUERY_WIDTH
+                + examples.GAP
+                + column * (side + examples.GAP)
+            )
+            top = (
+                examples.MARGIN
+                + examples.HEADER_HEIGHT
+                + line * (side + examples.LABEL_HEIGHT + examples.ROW_GAP)
+            )
+            for x, y in (
+                (0, 0),
+                (0, side - 1),
+                (side - 1, side - 1),
+                (side // 2, examples.FRAME - 1),
+            ):
+                assert image.getpixel((left + x, top + y)) == (
+                    examples.RIGHT if right else examples.WRONG
+                )
             assert image.getpixel((left - 1, top + side // 2)) == examples.PAPER
             assert image.getpixel((left + side // 2, top + side // 2)) == BLUE
 

@@ -33,14 +33,19 @@ def from_scores(scores: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
     return np.eye(table.shape[1], dtype=np.float32), table
 
 
-def reference_ranks(image: np.ndarray, text: np.ndarray, image_index: np.ndarray) -> tuple[list[int], list[int]]:
+def reference_ranks(
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray
+) -> tuple[list[int], list[int]]:
     """Reference implementation: float64, one query at a time; at a tie, wrong candidates come first."""
     scores = np.round(text.astype(np.float64) @ image.astype(np.float64).T, 5)  # (texts, images)
 
     def best_rank(row: np.ndarray, right: np.ndarray) -> int:
         return int(right[np.lexsort((right, -row))].argmax()) + 1
 
-    to_image = [best_rank(row, np.arange(len(image)) == own) for row, own in zip(scores, image_index, strict=True)]
+    to_image = [
+        best_rank(row, np.arange(len(image)) == own)
+        for row, own in zip(scores, image_index, strict=True)
+    ]
     captioned = np.unique(image_index)
     return to_image, [best_rank(scores[:, number], image_index == number) for number in captioned]
 
@@ -64,7 +69,9 @@ def feature_sets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @settings(max_examples=300, deadline=None)
 @given(feature_sets(), st.sampled_from([1, 2, 30, 1 << 24]))
-def test_ranks_match_reference(features: tuple[np.ndarray, np.ndarray, np.ndarray], max_scores: int) -> None:
+def test_ranks_match_reference(
+    features: tuple[np.ndarray, np.ndarray, np.ndarray], max_scores: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("m1clip.evaluation.retrieval.MAX_SCORES", max_scores)
         found = ranks(*features)
@@ -131,7 +138,9 @@ def test_nan_is_a_miss_for_its_caption_only() -> None:
     assert found.image_to_text.tolist() == [1, 1]
     scores = retrieval(image, text[1:], np.array([0, 1]))
     for direction in ("text_to_image", "image_to_text"):
-        assert scores[f"{direction}/recall@10"].value == 0.5, "even when k exceeds the number of candidates"
+        assert scores[f"{direction}/recall@10"].value == 0.5, (
+            "even when k exceeds the number of candidates"
+        )
     nothing = retrieval(image * np.nan, text * np.nan, np.array([0, 0, 1]))
     assert all(value == 0 for name, value in nothing if "recall" in name)
 
@@ -183,7 +192,10 @@ def test_repeated_wrong_caption_counts_once() -> None:
 
 
 def test_other_image_with_same_caption_is_not_a_confusion() -> None:
-    image, text = (np.array([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]]), np.array([[1.0, 0], [1.0, 0], [0, 1.0]]))
+    image, text = (
+        np.array([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]]),
+        np.array([[1.0, 0], [1.0, 0], [0, 1.0]]),
+    )
     keys, image_index = np.array([0, 0, 1]), np.arange(3)
     assert [each.caption for each in confusions(image, text, image_index, limit=5)] == [0]
     assert confusions(image, text, image_index, keys, limit=5) == []
@@ -206,7 +218,9 @@ def test_classes_without_an_image_are_candidates_for_top1_accuracy() -> None:
 
 def test_class_is_the_mean_of_its_templates() -> None:
     image = np.array([[1.0, 0.0], [0.0, 1.0]])
-    text = np.array([[0.9, 0.1], [0.8, 0.6], [0.1, 0.9], [0.95, 0.05]])  # the last template of class 1 misleads
+    text = np.array(
+        [[0.9, 0.1], [0.8, 0.6], [0.1, 0.9], [0.95, 0.05]]
+    )  # the last template of class 1 misleads
     image_index, labels = np.array([0, 0, 1, 1]), np.array([0, 1])
     assert retrieval(image, text, image_index, None, labels)["top1_accuracy"].value == 1
     assert retrieval(image * np.nan, text, image_index, None, labels)["top1_accuracy"].value == 0

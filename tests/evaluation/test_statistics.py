@@ -34,7 +34,9 @@ def test_interval_coverage_with_correlated_captions() -> None:
         naive = wilson(float(hits.mean()), len(hits))
         covered_naive += naive.low <= truth <= naive.high
     assert 0.91 <= covered / trials <= 0.99
-    assert covered_naive / trials < 0.85, "treated as independent, captions give far too narrow an interval"
+    assert covered_naive / trials < 0.85, (
+        "treated as independent, captions give far too narrow an interval"
+    )
 
 
 def test_interval_has_width_for_no_hits_all_hits_and_one_image() -> None:
@@ -64,7 +66,18 @@ def test_scores_as_a_table() -> None:
     scores += Scores((Metric("negatives/[red]", 0.5, 1 / 5000, Interval(0.4, 0.6), 5000),))
     lines = [line.split() for line in str(scores).splitlines()]
     assert lines[0] == ["metric", "value", "95%", "interval", "chance", "n"]
-    assert ["text", "to", "image,", "recall@1", "100.0%", "83.9", "-", "100.0%", "5.0%", "20"] in lines
+    assert [
+        "text",
+        "to",
+        "image,",
+        "recall@1",
+        "100.0%",
+        "83.9",
+        "-",
+        "100.0%",
+        "5.0%",
+        "20",
+    ] in lines
     # A small chance level is not shown as zero.
     assert ["negatives,", "[red]", "50.0%", "40.0", "-", "60.0%", "0.02%", "5,000"] in lines
 

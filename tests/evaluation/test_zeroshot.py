@@ -30,7 +30,9 @@ class ColorEncoder(ArrayEncoder):
         colors = pixels.mean(axis=(1, 2))
         return colors / np.linalg.norm(colors, axis=1, keepdims=True)
 
-    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None) -> np.ndarray:
+    def tokens(
+        self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None = None
+    ) -> np.ndarray:
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -44,7 +46,10 @@ class ColorModel(Model):
         super().__init__(ColorEncoder())
 
     def encode_text(self, texts: Any, batch_size: int | None = None) -> np.ndarray:
-        colors = np.array([[float(word in text) for word in ("red", "green", "blue")] for text in texts]) + 1e-3
+        colors = (
+            np.array([[float(word in text) for word in ("red", "green", "blue")] for text in texts])
+            + 1e-3
+        )
         return colors / np.linalg.norm(colors, axis=1, keepdims=True)
 
 
@@ -67,7 +72,9 @@ def test_top_k_accuracy_known_values() -> None:
         ("zero_shot/top1", 0.5, 1 / 6, 4),
         ("zero_shot/top5", 1.0, 5 / 6, 4),
     ]
-    assert [metric.name for metric in top_k_accuracy(scores[:, :3], np.zeros(4, int), "a").metrics] == ["a/top1"]
+    assert [
+        metric.name for metric in top_k_accuracy(scores[:, :3], np.zeros(4, int), "a").metrics
+    ] == ["a/top1"]
 
 
 def test_class_folders(folder: Path) -> None:
@@ -85,7 +92,11 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     result = zero_shot(ColorModel(), folder, probe=True)
     assert result.scores["zero_shot/top1"].value == result.scores["linear_probe/top1"].value == 1.0
     assert result.scores["zero_shot/top1"].n == 18
-    assert [(metric.name, metric.n) for metric in result.scores.classes] == [("deep blue", 6), ("green", 6), ("red", 6)]
+    assert [(metric.name, metric.n) for metric in result.scores.classes] == [
+        ("deep blue", 6),
+        ("green", 6),
+        ("red", 6),
+    ]
     assert result.confusion.tolist() == [[6, 0, 0], [0, 6, 0], [0, 0, 6]]
     assert len(result.unreadable) == 1
     (folder / "red").rename(folder / "x")
@@ -93,13 +104,18 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     (folder / "x").rename(folder / "green")
     swapped = zero_shot(ColorModel(), folder)
     assert swapped.scores["zero_shot/top1"].value == 1 / 3
-    assert str(swapped).splitlines()[-2:] == ["green  red             6", "red    green           6"]
+    assert str(swapped).splitlines()[-2:] == [
+        "green  red             6",
+        "red    green           6",
+    ]
 
 
 def test_linear_probe_learns_linear_classes() -> None:
     torch.manual_seed(0)
     labels = torch.arange(90) % 3
-    features = normalize(torch.eye(3)[labels] @ torch.randn(3, 16) + 0.1 * torch.randn(90, 16), dim=-1)
+    features = normalize(
+        torch.eye(3)[labels] @ torch.randn(3, 16) + 0.1 * torch.randn(90, 16), dim=-1
+    )
     assert linear_probe(features.numpy(), labels.numpy())["linear_probe/top1"].value > 0.95
     shuffled = labels[torch.randperm(90)]
     assert linear_probe(features.numpy(), shuffled.numpy())["linear_probe/top1"].value < 0.7

@@ -47,7 +47,9 @@ def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path
     assert any("clip/ViT-B-32__openai" in line for line in said) == (to == "immich")
 
 
-@pytest.mark.parametrize(("precision", "ending", "dtype"), [("int8", "_quantized", "q8"), ("fp16", "_fp16", "fp16")])
+@pytest.mark.parametrize(
+    ("precision", "ending", "dtype"), [("int8", "_quantized", "q8"), ("fp16", "_fp16", "fp16")]
+)
 def test_transformers_js_folder_has_a_graph_of_both_towers(
     precision: Any, ending: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +58,9 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     vectors = dict[str, np.ndarray]()
 
     def compare(runtimes: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        vectors.update({name: np.asarray(each.model.encode_image(NOISE)) for name, each in runtimes.items()})
+        vectors.update(
+            {name: np.asarray(each.model.encode_image(NOISE)) for name, each in runtimes.items()}
+        )
         return {"failures": []}
 
     monkeypatch.setattr(layouts, "compare", compare)
@@ -66,13 +70,19 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     np.testing.assert_allclose(vectors["onnx fp32"], vectors["torch"], atol=2e-6)
     assert np.abs(vectors[f"transformers.js {precision}"] - vectors["torch"]).max() > 2e-6
     names = ("model", "text_model", "vision_model")
-    assert sorted(path.name for path in (out / "onnx").iterdir()) == [f"{name}{ending}.onnx" for name in names]
-    assert json.loads((out / "config.json").read_text())["transformers.js_config"] == {"dtype": dtype}
+    assert sorted(path.name for path in (out / "onnx").iterdir()) == [
+        f"{name}{ending}.onnx" for name in names
+    ]
+    assert json.loads((out / "config.json").read_text())["transformers.js_config"] == {
+        "dtype": dtype
+    }
     model = m1clip.load(out)
     session = onnxruntime.InferenceSession(str(out / "onnx" / f"model{ending}.onnx"))
     assert {each.name for each in session.get_inputs()} == {"input_ids", "pixel_values"}
     inputs = {"pixel_values": model.encoder.graph_input(NOISE), "input_ids": model.tokenizer(TEXTS)}
-    found = dict(zip([each.name for each in session.get_outputs()], session.run(None, inputs), strict=True))
+    found = dict(
+        zip([each.name for each in session.get_outputs()], session.run(None, inputs), strict=True)
+    )
     images, texts = model.encode_image(NOISE), model.encode_text(TEXTS)
     np.testing.assert_allclose(found["image_embeds"], images, atol=1e-3)
     np.testing.assert_allclose(found["text_embeds"], texts, atol=1e-3)
@@ -89,7 +99,9 @@ def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_pa
     functions = runpy.run_path(str(out / "m1clip_module.py"))
     module = functions["OnnxClip"].load(str(out))
     found = module(module.preprocess(TEXTS))["sentence_embedding"]
-    np.testing.assert_allclose(found, m1clip.load(model, precision="fp32").encode_text(TEXTS), atol=2e-6)
+    np.testing.assert_allclose(
+        found, m1clip.load(model, precision="fp32").encode_text(TEXTS), atol=2e-6
+    )
 
 
 def test_layouts_refuse_what_the_program_cannot_read(tmp_path: Path) -> None:

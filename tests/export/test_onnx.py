@@ -28,15 +28,26 @@ from m1clip.model.folder import read_model
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
-CAPTIONS = ["a red ball on the grass", "two cats!", "it's a dog, running", "a naïve “quote” and a 7"]
-TEXTS = ["a red ball", "two dogs and seventeen unseen words that go on and on until the context is full", ""]
+CAPTIONS = [
+    "a red ball on the grass",
+    "two cats!",
+    "it's a dog, running",
+    "a naïve “quote” and a 7",
+]
+TEXTS = [
+    "a red ball",
+    "two dogs and seventeen unseen words that go on and on until the context is full",
+    "",
+]
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "model"
-    tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(folder)
+    tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(
+        folder
+    )
     return folder
 
 
@@ -55,7 +66,9 @@ def without(modules: str, code: str, *words: str | Path) -> str:
     """Run code in a process that cannot import these modules."""
     block = f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r}))\n"
     command = [sys.executable, "-c", block + code, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,11 +78,21 @@ def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:
     assert isinstance(theirs, Model)
     assert isinstance(theirs.encode_text("a dog"), np.ndarray)
     for batch_size in (1, 2, 64):
-        np.testing.assert_allclose(theirs.encode_image(NOISE, batch_size), ours.encode_image(NOISE), atol=2e-6)
-        np.testing.assert_allclose(theirs.encode_text(TEXTS, batch_size), ours.encode_text(TEXTS), atol=2e-6)
-    np.testing.assert_allclose(theirs.similarity(NOISE[0], "a dog"), ours.similarity(NOISE[0], "a dog"), atol=2e-6)
-    one, other = (model.classify(NOISE, ["cat", "dog"], ["a {}", "the {}"]) for model in (ours, theirs))
-    assert [[name for name, _ in row] for row in one] == [[name for name, _ in row] for row in other]
+        np.testing.assert_allclose(
+            theirs.encode_image(NOISE, batch_size), ours.encode_image(NOISE), atol=2e-6
+        )
+        np.testing.assert_allclose(
+            theirs.encode_text(TEXTS, batch_size), ours.encode_text(TEXTS), atol=2e-6
+        )
+    np.testing.assert_allclose(
+        theirs.similarity(NOISE[0], "a dog"), ours.similarity(NOISE[0], "a dog"), atol=2e-6
+    )
+    one, other = (
+        model.classify(NOISE, ["cat", "dog"], ["a {}", "the {}"]) for model in (ours, theirs)
+    )
+    assert [[name for name, _ in row] for row in one] == [
+        [name for name, _ in row] for row in other
+    ]
     np.testing.assert_allclose([row[0][1] for row in one], [row[0][1] for row in other], atol=1e-4)
     assert theirs.encode_image([]).shape == ours.encode_image([]).shape
     assert np.array_equal(theirs.tokenizer(TEXTS), ours.tokenizer(TEXTS))
@@ -84,7 +107,10 @@ def test_onnx_model_has_no_weights_to_move_or_save(exported: Path, tmp_path: Pat
         (lambda: model.to("cuda"), "runs on the CPU only"),
         (lambda: model.save(tmp_path / "model"), "cannot be saved as a model folder"),
         (lambda: model.clip, "has no torch module"),
-        (lambda: m1clip.evaluate(model, "synthetic", device="cuda"), "runs on the CPU; use --device cpu"),
+        (
+            lambda: m1clip.evaluate(model, "synthetic", device="cuda"),
+            "runs on the CPU; use --device cpu",
+        ),
     ):
         with pytest.raises(UserError, match=words) as caught:
             use()
@@ -93,23 +119,31 @@ def test_onnx_model_has_no_weights_to_move_or_save(exported: Path, tmp_path: Pat
     assert not (tmp_path / "model").exists()
 
 
-def test_onnx_model_is_an_error_in_a_forked_process(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_model_is_an_error_in_a_forked_process(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = m1clip.load(exported)
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     for encode, value in ((model.encode_image, NOISE[0]), (model.encode_text, "a dog")):
-        with pytest.raises(UserError, match="an ONNX model cannot be used in a process that was forked"):
+        with pytest.raises(
+            UserError, match="an ONNX model cannot be used in a process that was forked"
+        ):
             encode(value)  # type: ignore[operator]
 
 
-def test_onnx_example_runs_without_torch_and_m1clip(trained: Path, exported: Path, tmp_path: Path) -> None:
+def test_onnx_example_runs_without_torch_and_m1clip(
+    trained: Path, exported: Path, tmp_path: Path
+) -> None:
     example = exported / "example.py"
     assert len(example.read_text().splitlines()) <= 40
     Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
     code = f"import runpy; sys.argv = [''] + sys.argv[1:]; runpy.run_path({str(example)!r}, run_name='__main__')"
     out = without("torch m1clip onnx", code, tmp_path / "photo.png", *TEXTS[:2])
     found = [float(line.split()[0]) for line in out.splitlines()]
-    np.testing.assert_allclose(found, m1clip.load(trained).similarity(NOISE[0], TEXTS[:2])[0], atol=6e-4)
+    np.testing.assert_allclose(
+        found, m1clip.load(trained).similarity(NOISE[0], TEXTS[:2])[0], atol=6e-4
+    )
 
 
 def test_loading_an_onnx_folder_does_not_import_torch(exported: Path, tmp_path: Path) -> None:
@@ -139,7 +173,12 @@ models.evaluate(models.Path(folder), source=(data,), analysis=True)
 models.evaluate(models.Path(folder), classes=models.Path(classes))
 """
     out = without("torch onnx", code, exported, data, tmp_path / "classes")
-    for words in ("text to image, recall@10", "modality gap", "worst confusions", "zero shot, top1"):
+    for words in (
+        "text to image, recall@10",
+        "modality gap",
+        "worst confusions",
+        "zero shot, top1",
+    ):
         assert words in out
     assert {path.name for path in tmp_path.glob("*-test-*")} == {
         "retrieval-test-other-data.png",
@@ -193,18 +232,41 @@ def change_settings(folder: Path, **changes: Any) -> None:
     ("damage", "words"),
     [
         (lambda folder: (folder / "text.onnx").unlink(), r"text\.onnx: onnxruntime cannot open it"),
-        (lambda folder: (folder / "image.onnx").write_bytes(b"no"), r"image\.onnx: onnxruntime cannot open it"),
-        (lambda folder: shutil.copy(folder / "text.onnx", folder / "image.onnx"), "not a graph of m1clip export"),
-        (lambda folder: change_graph(folder / "image.onnx", domain="evil"), "evil.*not a registered"),
-        (lambda folder: change_graph(folder / "text.onnx", location="../w.bin"), "escapes model directory"),
-        (lambda folder: change_graph(folder / "text.onnx", location="/etc/passwd"), "Absolute path not allowed"),
+        (
+            lambda folder: (folder / "image.onnx").write_bytes(b"no"),
+            r"image\.onnx: onnxruntime cannot open it",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "text.onnx", folder / "image.onnx"),
+            "not a graph of m1clip export",
+        ),
+        (
+            lambda folder: change_graph(folder / "image.onnx", domain="evil"),
+            "evil.*not a registered",
+        ),
+        (
+            lambda folder: change_graph(folder / "text.onnx", location="../w.bin"),
+            "escapes model directory",
+        ),
+        (
+            lambda folder: change_graph(folder / "text.onnx", location="/etc/passwd"),
+            "Absolute path not allowed",
+        ),
         (lambda folder: (folder / "preprocess.json").unlink(), r"preprocess\.json: cannot be read"),
-        (lambda folder: (folder / "preprocess.json").write_text("[" * 9999), "not written by m1clip export"),
+        (
+            lambda folder: (folder / "preprocess.json").write_text("[" * 9999),
+            "not written by m1clip export",
+        ),
         (lambda folder: change_settings(folder, format=2), "newer m1clip"),
         (lambda folder: change_settings(folder, embed_dim=17), "for another preprocess"),
         (lambda folder: change_settings(folder, logit_scale=float("nan")), "wrong type"),
         (lambda folder: change_settings(folder, image={"image_size": 10**9}), "preprocessing"),
-        (lambda folder: change_settings(folder, tokenizer={"kind": "clip-bpe-pruned", "kept": [3]}), "increasing"),
+        (
+            lambda folder: change_settings(
+                folder, tokenizer={"kind": "clip-bpe-pruned", "kept": [3]}
+            ),
+            "increasing",
+        ),
         (break_tokenizer, "not a tokenizer"),
         (lambda folder: change_settings(folder, image_graph="../image.onnx"), "outside the folder"),
         (lambda folder: change_settings(folder, text_graph=None), "wrong type"),
@@ -245,7 +307,9 @@ def check_close(folder: Path, float_folder: Path, least_cosine: float) -> None:
         assert (folder / name).stat().st_size < (float_folder / name).stat().st_size
 
 
-def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path, tmp_path: Path) -> None:
+def test_int8_export_is_smaller_and_close_to_float(
+    trained: Path, exported: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert exit_code("export", trained, "--int8", "--out", out) == 0
     assert {path.name for path in out.iterdir()} == {path.name for path in exported.iterdir()}
@@ -263,20 +327,29 @@ def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path
     check_close(copied, exported, 0.9999)
 
 
-def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, pixels = OnnxEncoder(exported), np.stack([m1clip.load(exported).square(image) for image in NOISE])
+def test_blocks_that_int8_harms_stay_in_float(
+    exported: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, pixels = (
+        OnnxEncoder(exported),
+        np.stack([m1clip.load(exported).square(image) for image in NOISE]),
+    )
 
     def image_cosine(enough: float) -> tuple[float, list[str]]:
         shutil.copy(exported / "image.onnx", copied)
         shutil.copy(exported / "text.onnx", copied)
         monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
         notes = quantize.quantize(copied, "int8", encoder, pixels, print)
-        return float((OnnxEncoder(copied).pixels(pixels) * encoder.pixels(pixels)).sum(axis=1).mean()), notes
+        return float(
+            (OnnxEncoder(copied).pixels(pixels) * encoder.pixels(pixels)).sum(axis=1).mean()
+        ), notes
 
     all_int8, no_notes = image_cosine(0.5)
     one, other = (m1clip.load(folder).encode_text(TEXTS) for folder in (exported, copied))
     assert 0.999 < (one * other).sum(axis=1).min() < 1 - 1e-7
-    np.testing.assert_allclose(m1clip.load(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5)  # alone, in a batch
+    np.testing.assert_allclose(
+        m1clip.load(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5
+    )  # alone, in a batch
     some, notes = image_cosine((1 + all_int8) / 2)
     assert not no_notes
     assert "stay in float" in notes[0]
@@ -287,19 +360,34 @@ def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monk
 def test_rounding_the_weights_does_not_change_the_mean_output(groups: int, tmp_path: Path) -> None:
     """Of a convolution, as its bias is corrected; one that stays in float keeps its bias."""
     rng = np.random.default_rng(groups)
-    weight, bias = rng.normal(size=(6, 6 // groups, 1, 1)).astype(np.float32), np.ones(6, np.float32)
+    weight, bias = (
+        rng.normal(size=(6, 6 // groups, 1, 1)).astype(np.float32),
+        np.ones(6, np.float32),
+    )
     weight[:, 0] *= 30  # coarse steps
     inputs = rng.uniform(size=(8, 6, 4, 4)).astype(np.float32)
-    shapes = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 6, 4, 4]) for name in "xy"]
-    tensors = [onnx.numpy_helper.from_array(value, name) for value, name in ((weight, "w"), (bias, "b"))]
+    shapes = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 6, 4, 4])
+        for name in "xy"
+    ]
+    tensors = [
+        onnx.numpy_helper.from_array(value, name) for value, name in ((weight, "w"), (bias, "b"))
+    ]
     layer = onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", group=groups)
     graph = onnx.helper.make_graph([layer], "graph", shapes[:1], shapes[1:], tensors)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
+    )
     means = quantize._mean_inputs(model, tmp_path / "graph.onnx", np.array_split(inputs, 2))
-    found = [onnx.numpy_helper.to_array(each) for each in quantize._correct_biases(model, means, []).graph.initializer]
+    found = [
+        onnx.numpy_helper.to_array(each)
+        for each in quantize._correct_biases(model, means, []).graph.initializer
+    ]
     scale = np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127
     exact, rounded = (
-        torch.nn.functional.conv2d(*map(torch.tensor, (inputs, *each)), groups=groups).mean(dim=(0, 2, 3))
+        torch.nn.functional.conv2d(*map(torch.tensor, (inputs, *each)), groups=groups).mean(
+            dim=(0, 2, 3)
+        )
         for each in ((weight, bias), (np.round(weight / scale) * scale, found[1]))
     )
     torch.testing.assert_close(rounded, exact, atol=1e-5, rtol=1e-5)

@@ -24,7 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_that_differs_is_not_written_unless_forced(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, out, writer = make_set(tmp_path / "set", train=2, val=40, test=2), tmp_path / "out", layouts._write_own
+    data, out, writer = (
+        make_set(tmp_path / "set", train=2, val=40, test=2),
+        tmp_path / "out",
+        layouts._write_own,
+    )
     words = ("export", model, "--to", "safetensors", "--data", data, "--out", out)
 
     def damaged(folder: Path, saved: layouts.SavedModel, say: layouts.Say) -> list[str]:
@@ -43,14 +47,27 @@ def test_the_report_is_on_the_screen_and_in_the_folder(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = make_set(tmp_path / "set", train=2, val=8, test=2)
-    assert exit_code("export", model, "--to", "safetensors", "--data", data, "--out", tmp_path / "out") == 0
-    shown, record = capsys.readouterr().out, json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (
+        exit_code("export", model, "--to", "safetensors", "--data", data, "--out", tmp_path / "out")
+        == 0
+    )
+    shown, record = (
+        capsys.readouterr().out,
+        json.loads((tmp_path / "out" / "export.json").read_text()),
+    )
     entry = record["runtimes"]["safetensors"]
     assert entry["image"]["cosine_min"] == pytest.approx(1)
     assert entry["recall@10"]["change"] == 0
     assert entry["image_seconds"]["n"] > 0
     assert record["examples"]["images"] == 8
-    for words in ("smallest cosine", "recall@1", "change in points", "size on disk", "images per second", "compared"):
+    for words in (
+        "smallest cosine",
+        "recall@1",
+        "change in points",
+        "size on disk",
+        "images per second",
+        "compared",
+    ):
         assert words in shown
 
 
@@ -73,13 +90,17 @@ def features() -> SplitFeatures:
     return SplitFeatures(image, text, index, np.arange(600), None)
 
 
-def test_the_interval_of_a_change_in_recall_is_that_of_the_bootstrap(features: SplitFeatures) -> None:
+def test_the_interval_of_a_change_in_recall_is_that_of_the_bootstrap(
+    features: SplitFeatures,
+) -> None:
     after = noisy(features, 0.1)
     found = recall_changes(features, after)["recall@1"]
     hits = []
     for image, text, *_ in (features, after):
         scores = text @ image.T
-        by_text = (scores.argmax(axis=1) == np.repeat(np.arange(200), 3)).reshape(200, 3).mean(axis=1)
+        by_text = (
+            (scores.argmax(axis=1) == np.repeat(np.arange(200), 3)).reshape(200, 3).mean(axis=1)
+        )
         by_image = scores.argmax(axis=0) // 3 == np.arange(200)
         hits.append((by_text + by_image) / 2)
     difference = hits[1] - hits[0]

@@ -36,7 +36,11 @@ class FixedLoad:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, slowdown: Slowdown, seconds: dict[str, float], default: str, limit: float = 1e9
+    monkeypatch: pytest.MonkeyPatch,
+    slowdown: Slowdown,
+    seconds: dict[str, float],
+    default: str,
+    limit: float = 1e9,
 ) -> tuple[str, Rounds[str]]:
     clock = SimulatedTime(slowdown)
     clock.install(monkeypatch, choices)
@@ -49,7 +53,9 @@ QUIET_CPU = {"fp32": 1.45, "bf16": 0.93}  # seconds of a step that the issue rep
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_choice_of_a_busy_computer_is_that_of_a_quiet_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_a_busy_computer_is_that_of_a_quiet_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whenever the load begins or ends: one candidate measured before and one during it would be compared wrongly."""
     draw = random.Random(seed)
     moment, slowdown = draw.uniform(0, 14), draw.uniform(1, 3)
@@ -70,7 +76,10 @@ def test_default_loses_only_to_a_candidate_that_is_faster_in_nearly_all_rounds()
 def test_clear_winner_is_found_from_the_other_default(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, rounds = measured(monkeypatch, load_from(5, 2.0), QUIET_CPU, "fp32")
     assert choice == "bf16"
-    assert {name: len(seconds) for name, seconds in rounds.seconds.items()} == {"fp32": 5, "bf16": 5}
+    assert {name: len(seconds) for name, seconds in rounds.seconds.items()} == {
+        "fp32": 5,
+        "bf16": 5,
+    }
 
 
 def test_hopeless_candidate_is_not_timed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +94,12 @@ def test_time_limit_leaves_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rounds.seconds["cpu"]) == 1
 
 
-@pytest.mark.parametrize(("others", "reliable"), [(0.0, True), (0.09, True), (0.3, False), (None, False)])
-def test_rounds_beside_other_programs_are_not_reliable(others: float | None, reliable: bool) -> None:
+@pytest.mark.parametrize(
+    ("others", "reliable"), [(0.0, True), (0.09, True), (0.3, False), (None, False)]
+)
+def test_rounds_beside_other_programs_are_not_reliable(
+    others: float | None, reliable: bool
+) -> None:
     assert Rounds({}, others).reliable == reliable
 
 

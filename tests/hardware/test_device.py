@@ -16,7 +16,13 @@ from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
 
 @pytest.mark.parametrize(
     ("facts", "kinds"),
-    [(M1, ("mps", "cpu")), (M4, ("mps", "cpu")), (XEON, ("cpu",)), (PASCAL, ("cuda", "cpu")), (H200, ("cuda", "cpu"))],
+    [
+        (M1, ("mps", "cpu")),
+        (M4, ("mps", "cpu")),
+        (XEON, ("cpu",)),
+        (PASCAL, ("cuda", "cpu")),
+        (H200, ("cuda", "cpu")),
+    ],
 )
 def test_available_devices_and_the_choice_of_auto(facts: Facts, kinds: tuple[str, ...]) -> None:
     assert available(facts) == kinds
@@ -34,18 +40,26 @@ def test_mlx_is_chosen_by_name_only_and_keeps_the_rules_of_torchs_device() -> No
         "mlx",
     )
     on_mac, on_linux = rules("mlx", m1), rules("mlx", linux)
-    assert on_mac.max_reduction == rules("mps", m1).max_reduction, "for frozen towers and evaluations"
+    assert on_mac.max_reduction == rules("mps", m1).max_reduction, (
+        "for frozen towers and evaluations"
+    )
     assert on_mac.worker_start == "spawn"
     assert on_linux.max_reduction is None
     for rule in (on_mac, on_linux):
         assert (rule.precisions, rule.bf16, rule.fixed_shapes) == (("fp32", "bf16"), "no", True)
-    with pytest.raises(UserError, match=r"--device mlx: not available .* pip install 'm1clip\[mlx\]'"):
+    with pytest.raises(
+        UserError, match=r"--device mlx: not available .* pip install 'm1clip\[mlx\]'"
+    ):
         choose_device("mlx", M1)
 
 
-@pytest.mark.parametrize(("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")])
+@pytest.mark.parametrize(
+    ("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")]
+)
 def test_missing_device_is_an_error(facts: Facts, missing: str) -> None:
-    with pytest.raises(UserError, match=f"--device {missing}: not available on this machine") as caught:
+    with pytest.raises(
+        UserError, match=f"--device {missing}: not available on this machine"
+    ) as caught:
         choose_device(missing, facts)
     assert ", ".join(available(facts)) in str(caught.value)
 
@@ -73,7 +87,9 @@ def test_unsupported_precision_is_an_error() -> None:
     assert choose_precision("fp32", "cuda", H200) == "fp32"
     with pytest.raises(UserError, match="bf16: not supported on cuda"):
         choose_precision("bf16", "cuda", TURING)
-    with pytest.raises(UserError, match=r"fp16: not supported on cpu \(choose from fp32, bf16, auto\)"):
+    with pytest.raises(
+        UserError, match=r"fp16: not supported on cpu \(choose from fp32, bf16, auto\)"
+    ):
         choose_precision("fp16", "cpu", XEON)
 
 
@@ -106,7 +122,9 @@ def test_environment_variables_unless_set_by_the_user() -> None:
     assert environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive", spin: "10000"}
     assert environment("Linux", {spin: "0"}) == {"OMP_WAIT_POLICY": "passive"}
     assert environment("Linux", {"OMP_WAIT_POLICY": "PASSIVE"}) == {spin: "10000"}
-    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, "spinning is the user's choice"
+    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, (
+        "spinning is the user's choice"
+    )
 
 
 def test_facts_of_this_machine() -> None:
@@ -123,13 +141,18 @@ def test_facts_of_this_machine() -> None:
 def test_compile_obstacles() -> None:
     assert device.compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
     assert "C++ compiler" in device.compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
-    assert "contains a space" in device.compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
+    assert "contains a space" in device.compile_obstacle(
+        "cpu", "/home/me/my code/torch", "g++", triton=False
+    )
     assert device.compile_obstacle("cuda", "/home/me/my code/torch", None, triton=True) == ""
     assert "triton" in device.compile_obstacle("cuda", "/opt/venv/torch", "g++", triton=False)
     assert device.compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
 
 
-CHIPS = {f"M{n}": mac(f"Apple M{n} {size}".strip()) for n, size in enumerate(("Pro", "", "Max", "", "Ultra"), 1)}
+CHIPS = {
+    f"M{n}": mac(f"Apple M{n} {size}".strip())
+    for n, size in enumerate(("Pro", "", "Max", "", "Ultra"), 1)
+}
 
 
 def test_chip_is_read_from_its_name() -> None:
@@ -138,7 +161,9 @@ def test_chip_is_read_from_its_name() -> None:
     assert device.apple_chip(mac("Apple processor")) == 1, "an unknown chip gets every rule"
 
 
-@pytest.mark.parametrize(("chip", "limit"), [("M1", 166), ("M2", 166), ("M3", 65_536), ("M4", 65_536), ("M5", 65_536)])
+@pytest.mark.parametrize(
+    ("chip", "limit"), [("M1", 166), ("M2", 166), ("M3", 65_536), ("M4", 65_536), ("M5", 65_536)]
+)
 def test_rows_at_once_of_a_vit_b_16(chip: str, limit: int) -> None:
     assert rules("mps", CHIPS[chip]).rows_at_once(197) == limit
     assert rules("cpu", CHIPS[chip]).rows_at_once(197) is None

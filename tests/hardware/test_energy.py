@@ -89,7 +89,9 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize("counter", [True, False])
-def test_gpu_with_and_without_an_energy_counter(monkeypatch: pytest.MonkeyPatch, counter: bool) -> None:
+def test_gpu_with_and_without_an_energy_counter(
+    monkeypatch: pytest.MonkeyPatch, counter: bool
+) -> None:
     nvml = FakeNvml(counter)
     monkeypatch.setattr(energy, "nvml_handle", lambda: (nvml, "card"))
     meter = open_meter("cuda")
@@ -110,8 +112,19 @@ def test_no_meter_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_meter("mps") is None
 
 
-def test_temperature_is_the_highest_of_the_first_known_sensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    for values, highest in (({"acpitz": [20], "k10temp": [55, 61.5]}, 61.5), ({"nvme": [80]}, None), ({}, None)):
-        sensors = {name: [SimpleNamespace(current=value) for value in each] for name, each in values.items()}
-        monkeypatch.setattr("psutil.sensors_temperatures", lambda sensors=sensors: sensors, raising=False)
+def test_temperature_is_the_highest_of_the_first_known_sensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for values, highest in (
+        ({"acpitz": [20], "k10temp": [55, 61.5]}, 61.5),
+        ({"nvme": [80]}, None),
+        ({}, None),
+    ):
+        sensors = {
+            name: [SimpleNamespace(current=value) for value in each]
+            for name, each in values.items()
+        }
+        monkeypatch.setattr(
+            "psutil.sensors_temperatures", lambda sensors=sensors: sensors, raising=False
+        )
         assert temperature("cpu") == highest

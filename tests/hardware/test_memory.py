@@ -29,17 +29,23 @@ print(kept, again, returned, rounds(1))
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_freed_memory_is_reused_until_it_is_returned() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    result = subprocess.run([sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True
+    )
     kept, again, returned, after = result.stdout.split()
     if kept == "False":
         pytest.skip("this C library has no mallopt")
     pages = (16 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert int(again) < pages / 2  # if memory were returned each time, it would be nine times the pages
+    assert (
+        int(again) < pages / 2
+    )  # if memory were returned each time, it would be nine times the pages
     assert returned == "True"
     assert int(after) > int(again)  # with huge pages few, but never none
 
 
-def test_malloc_is_not_changed_on_other_systems_or_where_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_is_not_changed_on_other_systems_or_where_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert memory.keep_freed_memory() is False
     monkeypatch.delenv("MALLOC_ARENA_MAX")

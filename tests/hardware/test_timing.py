@@ -57,7 +57,9 @@ def test_alternate_stops_after_the_time_limit_but_times_each_call_once(
     clock: FakeClock, seconds: float, rounds: int
 ) -> None:
     calls = {"a": clock.call("a", 3.0), "b": clock.call("b", 3.0)}
-    assert {t.n for t in alternate(calls, lambda: None, rounds=9, seconds=seconds).values()} == {rounds}
+    assert {t.n for t in alternate(calls, lambda: None, rounds=9, seconds=seconds).values()} == {
+        rounds
+    }
 
 
 def test_timing_is_median_and_quartiles() -> None:

@@ -51,7 +51,9 @@ TOKENS = "text_tower.tokens.weight"
 @pytest.fixture(scope="module")
 def model() -> Model:
     """A small model with random weights."""
-    tokenizer = make_tokenizer("clip-bpe-pruned", [caption for group in CAPTIONS for caption in group])
+    tokenizer = make_tokenizer(
+        "clip-bpe-pruned", [caption for group in CAPTIONS for caption in group]
+    )
     clip = tiny_clip(context_length=24, vocab_size=tokenizer.vocab_size, positions="sincos")
     return Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=32)))
 
@@ -74,15 +76,23 @@ def images(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_saved_model_loads_with_the_same_vectors(model: Model, folder: Path, images: list[Path]) -> None:
+def test_saved_model_loads_with_the_same_vectors(
+    model: Model, folder: Path, images: list[Path]
+) -> None:
     loaded = m1clip.load(folder)
     assert torch.equal(loaded.encode_text(TEXTS), model.encode_text(TEXTS))
     assert torch.equal(loaded.encode_image(images), model.encode_image(images))
     assert loaded.preprocess == model.preprocess
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
 
 
-def test_vectors_have_unit_length_and_do_not_depend_on_the_batch(model: Model, images: list[Path]) -> None:
+def test_vectors_have_unit_length_and_do_not_depend_on_the_batch(
+    model: Model, images: list[Path]
+) -> None:
     for encode, values in ((model.encode_image, images), (model.encode_text, [*TEXTS, ""])):
         vectors = encode(values)
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(values)))
@@ -95,13 +105,17 @@ def test_vectors_have_unit_length_and_do_not_depend_on_the_batch(model: Model, i
 def pretrained_model() -> Model:
     """EfficientNet and a thin BERT with random weights, whose kernels differ from those of our own towers."""
     tokenizer = wordpiece_tokenizer(PIECES)
-    text = PretrainedTextConfig(vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, context_length=24)
+    text = PretrainedTextConfig(
+        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, context_length=24
+    )
     head = HeadConfig(kind="adapter", hidden=16)
     towers = {"image_tower": PretrainedImageConfig(image_size=64), "text_tower": text}
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
-        clip = build_clip(CLIPConfig(**towers, image_head=head, text_head=head, embed_dim=16)).eval()
+        clip = build_clip(
+            CLIPConfig(**towers, image_head=head, text_head=head, embed_dim=16)
+        ).eval()
     for parameter in clip.parameters():
         if parameter.ndim == 4:
             torch.nn.init.kaiming_normal_(parameter)
@@ -113,12 +127,21 @@ def pretrained_model() -> Model:
 # Largest difference between entries of two unit vectors; products of other shapes are summed in another order, and bf16
 # rounds each of them to 8 bits.
 ROUNDING = {"fp32": 1e-5, "bf16": 0.02}
-SOME_TEXTS = ["", "a", "night", *(" ".join(["two trees and a red ball"] * count) for count in range(1, 7))]
+SOME_TEXTS = [
+    "",
+    "a",
+    "night",
+    *(" ".join(["two trees and a red ball"] * count) for count in range(1, 7)),
+]
 SOME_IMAGES = list(np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8))
 
 
-@pytest.fixture(scope="module", params=["own-fp32", "own-bf16", "pretrained-fp32", "pretrained-bf16"])
-def alone(request: pytest.FixtureRequest, model: Model, pretrained_model: Model) -> tuple[Model, Any, Any]:
+@pytest.fixture(
+    scope="module", params=["own-fp32", "own-bf16", "pretrained-fp32", "pretrained-bf16"]
+)
+def alone(
+    request: pytest.FixtureRequest, model: Model, pretrained_model: Model
+) -> tuple[Model, Any, Any]:
     """A model, and its vectors of SOME_TEXTS and of SOME_IMAGES, each encoded alone."""
     towers, precision = request.param.split("-")
     base = model if towers == "own" else pretrained_model
@@ -135,7 +158,11 @@ def alone(request: pytest.FixtureRequest, model: Model, pretrained_model: Model)
     batch=st.none() | st.integers(1, 7),
 )
 def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
-    alone: tuple[Model, Any, Any], texts: list[int], images: list[int], threads: int, batch: int | None
+    alone: tuple[Model, Any, Any],
+    texts: list[int],
+    images: list[int],
+    threads: int,
+    batch: int | None,
 ) -> None:
     model, text, image = alone
     tolerance = {"atol": ROUNDING[model.encoder.precision], "rtol": 0}
@@ -163,7 +190,9 @@ def test_each_thread_of_the_pool_keeps_to_one_core() -> None:
         torch.set_num_threads(before)
 
 
-def test_bf16_vectors_are_close_to_fp32(model: Model, pretrained_model: Model, images: list[Path]) -> None:
+def test_bf16_vectors_are_close_to_fp32(
+    model: Model, pretrained_model: Model, images: list[Path]
+) -> None:
     for base in (model, pretrained_model):
         rough = Model(TorchEncoder(base.clip, base.tokenizer, base.preprocess, "bf16"))
         for encode, exact, values in (
@@ -183,7 +212,10 @@ def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) 
             calls = [
                 pool.submit(encode, values)  # type: ignore[arg-type]
                 for _ in range(8)
-                for encode, values in ((pretrained_model.encode_text, texts), (pretrained_model.encode_image, images))
+                for encode, values in (
+                    (pretrained_model.encode_text, texts),
+                    (pretrained_model.encode_image, images),
+                )
             ]
             for number, call in enumerate(calls):
                 torch.testing.assert_close(call.result(), wanted[number % 2], atol=1e-5, rtol=0)
@@ -221,23 +253,32 @@ def test_model_can_be_used_in_a_forked_process(folder: Path) -> None:
     assert done.returncode == 0
 
 
-def test_model_with_threads_of_its_own_is_an_error_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_threads_of_its_own_is_an_error_in_a_forked_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     process = LoadingProcess()
     process.require_same("an ONNX model")
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    with pytest.raises(UserError, match="an ONNX model cannot be used in a process that was forked") as caught:
+    with pytest.raises(
+        UserError, match="an ONNX model cannot be used in a process that was forked"
+    ) as caught:
         process.require_same("an ONNX model")
     assert "\n" not in str(caught.value)
     copy.copy(process).require_same("a model of a spawned process")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_changed_weights_give_other_vectors(pretrained_model: Model, images: list[Path], precision: Any) -> None:
+def test_changed_weights_give_other_vectors(
+    pretrained_model: Model, images: list[Path], precision: Any
+) -> None:
     """The encoder keeps copies of the weights for its kernels."""
     changed = Model(
         TorchEncoder(
-            copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=64), precision
+            copy.deepcopy(pretrained_model.clip),
+            pretrained_model.tokenizer,
+            Preprocess(image_size=64),
+            precision,
         )
     )
     state = {name: tensor.clone() for name, tensor in changed.clip.state_dict().items()}
@@ -276,7 +317,9 @@ def test_equal_texts_are_encoded_once() -> None:
         seen.extend(tokens.tolist())
         return tokens.float()
 
-    tokens = np.array([[1, 5, 2, 0], [1, 2, 0, 0], [1, 5, 2, 0], [1, 2, 0, 0], [1, 6, 2, 0]], np.int32)
+    tokens = np.array(
+        [[1, 5, 2, 0], [1, 2, 0, 0], [1, 5, 2, 0], [1, 2, 0, 0], [1, 6, 2, 0]], np.int32
+    )
     runner = TowerRunner(tower, tower, Preprocess(image_size=8), torch.device("cpu"))
     assert in_order(runner.tokens(tokens, np.array([3, 2, 3, 2, 3]))).tolist() == tokens.tolist()
     assert sorted(seen) == sorted(map(list, {tuple(row) for row in tokens.tolist()}))
@@ -310,22 +353,62 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy())
     content = path.read_bytes()
-    one = [str(path), path, content, bytearray(content), image, array, tensor, tensor.permute(2, 0, 1)]
+    one = [
+        str(path),
+        path,
+        content,
+        bytearray(content),
+        image,
+        array,
+        tensor,
+        tensor.permute(2, 0, 1),
+    ]
     for value in one:
         assert torch.equal(model.encode_image(value), wanted), type(value)
         assert torch.equal(model.encode_image([value]), wanted), type(value)
     both = torch.stack([tensor, tensor])
-    many = [np.stack([array, array]), both, both.permute(0, 3, 1, 2), (str(path), image), iter([path, array])]
+    many = [
+        np.stack([array, array]),
+        both,
+        both.permute(0, 3, 1, 2),
+        (str(path), image),
+        iter([path, array]),
+    ]
     for value in (*many, np.array([str(path), str(path)])):
-        torch.testing.assert_close(model.encode_image(value), torch.cat([wanted, wanted]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            model.encode_image(value), torch.cat([wanted, wanted]), atol=1e-6, rtol=0
+        )
     assert torch.equal(model.encode_image(one), model.encode_image([path] * len(one)))
 
 
 NOT_IMAGES = [
-    *(None, 3, b"a.jpg", {"a": 1}, [None], [["a.jpg"]], [b"x"], [3], ["a", None], object(), "nowhere.jpg", Path("/")),
-    *(np.array(3), torch.tensor(3), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16)),
+    *(
+        None,
+        3,
+        b"a.jpg",
+        {"a": 1},
+        [None],
+        [["a.jpg"]],
+        [b"x"],
+        [3],
+        ["a", None],
+        object(),
+        "nowhere.jpg",
+        Path("/"),
+    ),
+    *(
+        np.array(3),
+        torch.tensor(3),
+        torch.zeros(3, 4, 4),
+        torch.zeros(3, 4, 4, dtype=torch.bfloat16),
+    ),
     *(np.zeros((2, 4, 4, 3)), np.zeros((0, 4, 3), np.uint8), torch.zeros(5, dtype=torch.uint8)),
-    *(np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)),
+    *(
+        np.zeros((4, 4, 3)),
+        np.zeros((4, 4), np.uint8),
+        np.zeros((4, 4, 4), np.uint8),
+        np.zeros((3, 4, 4), np.uint8),
+    ),
     [Image.new("RGB", (0, 4))],
 ]
 
@@ -343,7 +426,17 @@ def test_one_or_many_texts(model: Model) -> None:
     wanted = model.encode_text(["night"])
     for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
         assert torch.equal(model.encode_text(value), wanted)
-    for wrong in (None, 3, b"night", [3], [None], Path("night"), {"night": 1}, np.zeros(3), torch.zeros(3)):
+    for wrong in (
+        None,
+        3,
+        b"night",
+        [3],
+        [None],
+        Path("night"),
+        {"night": 1},
+        np.zeros(3),
+        torch.zeros(3),
+    ):
         with pytest.raises(UserError, match="encode_text takes a text, or a list of texts"):
             model.encode_text(wrong)
 
@@ -366,7 +459,10 @@ def config(keys: str, value: object) -> Damage:
 def weights(name: str, tensor: torch.Tensor | None) -> Damage:
     def change(folder: Path) -> None:
         found = {**load_file(folder / "model.safetensors"), name: tensor}
-        save_file({key: value for key, value in found.items() if value is not None}, folder / "model.safetensors")
+        save_file(
+            {key: value for key, value in found.items() if value is not None},
+            folder / "model.safetensors",
+        )
 
     return change
 
@@ -377,7 +473,10 @@ def text(content: str, file: str = "config.json") -> Damage:
 
 NORM = "text_tower.norm.weight"
 DAMAGE: list[tuple[Damage, str]] = [
-    *((config("format", value), "format must be an integer of at least 1") for value in (-1, 0, 1.5, "1", True)),
+    *(
+        (config("format", value), "format must be an integer of at least 1")
+        for value in (-1, 0, 1.5, "1", True)
+    ),
     (config("format", 99), r"newer m1clip \(format 99"),
     (config("model.extra", 1), "extra"),
     (config("model.image_tower.width", "x"), "model: image_tower: width must be"),
@@ -416,7 +515,10 @@ def test_another_image_size(model: Model, tmp_path: Path, positions: str, poolin
     slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
     smooth = Image.fromarray(slope.astype(np.uint8))
     trained = load(tmp_path / "model")
-    assert torch.equal(load(tmp_path / "model", image_size=32).encode_image([smooth]), trained.encode_image([smooth]))
+    assert torch.equal(
+        load(tmp_path / "model", image_size=32).encode_image([smooth]),
+        trained.encode_image([smooth]),
+    )
     larger = load(tmp_path / "model", image_size=64)
     assert larger.preprocess == replace(trained.preprocess, image_size=64)
     features = larger.encode_image([smooth])
@@ -429,7 +531,9 @@ def test_another_image_size(model: Model, tmp_path: Path, positions: str, poolin
         load(tmp_path / "model", image_size=50)
 
 
-def test_preprocess_and_tokenizer_give_what_the_model_takes(model: Model, images: list[Path]) -> None:
+def test_preprocess_and_tokenizer_give_what_the_model_takes(
+    model: Model, images: list[Path]
+) -> None:
     loaded = [Image.open(path).convert("RGB") for path in images[:2]]
     pixels = torch.stack([model.preprocess(image) for image in loaded])
     assert pixels.shape == (2, 3, 32, 32)
@@ -438,7 +542,9 @@ def test_preprocess_and_tokenizer_give_what_the_model_takes(model: Model, images
     assert torch.equal(model.tokenizer("night"), tokens[:1])
     with torch.inference_mode():
         torch.testing.assert_close(model.clip.encode_image(pixels), model.encode_image(loaded))
-        torch.testing.assert_close(model.clip.encode_text(tokens), model.encode_text(["night", "a red ball"]))
+        torch.testing.assert_close(
+            model.clip.encode_text(tokens), model.encode_text(["night", "a red ball"])
+        )
 
 
 def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
@@ -446,18 +552,25 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
     cosines = model.similarity(images, labels)
     torch.testing.assert_close(cosines, model.encode_image(images) @ model.encode_text(labels).T)
     for row, found in zip(cosines, model.classify(images, labels), strict=True):
-        assert [label for label, _ in found] == [labels[place] for place in row.argsort(descending=True).tolist()]
+        assert [label for label, _ in found] == [
+            labels[place] for place in row.argsort(descending=True).tolist()
+        ]
         assert sum(probability for _, probability in found) == pytest.approx(1.0)
     averaged = model.classify(images[0], labels, templates=["a {}", "the {}"])[0]
     assert {label for label, _ in averaged} == set(labels)
-    assert model.classify(images, labels, templates="{}") == model.classify(images, labels, templates=())
+    assert model.classify(images, labels, templates="{}") == model.classify(
+        images, labels, templates=()
+    )
 
 
 @pytest.mark.parametrize(
     ("labels", "templates", "words"),
     [
         *((wrong, ["{}"], "two or more labels") for wrong in (["night"], "night")),
-        *((wrong, ["{}"], "classify takes a list of labels") for wrong in (None, 3, ["night", None])),
+        *(
+            (wrong, ["{}"], "classify takes a list of labels")
+            for wrong in (None, 3, ["night", None])
+        ),
         (["night", "day"], ["a"], r"has no \{\}"),
     ],
 )
@@ -487,11 +600,15 @@ def test_vectors_that_are_not_finite_are_an_error(folder: Path, images: list[Pat
 @pytest.mark.parametrize("device", ["", "CPU", "cuda:99", 99, []])
 def test_missing_device_is_named(model: Model, folder: Path, device: Any) -> None:
     for move in (lambda: load(folder, device=device), lambda: model.to(device)):
-        with pytest.raises(UserError, match=f"device {re.escape(repr(str(device)))}: not available here"):
+        with pytest.raises(
+            UserError, match=f"device {re.escape(repr(str(device)))}: not available here"
+        ):
             move()
 
 
-def test_gpu_means_the_same_as_in_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_means_the_same_as_in_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("m1clip.model.folder.device_name", lambda name: {"gpu": "cpu"}[name])
     assert load(folder, device="gpu").device.type == "cpu"
 
@@ -499,7 +616,9 @@ def test_gpu_means_the_same_as_in_the_command(folder: Path, monkeypatch: pytest.
 def test_repr_names_sizes_and_device(model: Model) -> None:
     config = model.clip.config
     text = repr(model)
-    assert text.startswith(f"Model({config.image_size} px images, texts of {config.context_length} tokens")
+    assert text.startswith(
+        f"Model({config.image_size} px images, texts of {config.context_length} tokens"
+    )
     assert f"{config.embed_dim} dimensions" in text
     assert text.endswith(" parameters on cpu)")
 
@@ -527,7 +646,12 @@ def test_save_replaces_a_model_and_nothing_else(model: Model, folder: Path) -> N
 def test_public_names_stay_functions_after_every_import() -> None:
     import importlib
 
-    for module in ("training.run", "evaluation.evaluate", "inference.torch_encoder", "model.presets"):
+    for module in (
+        "training.run",
+        "evaluation.evaluate",
+        "inference.torch_encoder",
+        "model.presets",
+    ):
         importlib.import_module(f"m1clip.{module}")
     for name in ("train", "evaluate", "load", "list_models"):
         assert callable(getattr(m1clip, name))

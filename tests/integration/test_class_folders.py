@@ -22,7 +22,12 @@ from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
 NO_COUNTS = {"data.synthetic_images": None, "data.captions_per_step": None}
-COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200), "gray": (110, 110, 110)}
+COLORS = {
+    "red": (200, 30, 30),
+    "green": (30, 200, 30),
+    "blue": (30, 30, 200),
+    "gray": (110, 110, 110),
+}
 
 
 def class_folders(folder: Path) -> Path:
@@ -62,11 +67,16 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     assert evaluations[end["best_step"]] == max(evaluations.values()) > 1 / 4
     assert_all_classes_are_candidates(run)
     assert re.search(r"^class +top-1 +95% interval +images$", printed, re.MULTILINE)
-    assert all(re.search(rf"^{name} +[\d.]+% .* 4$", printed, re.MULTILINE) for name in ("red", "green", "blue"))
+    assert all(
+        re.search(rf"^{name} +[\d.]+% .* 4$", printed, re.MULTILINE)
+        for name in ("red", "green", "blue")
+    )
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
     vectors = bundle.class_vectors(list(COLORS), ["a photo of a {}."])
-    predicted = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
+    predicted = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(
+        dim=1
+    )
     right = torch.tensor([list(COLORS).index(path.parent.name) for path in paths])
     assert end["top1_accuracy"] == pytest.approx(float((predicted == right).float().mean()))
     assert_one_name(run, printed, "top-1 accuracy", max(evaluations.values()))
@@ -86,11 +96,16 @@ def assert_all_classes_are_candidates(run: Path) -> None:
     assert [record["top1_accuracy/chance"] for record in records] == [0.25] * len(records)
     assert all(record["image_to_text/recall@1"] >= record["top1_accuracy"] for record in records)
     again = evaluate(run, [], device="cpu")
-    assert (again["top1_accuracy"].chance, again["top1_accuracy"].value) == (0.25, records[-1]["top1_accuracy"])
+    assert (again["top1_accuracy"].chance, again["top1_accuracy"].value) == (
+        0.25,
+        records[-1]["top1_accuracy"],
+    )
 
 
 def test_captions_are_selected_by_mean_recall(tmp_path: Path) -> None:
-    run, printed = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
+    run, printed = trained(
+        tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0}
+    )
     evaluations = [line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"]
     assert re.search(r"stopped +after 1 evaluations without improvement of mean recall", printed)
     assert "early stop at step" in once(run, (120, 50))
@@ -103,14 +118,20 @@ def assert_one_name(run: Path, printed: str, label: str, best: float) -> None:
     last = next(read for read in reversed(list(read_log(run))) if read["kind"] == "eval")
     history = History(run).poll()
     now = f"{label} {100 * last[history.metric]:.1f}%"
-    assert re.search(rf"^validation step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE)
+    assert re.search(
+        rf"^validation step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE
+    )
     assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in printed
     assert re.search(rf"^step .*  {label} [\d.]+%  ", printed, re.MULTILINE), "the live line"
-    assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", printed, re.MULTILINE), "final table"
+    assert re.search(
+        rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", printed, re.MULTILINE
+    ), "final table"
     monitor = once(run, (160, 50))
     assert f"{now} [" in monitor
     assert f"evaluated at step {last['step']:,}: {now}" in monitor
     assert f"{label} {value}" in as_table(list_runs(run.parent), run.parent)
     assert label in write_report([run], run.parent / "report.html").read_text()
-    (summary,) = (each for each in Store([run.parent]).update({})["runs"] if each["id"] == key_of(run))
+    (summary,) = (
+        each for each in Store([run.parent]).update({})["runs"] if each["id"] == key_of(run)
+    )
     assert (summary["metric"], summary["best"]) == (label, best)

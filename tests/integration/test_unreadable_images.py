@@ -24,9 +24,13 @@ STEPS = 12
 def lazy_set(folder: Path, batch: int = 8) -> TrainingSet:
     samples = open_source(str(folder)).samples("train")
     captions = [sample.captions for sample in samples]
-    table = tokenize_captions(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
+    table = tokenize_captions(
+        captions, CharTokenizer.from_captions(c for group in captions for c in group), 64
+    )
     images = LazyImages([sample.image for sample in samples], 24)
-    return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2))
+    return TrainingSet(
+        images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +58,15 @@ def test_same_batches_for_any_number_of_workers(broken_set: Path) -> None:
 def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
     data = lazy_set(broken_set)
     seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
-    assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(_left_over(data))
+    assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(
+        _left_over(data)
+    )
     for batch in seen:
         for place, image in enumerate(batch.sample_ids.tolist()):
             assert image not in BROKEN
-            np.testing.assert_array_equal(batch.images[place].numpy(), data.images.read(np.array([image]))[0])
+            np.testing.assert_array_equal(
+                batch.images[place].numpy(), data.images.read(np.array([image]))[0]
+            )
             own = range(data.captions.first[image], data.captions.first[image + 1])
             given = batch.caption_ids[batch.image_index == place].tolist()
             assert len(given) == 1
@@ -90,7 +98,13 @@ def broken_run(tmp_path: Path, fraction: float, cache: str, name: str = "run", *
         make_set(folder, train=200, val=20, test=20)
         break_files(folder, range(0, 200, round(1 / fraction)))
         break_files(folder, [3], split="val")
-    changes = {"data.source": [str(folder)], "data.cache": cache, "train.steps": 8, "train.save_every": 4, **more}
+    changes = {
+        "data.source": [str(folder)],
+        "data.cache": cache,
+        "train.steps": 8,
+        "train.save_every": 4,
+        **more,
+    }
     run_small(tmp_path / name, changes)
     return tmp_path / name
 

@@ -18,15 +18,27 @@ ROOT = Path(m1clip.__file__).parent.parent
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="not run from the repository"),
+    pytest.mark.skipif(
+        not (ROOT / "pyproject.toml").exists(), reason="not run from the repository"
+    ),
 ]
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     env |= {"COLUMNS": "200", "NO_COLOR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
+        [str(word) for word in words],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -46,22 +58,43 @@ def wheel(built: Path) -> Path:
     return wheel
 
 
-def test_sdist_contains_all_files_of_the_repository_and_its_tests_run(built: Path, tmp_path: Path) -> None:
+def test_sdist_contains_all_files_of_the_repository_and_its_tests_run(
+    built: Path, tmp_path: Path
+) -> None:
     (archive,) = built.glob("m1clip-*.tar.gz")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
     names = [name for name in tracked.splitlines() if (ROOT / name).exists()]
     assert [name for name in names if not name.startswith(".") and name not in present] == []
-    assert {"Makefile", "docs/python.md", "benchmarks/README.md", "hatch_build.py", "tests/conftest.py"} <= present
-    words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_readme.py", "-k", "links_exist"]
+    assert {
+        "Makefile",
+        "docs/python.md",
+        "benchmarks/README.md",
+        "hatch_build.py",
+        "tests/conftest.py",
+    } <= present
+    words = [
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_readme.py",
+        "-k",
+        "links_exist",
+    ]
     assert "2 passed" in run(sys.executable, *words, cwd=root)
 
 
 def test_readme_of_the_package_has_no_relative_links(wheel: Path) -> None:
-    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    (name,) = [
+        name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")
+    ]
     metadata = zipfile.ZipFile(wheel).read(name).decode()
     assert "Description-Content-Type: text/markdown" in metadata
     assert "# m1clip" in metadata
@@ -78,7 +111,10 @@ def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
             assert path.relative_to(ROOT).as_posix() in names
     assert {"m1clip/presets/demo.toml", "m1clip/presets/prior-art.toml"} <= names
     assert any(name.startswith("m1clip/text/") and name.endswith(".gz") for name in names)
-    assert {name.partition("/")[0] for name in names} == {"m1clip", f"m1clip-{m1clip.__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        "m1clip",
+        f"m1clip-{m1clip.__version__}.dist-info",
+    }
 
 
 def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
@@ -90,16 +126,31 @@ def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     # Libraries come from this environment, but not its editable m1clip: .pth files in a folder added by a .pth file
     # are not read.
     site = Path(
-        run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip()
+        run(
+            scripts / "python",
+            "-c",
+            "import sysconfig; print(sysconfig.get_path('purelib'))",
+            cwd=home,
+        ).strip()
     )
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
     assert Path(where.strip()).is_relative_to(site)
 
-    printed = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--out", "my run", cwd=home)
+    printed = run(
+        scripts / "m1clip",
+        "train",
+        *small_arguments({"train.steps": 3}),
+        "--out",
+        "my run",
+        cwd=home,
+    )
     assert "test split, not seen in training" in printed
     assert (home / "my run" / "model" / "model.safetensors").is_file()
     assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)
     assert "did you mean" not in run(
-        scripts / "python", "-c", "from m1clip.config import read_preset; print(read_preset('demo'))", cwd=home
+        scripts / "python",
+        "-c",
+        "from m1clip.config import read_preset; print(read_preset('demo'))",
+        cwd=home,
     )

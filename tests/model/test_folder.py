@@ -20,7 +20,13 @@ from m1clip.model.presets import with_fields
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
-FULL = {"vision_width": 64, "text_width": 64, "vision_heads": 1, "text_heads": 1, "vocab_size": 49408}
+FULL = {
+    "vision_width": 64,
+    "text_width": 64,
+    "vision_heads": 1,
+    "text_heads": 1,
+    "vocab_size": 49408,
+}
 SHAPE = tiny_config(**FULL)
 TEXTS = ["a red ball", "two cats!"]
 IMAGE = torch.arange(40 * 50 * 3).view(40, 50, 3).remainder(251).to(torch.uint8).numpy()
@@ -52,7 +58,9 @@ def openclip(exported: dict[str, Path]) -> Path:
 
 def assert_same(one: Model, other: Model) -> None:
     torch.testing.assert_close(one.encode_text(TEXTS), other.encode_text(TEXTS), atol=1e-6, rtol=0)
-    torch.testing.assert_close(one.encode_image([IMAGE]), other.encode_image([IMAGE]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        one.encode_image([IMAGE]), other.encode_image([IMAGE]), atol=1e-6, rtol=0
+    )
     assert torch.equal(one.clip.logit_scale, other.clip.logit_scale)
 
 
@@ -60,7 +68,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("*model.safetensors")))
 
 
-def test_load_open_clip_training_checkpoint_with_module_prefix(trained: Model, openclip: Path) -> None:
+def test_load_open_clip_training_checkpoint_with_module_prefix(
+    trained: Model, openclip: Path
+) -> None:
     state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
     torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
     assert_same(m1clip.load(openclip / "epoch_3.pt"), trained)
@@ -68,8 +78,17 @@ def test_load_open_clip_training_checkpoint_with_module_prefix(trained: Model, o
 
 def test_load_open_clip_custom_text_clip(trained: Model, openclip: Path) -> None:
     """Its text tower has the prefix `text.`; OpenAI's own files contain numbers besides the weights."""
-    parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
-    state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
+    parts = (
+        "token_embedding",
+        "positional_embedding",
+        "transformer",
+        "ln_final",
+        "text_projection",
+    )
+    state = {
+        f"text.{name}" if name.startswith(parts) else name: t
+        for name, t in weights_of(openclip).items()
+    }
     state |= {"input_resolution": torch.tensor(32), "context_length": torch.tensor(16)}
     save_file(state, openclip / "open_clip_model.safetensors")
     assert_same(m1clip.load(openclip), trained)
@@ -117,7 +136,9 @@ def test_pickle_that_runs_code_is_rejected(openclip: Path) -> None:
         ({"multimodal_cfg": {"width": 8}}, "multimodal_cfg"),
     ],
 )
-def test_unsupported_architecture_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
+def test_unsupported_architecture_is_named(
+    openclip: Path, change: dict[str, object], words: str
+) -> None:
     path = openclip / "open_clip_config.json"
     config = json.loads(path.read_text())
     for key, value in change.items():
@@ -134,14 +155,17 @@ def test_export_with_another_image_size(trained: Model, tmp_path: Path) -> None:
     larger = m1clip.load(tmp_path / "larger")
     assert larger.clip.config == with_fields(SHAPE, image_size=48)
     torch.testing.assert_close(
-        larger.encode_image([IMAGE]), m1clip.load(tmp_path / "ours", image_size=48).encode_image([IMAGE])
+        larger.encode_image([IMAGE]),
+        m1clip.load(tmp_path / "ours", image_size=48).encode_image([IMAGE]),
     )
 
 
 def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("clip-bpe-pruned", TEXTS)
     torch.manual_seed(0)
-    model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
+    model = tiny_clip(
+        **FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id
+    )
     small = Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=32)))
     small.save(tmp_path / "small")
     notes: list[str] = []
@@ -156,7 +180,9 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     torch.manual_seed(0)
     odd = tiny_clip(**FULL, pooling="mean", projection_bias=True, text_pooling="eot+mean")
     Model(TorchEncoder(odd, trained.tokenizer, trained.preprocess)).save(tmp_path / "odd")
-    with pytest.raises(UserError, match=r"support pooling mean, projection_bias True, text_pooling eot\+mean"):
+    with pytest.raises(
+        UserError, match=r"support pooling mean, projection_bias True, text_pooling eot\+mean"
+    ):
         convert(read_model(tmp_path / "odd"), "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
     character = tiny_clip(vocab_size=letters.vocab_size, eot_id=letters.eot_id)
@@ -192,11 +218,15 @@ def test_models_of_another_architecture_are_named(
         read_model(tmp_path)
 
 
-def test_hub_name_gets_a_hint_that_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_gets_a_hint_that_nothing_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name in ("openai/clip-vit-base-patch32", "hf-hub:openai/clip-vit-base-patch32"):
-        with pytest.raises(UserError, match=r"downloads nothing.* hf download openai/clip-vit-base-patch32 "):
+        with pytest.raises(
+            UserError, match=r"downloads nothing.* hf download openai/clip-vit-base-patch32 "
+        ):
             read_model(Path(name))
     for name in ("runs/demo", "models/vit", "/a/b", "../a", "photos", "a/b/c"):
         with pytest.raises(UserError, match="no trained model found") as caught:

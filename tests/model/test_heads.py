@@ -17,7 +17,9 @@ def test_adapter_head_starts_as_projection_of_standardized_features() -> None:
     torch.testing.assert_close(made, head.project((features - head.mean) / head.deviation))
     assert 0.2 < float(made.detach().std()) < 3  # the scale of the features is gone
     dropped = head(features, torch.arange(50))
-    assert torch.equal(dropped[7:9], head(features[7:9], torch.arange(7, 9))), "the other rows make no difference"
+    assert torch.equal(dropped[7:9], head(features[7:9], torch.arange(7, 9))), (
+        "the other rows make no difference"
+    )
     assert not torch.equal(dropped, made)
     assert not torch.equal(dropped, head(features, torch.arange(1, 51)))
 
@@ -41,5 +43,7 @@ def test_head_dropout_fraction_and_mean() -> None:
     assert float(columns.max()) < 0.35
     rows = (thin == 0).float() - 0.25
     together = (rows @ rows.T).fill_diagonal_(0) / (0.25 * 0.75 * 301**0.5)
-    assert float(together.std()) == pytest.approx(1, abs=0.05), "masks of neighbours are independent"
+    assert float(together.std()) == pytest.approx(1, abs=0.05), (
+        "masks of neighbours are independent"
+    )
     assert torch.equal(head._dropped(torch.ones(3), 0.25, None), torch.ones(3))

@@ -17,7 +17,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     rows = []
     for i in range(length):
         seen = i + 1 if causal else length
-        scores = torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) for j in range(seen)], -1) / dim**0.5
+        scores = (
+            torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) for j in range(seen)], -1) / dim**0.5
+        )
         weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
         rows.append(sum(weights[..., j, None] * v[:, :, j] for j in range(seen)))
     return torch.stack(rows, dim=2)  # type: ignore[arg-type]
@@ -25,7 +27,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, 3, 7, 5, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
+    return [
+        torch.randn(2, 3, 7, 5, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)
+    ]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -55,12 +59,19 @@ def test_kernel_by_rule_also_when_compiled(dtype: torch.dtype, kind: AttentionKi
         assert torch.equal(attention(q, k, v, True), attention(q, k, v, True, "sdpa"))
 
 
-needs_fused = pytest.mark.skipif(layers._onednn_op() is None, reason="torch without oneDNN's fused product")
+needs_fused = pytest.mark.skipif(
+    layers._onednn_op() is None, reason="torch without oneDNN's fused product"
+)
 
 
-def transformer(causal: bool = False, activation: Activation = "gelu", depth: int = 2) -> Transformer:
+def transformer(
+    causal: bool = False, activation: Activation = "gelu", depth: int = 2
+) -> Transformer:
     torch.manual_seed(0)
-    made = Transformer(TextTowerConfig(width=16, layers=depth, heads=2, mlp_ratio=2.0, activation=activation), causal)
+    made = Transformer(
+        TextTowerConfig(width=16, layers=depth, heads=2, mlp_ratio=2.0, activation=activation),
+        causal,
+    )
     for p in made.parameters():
         nn.init.normal_(p, std=0.3)
     for block in made.blocks:
@@ -73,7 +84,9 @@ def grads_of(model: nn.Module, out: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(out, list(model.parameters()), cotangent, allow_unused=True))
 
 
-def assert_equal_grads(model: nn.Module, one: Tensor, other: Tensor, tolerance: float = 1e-4) -> None:
+def assert_equal_grads(
+    model: nn.Module, one: Tensor, other: Tensor, tolerance: float = 1e-4
+) -> None:
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     for a, b in zip(grads_of(model, one), grads_of(model, other), strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
@@ -82,7 +95,9 @@ def assert_equal_grads(model: nn.Module, one: Tensor, other: Tensor, tolerance: 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_mean_shortcut_matches_full_sequence(checkpointing: bool, activation: Activation, depth: int) -> None:
+def test_mean_shortcut_matches_full_sequence(
+    checkpointing: bool, activation: Activation, depth: int
+) -> None:
     model = transformer(activation=activation, depth=depth)
     model.activation_checkpointing = checkpointing
     x = torch.randn(3, 7, 16)
@@ -132,13 +147,17 @@ def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:
 
 @pytest.mark.parametrize("position", [None, "mean", 0])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kept_copies_of_weights_match_autocast(monkeypatch: pytest.MonkeyPatch, position: object, device: str) -> None:
+def test_kept_copies_of_weights_match_autocast(
+    monkeypatch: pytest.MonkeyPatch, position: object, device: str
+) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     model, casts, pack = transformer(activation="quick_gelu").to(device), [], layers.packed
     x = torch.randn(3, 7, 16, dtype=torch.bfloat16, device=device)
     monkeypatch.setattr(layers, "uses_onednn", lambda x: False)
-    monkeypatch.setattr(layers, "packed", lambda p, f, *key: pack(p, lambda w: casts.append(w) or f(w), *key))
+    monkeypatch.setattr(
+        layers, "packed", lambda p, f, *key: pack(p, lambda w: casts.append(w) or f(w), *key)
+    )
     with torch.inference_mode():
         exact = model(x.float(), position)
     with torch.inference_mode(), torch.autocast(device, torch.bfloat16):

@@ -38,7 +38,9 @@ def test_parameter_count_of_every_preset() -> None:
 
 
 def test_config_overrides_change_only_named_fields() -> None:
-    shape = clip_config(ModelConfig(name="ViT-B-32", text_layers=3, stem="conv"), vocab_size=100, logit_bias=True)
+    shape = clip_config(
+        ModelConfig(name="ViT-B-32", text_layers=3, stem="conv"), vocab_size=100, logit_bias=True
+    )
     expected = preset("ViT-B-32").to_dict() | {"logit_bias": True}
     expected["text_tower"] |= {"layers": 3, "vocab_size": 100, "eot_id": 99}
     expected["image_tower"] |= {"stem": "conv"}
@@ -53,7 +55,9 @@ def test_resolved_config_sets_every_field() -> None:
 
 
 def test_config_dict_round_trip() -> None:
-    pretrained = CLIPConfig(image_tower=PretrainedImageConfig(), image_head=HeadConfig(kind="adapter", hidden=16))
+    pretrained = CLIPConfig(
+        image_tower=PretrainedImageConfig(), image_head=HeadConfig(kind="adapter", hidden=16)
+    )
     for shape in (pretrained, preset("tiny")):
         assert CLIPConfig.from_dict(shape.to_dict()) == shape
     with pytest.raises(UserError, match="color"):
@@ -69,7 +73,9 @@ def test_flops_grow_with_tokens() -> None:
     fewer, more = flops_per_pair(base, 10), flops_per_pair(base, 20)
     # Twice the tokens: twice the matrix work, four times the attention of the text tower.
     width, layers = base.text_tower.width, base.text_tower.layers
-    assert more - fewer == pytest.approx(3 * 2 * layers * (12 * width**2 * 10 + 2 * width * (400 - 100)))
+    assert more - fewer == pytest.approx(
+        3 * 2 * layers * (12 * width**2 * 10 + 2 * width * (400 - 100))
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.layers import Block
 from m1clip.model.presets import flops_per_pair, with_fields
-from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d, stem_groups, whitening_filters
+from m1clip.model.towers import (
+    ConvStem,
+    VisionTower,
+    resize_positions,
+    sincos_2d,
+    stem_groups,
+    whitening_filters,
+)
 
 EOT = 9
 
@@ -43,7 +50,9 @@ def test_patch_matmul_matches_convolution() -> None:
         if tower.patch.bias is not None:
             torch.nn.init.normal_(tower.patch.bias)
         by_conv = tower.patch(pixels().double()).flatten(2).transpose(1, 2)
-        torch.testing.assert_close(tower._patches(pixels().double(), None), by_conv, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            tower._patches(pixels().double(), None), by_conv, atol=1e-12, rtol=0
+        )
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
@@ -70,7 +79,9 @@ def test_tokens_after_eot_have_no_effect(pooling: str) -> None:
     changed[0, 3:] = torch.randint(0, 20, (13,))
     changed[1, 5:] = EOT
     assert torch.equal(model.encode_text(ids()), model.encode_text(changed))
-    torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5
+    )
     changed[2, 3] = 11  # before its EOT token
     assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(changed)[2])
 
@@ -96,7 +107,9 @@ def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPat
         torch.manual_seed(5)
         results.append(gradients(model))
     assert [type(module) for module in used].count(Block) == 4
-    assert results[0].keys() == dict(plain.named_parameters()).keys(), "the gradient reaches every parameter"
+    assert results[0].keys() == dict(plain.named_parameters()).keys(), (
+        "the gradient reaches every parameter"
+    )
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
@@ -105,7 +118,10 @@ def test_sincos_positions_are_not_saved() -> None:
     assert "image_tower.positions" not in model.state_dict()
     assert torch.equal(model.image_tower.positions[0], torch.zeros(32))
     assert "image_tower.positions" in clip().state_dict()
-    small, large = (clip(positions="sincos", pooling="mean"), clip(positions="sincos", pooling="mean", image_size=64))
+    small, large = (
+        clip(positions="sincos", pooling="mean"),
+        clip(positions="sincos", pooling="mean", image_size=64),
+    )
     large.load_state_dict(small.state_dict())
     assert large.encode_image(pixels(size=64)).shape == (3, 16)
 
@@ -117,7 +133,10 @@ def test_zero_init_makes_every_residual_branch_zero() -> None:
         assert torch.equal(getattr(zeroed, tower).transformer(x), x)
         assert not torch.allclose(getattr(usual, tower).transformer(x), x, atol=1e-2)
     grads = gradients(zeroed)  # zero, but it can learn
-    assert all(grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
+    assert all(
+        grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0
+        for i in range(2)
+    )
 
 
 def test_temperature_is_clamped() -> None:
@@ -135,7 +154,9 @@ def test_sigmoid_loss_has_siglip_bias_and_temperature() -> None:
     features = model(pixels(), ids())
     assert features.bias is model.logit_bias
     assert (features.bias.item(), features.scale.item()) == (-10.0, pytest.approx(10.0))
-    assert math.isclose(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1)
+    assert math.isclose(
+        sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1
+    )
 
 
 def test_bf16_is_close_to_fp32() -> None:
@@ -194,8 +215,13 @@ def test_conv_stem_matches_reference() -> None:
         wanted = conv(wanted)
         if norm is not None:
             groups = wanted.view(3, wanted.shape[1] // 2, -1)  # 4 and 8 channels in groups of 2
-            mean, variance = groups.mean(dim=2, keepdim=True), groups.var(dim=2, unbiased=False, keepdim=True)
-            wanted = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(wanted) * norm.weight.view(1, -1, 1, 1)
+            mean, variance = (
+                groups.mean(dim=2, keepdim=True),
+                groups.var(dim=2, unbiased=False, keepdim=True),
+            )
+            wanted = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(
+                wanted
+            ) * norm.weight.view(1, -1, 1, 1)
             wanted = nn.functional.gelu(wanted)
     torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
@@ -203,12 +229,23 @@ def test_conv_stem_matches_reference() -> None:
 def test_stem_groups_divide_any_number_of_channels() -> None:
     for channels in range(1, 200):
         nn.GroupNorm(stem_groups(channels), channels)
-    assert [stem_groups(channels) for channels in (1, 2, 4, 8, 24, 25, 32, 50)] == [1, 1, 2, 4, 8, 1, 8, 2]
+    assert [stem_groups(channels) for channels in (1, 2, 4, 8, 24, 25, 32, 50)] == [
+        1,
+        1,
+        2,
+        4,
+        8,
+        1,
+        8,
+        2,
+    ]
 
 
 def test_whitening_filters_decorrelate_patches() -> None:
     torch.manual_seed(0)
-    pixels = nn.functional.avg_pool2d(torch.randn(40, 3, 68, 68), 3, 1)  # neighboring pixels are correlated
+    pixels = nn.functional.avg_pool2d(
+        torch.randn(40, 3, 68, 68), 3, 1
+    )  # neighboring pixels are correlated
     filters = whitening_filters(pixels, 54)
     assert filters.shape == (54, 3, 3, 3)
     torch.testing.assert_close(filters[:27], -filters[27:])
@@ -227,7 +264,9 @@ def test_conv_stem_with_patch_dropout() -> None:
     x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])
     full = tower._patches(x, None)
     assert full.shape == (2, 16, 16)
-    torch.testing.assert_close(tower._patches(x, chosen), torch.stack([full[0, chosen[0]], full[1, chosen[1]]]))
+    torch.testing.assert_close(
+        tower._patches(x, chosen), torch.stack([full[0, chosen[0]], full[1, chosen[1]]])
+    )
 
 
 def test_flops_of_a_conv_stem() -> None:

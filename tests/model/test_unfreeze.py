@@ -16,7 +16,9 @@ def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
 
 
 def test_layer_groups_of_pretrained_towers() -> None:
-    bert = layer_groups(BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4)))
+    bert = layer_groups(
+        BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4))
+    )
     assert len(bert) == 5
     assert "tokens.weight" in names(bert[0])
     assert "norm.weight" in names(bert[0])  # of the embeddings, before the first block
@@ -45,7 +47,12 @@ def test_layer_decay_lowers_learning_rates_of_early_layers() -> None:
     torch.manual_seed(0)
     model = tiny_clip(vision_layers=3)
     factors = layer_lr_factors(model, ("image_tower", "text_tower"), 0.5)
-    assert factors["image_tower.norm.weight"] == factors["image_head.weight"] == factors["logit_scale"] == 1
+    assert (
+        factors["image_tower.norm.weight"]
+        == factors["image_head.weight"]
+        == factors["logit_scale"]
+        == 1
+    )
     assert factors["image_tower.transformer.blocks.2.attn.qkv.weight"] == 0.5
     assert factors["image_tower.transformer.blocks.0.attn.qkv.weight"] == 0.125
     assert factors["image_tower.patch.weight"] == 0.0625

@@ -16,22 +16,51 @@ def line(kind: str, **values: Any) -> dict[str, Any]:
 def step(number: int, **values: Any) -> dict[str, Any]:
     """A step record whose values depend on its number."""
     usual: dict[str, Any] = {
-        **{"time": BEGIN + 0.5 * number, "loss": 4.0 / (1 + number / 50), "grad_norm": 1.0, "lr": 5e-4},
-        **{"temperature": 0.07, "images_per_second": 256.0, "step_seconds": 0.5, "data_fraction": 0.01},
-        "seconds": {"data": 0.005, "copy": 0.005, "forward": 0.2, "backward": 0.25, "optimizer": 0.03, "rest": 0.01},
-        **{"memory_bytes": 1_000_000_000, "cores": [90, 40], "epoch": number / 10, "elapsed": 0.5 * number},
+        **{
+            "time": BEGIN + 0.5 * number,
+            "loss": 4.0 / (1 + number / 50),
+            "grad_norm": 1.0,
+            "lr": 5e-4,
+        },
+        **{
+            "temperature": 0.07,
+            "images_per_second": 256.0,
+            "step_seconds": 0.5,
+            "data_fraction": 0.01,
+        },
+        "seconds": {
+            "data": 0.005,
+            "copy": 0.005,
+            "forward": 0.2,
+            "backward": 0.25,
+            "optimizer": 0.03,
+            "rest": 0.01,
+        },
+        **{
+            "memory_bytes": 1_000_000_000,
+            "cores": [90, 40],
+            "epoch": number / 10,
+            "elapsed": 0.5 * number,
+        },
     }
     return line("step", step=number, **{**usual, **values})
 
 
-def evaluation(number: int, recall: float, low: float | None = None, **values: Any) -> dict[str, Any]:
+def evaluation(
+    number: int, recall: float, low: float | None = None, **values: Any
+) -> dict[str, Any]:
     """An evaluation with an interval of five points to either side."""
     low = max(0.0, recall - 0.05) if low is None else low
     parts = {"": recall, "/low": low, "/high": min(1.0, recall + 0.05), "/chance": 0.01, "/n": 500}
     names = ("mean_recall", "text_to_image/recall@1", "image_to_text/recall@1")
     figures = {name + part: value for name in names for part, value in parts.items()}
     analysis = {
-        **{"alignment": 1.0 - recall / 2, "uniformity_image": -2.0, "uniformity_text": -2.1, "modality_gap": 0.5},
+        **{
+            "alignment": 1.0 - recall / 2,
+            "uniformity_image": -2.0,
+            "uniformity_text": -2.1,
+            "modality_gap": 0.5,
+        },
         "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
     }
     given = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
@@ -42,14 +71,27 @@ def ended(number: int, recall: float) -> dict[str, Any]:
     """The last line of a finished run."""
     record = evaluation(number, recall)
     kept = {key: value for key, value in record.items() if key not in ("analysis", "kind")}
-    return {**kept, "kind": "end", "split": "test", "peak_bytes": 2_000_000_000, "best_step": number}
+    return {
+        **kept,
+        "kind": "end",
+        "split": "test",
+        "peak_bytes": 2_000_000_000,
+        "best_step": number,
+    }
 
 
-def make_run(folder: Path, records: list[dict[str, Any]], config: str = "", steps: int = 100) -> Path:
+def make_run(
+    folder: Path, records: list[dict[str, Any]], config: str = "", steps: int = 100
+) -> Path:
     """A run folder with these records after its start."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(config or 'seed = 0\n[train]\neval_every = 50\ndevice = "cpu"\n')
-    environment = {"command": ["m1clip", "train"], "facts": {"memory_bytes": 8_000_000_000, "cpu": "Test"}}
+    (folder / "config.toml").write_text(
+        config or 'seed = 0\n[train]\neval_every = 50\ndevice = "cpu"\n'
+    )
+    environment = {
+        "command": ["m1clip", "train"],
+        "facts": {"memory_bytes": 8_000_000_000, "cpu": "Test"},
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     append(folder, [line("start", step=0, steps=steps), *records])
     return folder
@@ -64,12 +106,16 @@ def append(folder: Path, records: list[dict[str, Any]]) -> None:
 
 def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
     """A hundred steps, four evaluations, memory, examples with thumbnails."""
-    records = [line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)]
+    records = [
+        line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)
+    ]
     for number in range(2, 102, 2):
         records.append(step(number))
         if number % 25 == 0:
             records.append(evaluation(number, recall * number / 100))
-            records.append(line("checkpoint", step=number, time=BEGIN + number, path=f"step-{number:06d}"))
+            records.append(
+                line("checkpoint", step=number, time=BEGIN + number, path=f"step-{number:06d}")
+            )
     if finished:
         records.append(ended(100, recall))
     run = make_run(folder, records)
@@ -84,12 +130,23 @@ def write_example(run: Path, number: int) -> None:
     folder = run / "snapshots"
     (folder / "thumbnails").mkdir(parents=True, exist_ok=True)
     for image in range(4):
-        Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(folder / "thumbnails" / f"{image}.jpg")
+        Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(
+            folder / "thumbnails" / f"{image}.jpg"
+        )
     query = {"caption": "<script>alert(1)</script> a red cat", "right": 1, "rank": 2}
     content = {
         **{"step": number, "split": "val", "images": 4},
-        "queries": [{**query, "found": [0, 1, 2], "correct": [False, True, False], "scores": [0.9, 0.8, 0.1]}],
+        "queries": [
+            {
+                **query,
+                "found": [0, 1, 2],
+                "correct": [False, True, False],
+                "scores": [0.9, 0.8, 0.1],
+            }
+        ],
         "matrix": {"images": [0, 1], "captions": ["a", "b"], "values": [[0.9, 0.1], [0.2, 0.8]]},
-        "confusions": [{"caption": "a red cat", "found": 0, "right": 1, "margin": 0.1, "truth": "a blue dog"}],
+        "confusions": [
+            {"caption": "a red cat", "found": 0, "right": 1, "margin": 0.1, "truth": "a blue dog"}
+        ],
     }
     (folder / f"step-{number:08d}.json").write_text(json.dumps(content))

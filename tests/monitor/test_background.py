@@ -12,7 +12,11 @@ from small_run import PATIENCE, command, small_arguments
 from m1clip.io import read_owner
 from m1clip.runlog import read_log
 
-LONG: dict[str, Any] = {"train.steps": 1_000_000, "train.eval_every": 0, "train.save_every": 1_000_000}
+LONG: dict[str, Any] = {
+    "train.steps": 1_000_000,
+    "train.eval_every": 0,
+    "train.save_every": 1_000_000,
+}
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -33,17 +37,28 @@ def wait_until(true: Any, seconds: float = PATIENCE) -> None:
 def test_background_start_list_stop_resume(tmp_path: Path) -> None:
     started = command("train", *small_arguments(LONG), "--out", "run", "--background", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
-    assert started.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
+    assert started.stdout.splitlines()[1:] == [
+        "watch      m1clip monitor run",
+        "stop       m1clip stop run",
+    ]
     run = tmp_path / "run"
     process = psutil.Process(int(started.stdout.split("process ")[1].split(",")[0]))
     try:
-        wait_until(lambda: (run / "run.jsonl").is_file() and any(r["kind"] == "step" for r in read_log(run)))
+        wait_until(
+            lambda: (
+                (run / "run.jsonl").is_file() and any(r["kind"] == "step" for r in read_log(run))
+            )
+        )
         owner = read_owner(run)
         assert owner is not None
         assert owner.process() == process
         assert process.terminal() is None  # of no terminal, and so not ended with one
         row = state(tmp_path)
-        assert (row["state"], row["pid"], row["steps"]) == ("running", owner.pid, LONG["train.steps"])
+        assert (row["state"], row["pid"], row["steps"]) == (
+            "running",
+            owner.pid,
+            LONG["train.steps"],
+        )
         again = command("train", "--resume", "run", cwd=tmp_path)
         assert again.returncode == 2
         assert f"process {owner.pid} is training in this folder" in again.stderr

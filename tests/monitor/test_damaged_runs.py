@@ -30,7 +30,20 @@ from .made_runs import append, ended, evaluation, full_run, line, step
 
 # As JSON text, because Python would not write some of them.
 BAD_VALUES = (
-    *("9" * 400, "-7", "1e999", "1e308", "5e-324", "NaN", "true", "null", "1.5", '"x"', '"\\ud800"', "[]"),
+    *(
+        "9" * 400,
+        "-7",
+        "1e999",
+        "1e308",
+        "5e-324",
+        "NaN",
+        "true",
+        "null",
+        "1.5",
+        '"x"',
+        '"\\ud800"',
+        "[]",
+    ),
     *("{}", "[[]]", '{"a": {}}', "[" * 30 + "]" * 30, '{"1": ["x", 1]}', '["nan", "nan"]'),
 )
 RECORDS = (
@@ -63,7 +76,13 @@ def damaged(value: Any) -> Iterator[str]:
 
 
 def paths(value: Any) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (key,)
         yield from ((key, *rest) for rest in paths(item))
@@ -74,7 +93,9 @@ def read_everything(run: Path) -> None:
     rows = list_runs(run.parent)
     assert run.name in as_table(rows, run.parent)
     assert once(run)
-    json.dumps(json_safe([rows, Store([run.parent]).update({key_of(run): "new"})]), allow_nan=False).encode()
+    json.dumps(
+        json_safe([rows, Store([run.parent]).update({key_of(run): "new"})]), allow_nan=False
+    ).encode()
     write_report([run], run / "report.html")
     assert "</html>" in (run / "report.html").read_text()
 
@@ -90,7 +111,9 @@ def test_readers_survive_damaged_log_lines(tmp_path: Path, monkeypatch: pytest.M
     log = (run / "run.jsonl").read_bytes()
     lines = [each for record in RECORDS for each in damaged(record)]
     for number, each in enumerate(random.Random(0).sample(lines, 30)):
-        monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda drawn=number == 0: drawn and INSTALLED)
+        monkeypatch.setattr(
+            "m1clip.monitor.report.has_matplotlib", lambda drawn=number == 0: drawn and INSTALLED
+        )
         (run / "run.jsonl").write_bytes(log + each.encode() + b"\n")
         read_everything(run)
 
@@ -99,14 +122,24 @@ def test_invalid_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
     before = History(run).poll()
     bad = [
-        *(line("step", step=10**400), step(102, seconds={"data": "x"}), evaluation(102, 0.3, seconds=[])),
+        *(
+            line("step", step=10**400),
+            step(102, seconds={"data": "x"}),
+            evaluation(102, 0.3, seconds=[]),
+        ),
         *(step(102, time=1e300), line("event", step=[], event={})),
         line("step", step=102, loss={}),
     ]
     append(run, bad)
     history = History(run).poll()
-    assert (history.invalid, history.step, history.last_time) == (len(bad), before.step, before.last_time)
-    assert "6 invalid lines of run.jsonl skipped" in [each.message for each in diagnose(history, 0.0, "finished")]
+    assert (history.invalid, history.step, history.last_time) == (
+        len(bad),
+        before.step,
+        before.last_time,
+    )
+    assert "6 invalid lines of run.jsonl skipped" in [
+        each.message for each in diagnose(history, 0.0, "finished")
+    ]
     read_everything(run)
 
 
@@ -123,7 +156,15 @@ def test_damaged_snapshots_are_ignored(tmp_path: Path) -> None:
     path = run / "snapshots" / "step-00000100.json"
     snapshot = json.loads(path.read_text())
     assert read_snapshot(run, 100) == snapshot
-    needed = [*snapshot["queries"][0], *snapshot["confusions"][0], "values", "captions", "queries", "matrix", "step"]
+    needed = [
+        *snapshot["queries"][0],
+        *snapshot["confusions"][0],
+        "values",
+        "captions",
+        "queries",
+        "matrix",
+        "step",
+    ]
     for each in needed:
         path.write_text(json.dumps(snapshot).replace(f'"{each}":', '"other":'))
         assert read_snapshot(run, 100) is None, each
@@ -138,10 +179,19 @@ def test_readers_survive_invalid_settings(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     append(run, [step(n, data_fraction=0.9) for n in range(102, 130)])
     for bad in ("{}", "[]", "'x'", "-1", "true", "9" * 400, "1e999", "1979-05-27"):
-        names = {"train": ("eval_every", "batch", "device"), "data": ("workers",), "optim": ("warmup",)}
-        text = "".join(f"[{table}]\n" + "".join(f"{name} = {bad}\n" for name in keys) for table, keys in names.items())
+        names = {
+            "train": ("eval_every", "batch", "device"),
+            "data": ("workers",),
+            "optim": ("warmup",),
+        }
+        text = "".join(
+            f"[{table}]\n" + "".join(f"{name} = {bad}\n" for name in keys)
+            for table, keys in names.items()
+        )
         (run / "config.toml").write_text(text)
-        (run / "environment.json").write_text(json.dumps({"facts": {"memory_bytes": bad}, "command": bad}))
+        (run / "environment.json").write_text(
+            json.dumps({"facts": {"memory_bytes": bad}, "command": bad})
+        )
         read_everything(run)
         (run / "environment.json").write_text(f'{{"facts": {{"memory_bytes": {"9" * 400}}}}}')
         read_everything(run)
@@ -155,7 +205,12 @@ def test_readers_survive_invalid_settings(tmp_path: Path) -> None:
 def test_report_omits_undecodable_image(tmp_path: Path, padding: int) -> None:
     run = full_run(tmp_path / "runs" / "one")
     huge = png(60_000, 60_000, zlib.compress(bytes(1000)))
-    for data in (huge + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
+    for data in (
+        huge + bytes(padding),
+        b"\x89PNG" + bytes(padding),
+        b"\xff\xd8" + bytes(padding),
+        b"",
+    ):
         (run / "retrieval.png").write_bytes(data)
         assert "retrieval.png left out" in write_report([run], tmp_path / "report.html").read_text()
 
@@ -171,7 +226,13 @@ def replaced_by_link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
 
-READ = ("run.jsonl", "config.toml", "retrieval.png", "snapshots/step-00000100.json", "snapshots/thumbnails/1.jpg")
+READ = (
+    "run.jsonl",
+    "config.toml",
+    "retrieval.png",
+    "snapshots/step-00000100.json",
+    "snapshots/thumbnails/1.jpg",
+)
 
 
 @pytest.fixture
@@ -200,7 +261,12 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
     else:
         read_everything(run)
         page = (run / "report.html").read_text()
-    read = (bool(history.start), history.config, "class='wide'" in page or not page, read_snapshot(run, 100))
+    read = (
+        bool(history.start),
+        history.config,
+        "class='wide'" in page or not page,
+        read_snapshot(run, 100),
+    )
     found = dict(zip(READ, (*read, read_thumbnail(run, 1)), strict=True))
     assert [each for each in READ if not found[each]] == [name] * (name in READ)
     assert ("20211" in page) == (name not in ("config.toml", "run.jsonl"))
@@ -223,7 +289,9 @@ def test_run_is_shown_in_ascii_locale(tmp_path: Path) -> None:
     run = full_run(tmp_path / "größe")
     for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
         command = [sys.executable, "-m", "m1clip", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ascii_locale)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False, env=ascii_locale
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.isascii()
         assert "gr??e" in done.stdout

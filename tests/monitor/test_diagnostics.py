@@ -15,7 +15,11 @@ STEADY = [step(n) for n in range(1, 40)]
 
 
 def messages(
-    folder: Path, records: list[dict[str, Any]], state: str = "running", after: float = 21.0, config: str = ""
+    folder: Path,
+    records: list[dict[str, Any]],
+    state: str = "running",
+    after: float = 21.0,
+    config: str = "",
 ) -> str:
     history = History(make_run(folder, records, config)).poll()
     return "\n".join(each.message for each in diagnose(history, BEGIN + after, state))
@@ -23,7 +27,10 @@ def messages(
 
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "nan": ([*STEADY, step(40, loss="nan")], "the loss is NaN or infinite at step 40"),
-    "data": ([step(n, data_fraction=0.31) for n in range(1, 20)], "loading data takes 31% of each step"),
+    "data": (
+        [step(n, data_fraction=0.31) for n in range(1, 20)],
+        "loading data takes 31% of each step",
+    ),
     "slow": (
         [step(n, step_seconds=0.5 if n < 20 else 0.7) for n in range(1, 80)],
         "steps are 1.4x slower than at the start: the machine is throttling, or busy",
@@ -36,16 +43,34 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [step(n, rank_seconds=[0.4, 0.39, 0.56]) for n in range(1, 20)],
         "rank 2 is 1.4x slower than the others, which wait for it",
     ),
-    "chance": ([*STEADY, evaluation(39, 0.012, low=0.004)], "mean recall is within noise of chance: 1.2%, chance 1.0%"),
-    "rising": ([step(n, loss=1.0 if n < 60 else 2.0) for n in range(1, 80)], "the loss is rising: 2 now, 1 before"),
+    "chance": (
+        [*STEADY, evaluation(39, 0.012, low=0.004)],
+        "mean recall is within noise of chance: 1.2%, chance 1.0%",
+    ),
+    "rising": (
+        [step(n, loss=1.0 if n < 60 else 2.0) for n in range(1, 80)],
+        "the loss is rising: 2 now, 1 before",
+    ),
     "stale": (
         [step(n, loss=4.0 if n < 30 else 3.9) for n in range(1, 60)] + PEAKED,
         "mean recall has not improved for 3 evaluations (best at step 10)",
     ),
-    "overfit": ([step(n, loss=4.0 / n) for n in range(1, 60)] + PEAKED, "the model overfits the training images"),
-    "full": ([step(n, memory_bytes=7_500_000_000) for n in range(1, 20)], "memory is nearly full: 7.5 GB of 8 GB"),
-    "unreadable": ([*STEADY, *[line("skipped", where=name) for name in "ab"]], "2 images could not be read"),
-    "learns": ([*STEADY, evaluation(39, 0.5)], "the model is learning: mean recall 50.0%, 50 times chance"),
+    "overfit": (
+        [step(n, loss=4.0 / n) for n in range(1, 60)] + PEAKED,
+        "the model overfits the training images",
+    ),
+    "full": (
+        [step(n, memory_bytes=7_500_000_000) for n in range(1, 20)],
+        "memory is nearly full: 7.5 GB of 8 GB",
+    ),
+    "unreadable": (
+        [*STEADY, *[line("skipped", where=name) for name in "ab"]],
+        "2 images could not be read",
+    ),
+    "learns": (
+        [*STEADY, evaluation(39, 0.5)],
+        "the model is learning: mean recall 50.0%, 50 times chance",
+    ),
     "falls": (STEADY, "the loss is falling: "),
 }
 
@@ -67,7 +92,9 @@ def test_empty_log_has_no_diagnostics(tmp_path: Path) -> None:
 
 
 def test_stalled_run_is_reported(tmp_path: Path) -> None:
-    assert "nothing logged for 3:20; usually every 0.5 s" in messages(tmp_path / "a", STEADY, after=20 + 199.5)
+    assert "nothing logged for 3:20; usually every 0.5 s" in messages(
+        tmp_path / "a", STEADY, after=20 + 199.5
+    )
     assert "nothing logged" not in messages(tmp_path / "b", STEADY, state="died", after=500)
     assert "nothing logged" not in messages(tmp_path / "c", STEADY, after=30)
 
@@ -79,4 +106,6 @@ def test_diagnostics_are_sorted_by_severity(tmp_path: Path) -> None:
 
 def test_data_bound_run_is_advised_more_workers(tmp_path: Path) -> None:
     config = "[data]\nworkers = 4\n"
-    assert "--workers 8" in messages(tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config)
+    assert "--workers 8" in messages(
+        tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config
+    )

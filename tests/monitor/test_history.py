@@ -28,8 +28,12 @@ def test_only_complete_lines_are_read_and_each_once(tmp_path: Path) -> None:
         file.write(text[20:] + b"\n")
     assert steps_of(history.poll()) == [1, 2]
     assert len(history.poll().recent) == 2
-    with (run / "run.jsonl").open("ab") as file:  # a partial line that a later session ended, and invalid ones
-        file.write(b'{"v":1,"kind":"step","lo\n\xff\xfe\n[1,2]\n{"kind":7}\n{"v":99,"kind":"step"}\n')
+    with (run / "run.jsonl").open(
+        "ab"
+    ) as file:  # a partial line that a later session ended, and invalid ones
+        file.write(
+            b'{"v":1,"kind":"step","lo\n\xff\xfe\n[1,2]\n{"kind":7}\n{"v":99,"kind":"step"}\n'
+        )
     append(run, [step(3)])
     assert steps_of(history.poll()) == [1, 2, 3]
     assert history.invalid == 5
@@ -57,9 +61,12 @@ def test_history_memory_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "continued", [line("start", step=30, steps=100), line("event", step=50, event="rollback", back_to=30)]
+    "continued",
+    [line("start", step=30, steps=100), line("event", step=50, event="rollback", back_to=30)],
 )
-def test_history_after_resume_drops_later_steps(tmp_path: Path, continued: dict[str, object]) -> None:
+def test_history_after_resume_drops_later_steps(
+    tmp_path: Path, continued: dict[str, object]
+) -> None:
     run = make_run(tmp_path, [step(n) for n in range(10, 60, 10)] + [evaluation(50, 0.5)])
     history = History(run).poll()
     append(run, [continued, step(40, loss=9.0)])
@@ -69,7 +76,9 @@ def test_history_after_resume_drops_later_steps(tmp_path: Path, continued: dict[
 
 
 def test_nan_loss_leaves_gap_in_curve(tmp_path: Path) -> None:
-    history = History(make_run(tmp_path, [step(1), step(2, loss="nan"), line("step"), step(3)])).poll()
+    history = History(
+        make_run(tmp_path, [step(1), step(2, loss="nan"), line("step"), step(3)])
+    ).poll()
     assert [("loss" in row) for row in history.steps] == [True, False, True]
 
 
@@ -81,10 +90,14 @@ def test_evaluation_figure_by_name() -> None:
     assert figure_of(row, "analysis/difficulty") is figure_of(row, "nothing") is None
 
 
-def test_new_entry_in_table_of_fields_has_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_entry_in_table_of_fields_has_a_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, kind in (("sharpness", "step"), ("analysis/rank", "eval")):
         monkeypatch.setitem(FIELDS, name, LogField(name=name, schema=None, curve=kind, title=name))
     records = [step(1, sharpness=2.0), step(2), step(3, sharpness="nan"), step(4, sharpness=3)]
-    history = History(make_run(tmp_path, [*records, evaluation(4, 0.5, analysis={"rank": 7})])).poll()
+    history = History(
+        make_run(tmp_path, [*records, evaluation(4, 0.5, analysis={"rank": 7})])
+    ).poll()
     assert history.curve("sharpness", 10.0) == [(1, 20.0), (4, 30.0)]
     assert history.curve("analysis/rank", 1.0) == [(4, 7.0)]

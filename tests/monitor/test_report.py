@@ -16,7 +16,9 @@ from m1clip.runlog import FIELDS, LogField, plotted_fields
 
 from .made_runs import append, full_run, make_run, step
 
-needs_matplotlib = pytest.mark.skipif(not report.has_matplotlib(), reason="needs matplotlib (pip install m1clip[plot])")
+needs_matplotlib = pytest.mark.skipif(
+    not report.has_matplotlib(), reason="needs matplotlib (pip install m1clip[plot])"
+)
 
 
 class Links(HTMLParser):
@@ -29,7 +31,9 @@ class Links(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
+        ]
         self.alts += [value or "" for name, value in attrs if name == "alt"]
         if tag not in ("meta", "img", "br"):
             self.open.append(tag)
@@ -51,16 +55,28 @@ def parsed(page: str) -> Links:
 
 def svg(links: Links, title: str) -> str:
     """The SVG of the plot with this title."""
-    source = next(link for link, alt in zip(links.links, links.alts, strict=True) if alt.startswith(title))
+    source = next(
+        link for link, alt in zip(links.links, links.alts, strict=True) if alt.startswith(title)
+    )
     return base64.b64decode(source.partition("base64,")[2]).decode()
 
 
 @needs_matplotlib
 def test_report_of_one_run_has_every_section(tmp_path: Path) -> None:
-    page = write_report([full_run(tmp_path / "<b>demo")], tmp_path / "out" / "report.html").read_text()
+    page = write_report(
+        [full_run(tmp_path / "<b>demo")], tmp_path / "out" / "report.html"
+    ).read_text()
     links = parsed(page)
     for words in (
-        *("40.0%", "35.0% to 45.0%", "1.0%", "Temperature", "not measured", "step time by phase", "forward 40%"),
+        *(
+            "40.0%",
+            "35.0% to 45.0%",
+            "1.0%",
+            "Temperature",
+            "not measured",
+            "step time by phase",
+            "forward 40%",
+        ),
         *("Accuracy against similar captions", "config.toml", "&lt;b&gt;demo"),
         *("environment.json", "m1clip train --config", "@media print", "class='wide'"),
     ):
@@ -72,7 +88,11 @@ def test_report_of_one_run_has_every_section(tmp_path: Path) -> None:
 
 @needs_matplotlib
 def test_several_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
-    runs = [full_run(tmp_path / "first", 0.4), full_run(tmp_path / "second", 0.6), full_run(tmp_path / "third", 0.41)]
+    runs = [
+        full_run(tmp_path / "first", 0.4),
+        full_run(tmp_path / "second", 0.6),
+        full_run(tmp_path / "third", 0.41),
+    ]
     page = write_report(runs, tmp_path / "report.html").read_text()
     assert "60.0% (+20.0 *)" in page  # the intervals do not overlap
     assert "41.0% (+1.0)" in page
@@ -90,7 +110,9 @@ def test_without_matplotlib_the_report_has_everything_but_plots(
     parsed(page)
     assert "plots need matplotlib: pip install &#x27;m1clip[plot]&#x27;" in page
     assert "40.0%" in page
-    assert len(page) < 1_500_000 < (run / "retrieval.png").stat().st_size  # a large grid is scaled down
+    assert (
+        len(page) < 1_500_000 < (run / "retrieval.png").stat().st_size
+    )  # a large grid is scaled down
 
 
 def test_run_without_an_evaluation_and_one_without_a_log(tmp_path: Path) -> None:
@@ -124,7 +146,9 @@ HOSTILE = "run\x1b[2J\x9b31m\u202egpj\r"
 
 
 @pytest.mark.filterwarnings("error")
-def test_name_of_a_run_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_of_a_run_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [full_run(tmp_path / HOSTILE), full_run(tmp_path / "other")]
     assert exit_code("report", *runs) == 0
     assert exit_code("checkpoints", runs[0]) == 0
@@ -134,7 +158,9 @@ def test_name_of_a_run_cannot_control_the_terminal(tmp_path: Path, capsys: pytes
 
 
 @needs_matplotlib
-def test_each_plotted_field_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_plotted_field_is_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharpness = LogField(name="sharpness", curve="step", title="Sharpness, %", factor=100.0)
     monkeypatch.setitem(FIELDS, sharpness.name, sharpness)
     run = full_run(tmp_path / "run")

@@ -32,9 +32,14 @@ SIZES = [(80, 24), (200, 50), (60, 16), (40, 10), (150, 20)]
 
 
 def screen_of(
-    history: History, status: Status = RUNNING, size: tuple[int, int] = (80, 24), encoding: str = "utf-8"
+    history: History,
+    status: Status = RUNNING,
+    size: tuple[int, int] = (80, 24),
+    encoding: str = "utf-8",
 ) -> list[str]:
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=size[0], height=size[1])
+    console = Console(
+        file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=size[0], height=size[1]
+    )
     with console.capture() as capture:
         console.print(frame(history, status, BEGIN + 60, console))
     return capture.get().removesuffix("\n").split("\n")
@@ -55,9 +60,30 @@ def test_small_window_shows_everything(tmp_path: Path) -> None:
     history = History(full_run(tmp_path / "demo", finished=False)).poll()
     text = "\n".join(screen_of(history))
     for words in (
-        *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "Ctrl-C"),
-        *("learning rate", "256 images/s", "forward 40%", "backward 50%", "data 1%", "memory 1 GB of 8 GB", "cores"),
-        *("power and temperature not measured", "the model is learning", "checkpoint saved at step 100"),
+        *(
+            "demo",
+            "running",
+            "100%  step 100 of 100",
+            "loss",
+            "mean recall",
+            "chance",
+            "temperature",
+            "Ctrl-C",
+        ),
+        *(
+            "learning rate",
+            "256 images/s",
+            "forward 40%",
+            "backward 50%",
+            "data 1%",
+            "memory 1 GB of 8 GB",
+            "cores",
+        ),
+        *(
+            "power and temperature not measured",
+            "the model is learning",
+            "checkpoint saved at step 100",
+        ),
     ):
         assert words in text, words
     assert "ranks" not in text
@@ -77,7 +103,12 @@ def test_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
 
 def test_control_characters_in_log_are_not_printed(tmp_path: Path) -> None:
     run = make_run(
-        tmp_path, [step(1), line("warning", text="\x1b[2J\x07\u202eboo\r\n"), line("event", event="界" * 200)]
+        tmp_path,
+        [
+            step(1),
+            line("warning", text="\x1b[2J\x07\u202eboo\r\n"),
+            line("event", event="界" * 200),
+        ],
     )
     lines = screen_of(History(run).poll())
     assert "\x1b" not in "".join(lines)
@@ -96,7 +127,9 @@ def test_plot_spans_minimum_to_maximum() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_monitor_follows_a_run_and_a_resized_window(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     run = make_run(tmp_path / "live", [step(10)])
     (run / "run.lock").write_text(lock_content())  # this process acts as the training process
     terminal, slave = pty.openpty()
@@ -108,7 +141,9 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     env |= {"TERM": "xterm-256color", "PYTHONUTF8": "1", "NO_COLOR": "1"}
     words = [sys.executable, "-m", "m1clip", "monitor", "live"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, env=env)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, env=env
+    )
     os.close(slave)
     output = b""
 
@@ -117,7 +152,11 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
         nonlocal output
         deadline = time.monotonic() + PATIENCE
         while True:
-            screen = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]|\r", "", output.decode("utf-8", "replace").split("\x1b[H")[-1])
+            screen = re.sub(
+                r"\x1b\[\??[\d;]*[A-Za-z]|\r",
+                "",
+                output.decode("utf-8", "replace").split("\x1b[H")[-1],
+            )
             if true(screen):
                 return screen
             assert time.monotonic() < deadline, screen
@@ -140,7 +179,9 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
         assert b"\x1b[3" not in output  # no colors
         process.send_signal(number)
         until(lambda text: False)
-        assert output.rfind(b"\x1b[?1049l") > output.rfind(b"\x1b[?1049h")  # the terminal is as it was
+        assert output.rfind(b"\x1b[?1049l") > output.rfind(
+            b"\x1b[?1049h"
+        )  # the terminal is as it was
     finally:
         if process.poll() is None:
             process.kill()
@@ -152,7 +193,9 @@ def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: sign
 def test_monitor_without_terminal_error_names_remedy(tmp_path: Path) -> None:
     full_run(tmp_path / "demo")
     refused = command("monitor", "demo", cwd=tmp_path)
-    words = "m1clip: the monitor needs a terminal; --once prints the screen once, --web opens a page\n"
+    words = (
+        "m1clip: the monitor needs a terminal; --once prints the screen once, --web opens a page\n"
+    )
     assert (refused.returncode, refused.stderr) == (2, words)
 
 

@@ -53,7 +53,12 @@ Outputs = dict[str, np.ndarray]
 
 def ours_encoded(bundle: Model) -> Outputs:
     """The same outputs from an m1clip model."""
-    squares = np.stack([to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.images()])
+    squares = np.stack(
+        [
+            to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize)
+            for p in inputs.images()
+        ]
+    )
     with torch.inference_mode():
         pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
     return {
@@ -67,7 +72,11 @@ def ours_encoded(bundle: Model) -> Outputs:
 
 def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
     """Largest difference of each output; ids count up to the EOT token, after which nothing has an effect."""
-    ids = [list(row[: int(np.argmax(row == 49407)) + 1]) for side in (ours, theirs) for row in side["ids"]]
+    ids = [
+        list(row[: int(np.argmax(row == 49407)) + 1])
+        for side in (ours, theirs)
+        for row in side["ids"]
+    ]
     count = len(ids) // 2
     found = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}
     for name in COMPARED:
@@ -81,13 +90,19 @@ def filled(shape: CLIPConfig, kind: str) -> Model:
     model = build_clip(with_fields(shape, eot_id=tokenizer.eot_id))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
+            parameter.copy_(
+                torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape))))
+            )
     crop: Any = "shortest" if kind == "openclip" else "shortest-floor"
-    return Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop)))
+    return Model(
+        TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop))
+    )
 
 
 def peer(python: str, *words: str | Path) -> None:
-    done = subprocess.run([python, str(PEER), *map(str, words)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, str(PEER), *map(str, words)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}\n{done.stderr[-3000:]}")
 
@@ -95,7 +110,11 @@ def peer(python: str, *words: str | Path) -> None:
 def config_of(kind: str, shape: CLIPConfig) -> dict[str, Any]:
     """Their config of a shape."""
     tokenizer = BpeTokenizer()
-    return openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
+    return (
+        openclip_config(shape)
+        if kind == "openclip"
+        else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
+    )
 
 
 def their_model(python: str, kind: str, shape: CLIPConfig, folder: Path) -> Outputs:
@@ -103,7 +122,10 @@ def their_model(python: str, kind: str, shape: CLIPConfig, folder: Path) -> Outp
     config = folder.with_suffix(".json")
     config.write_text(json.dumps(config_of(kind, shape)))
     peer(python, "make", kind, config, folder)
-    np.save(folder / "ids.npy", BpeTokenizer().tokenize(inputs.TEXTS, shape.context_length).astype(np.int64))
+    np.save(
+        folder / "ids.npy",
+        BpeTokenizer().tokenize(inputs.TEXTS, shape.context_length).astype(np.int64),
+    )
     return encoded(python, kind, folder)
 
 
@@ -119,13 +141,20 @@ def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]
     theirs = their_model(python, kind, shape, work / "theirs")
     found = {f"{kind} -> m1clip": differences(ours_encoded(load(work / "theirs")), theirs)}
     if kind == "openclip":
-        found["openclip .pt -> m1clip"] = differences(ours_encoded(load(work / "theirs" / "epoch_1.pt")), theirs)
+        found["openclip .pt -> m1clip"] = differences(
+            ours_encoded(load(work / "theirs" / "epoch_1.pt")), theirs
+        )
     ours = filled(shape, kind)
     ours.save(work / "ours")
     convert(read_model(work / "ours"), kind, work / "export")  # type: ignore[arg-type]
-    found[f"m1clip -> {kind}"] = differences(ours_encoded(ours), encoded(python, kind, work / "export"))
+    found[f"m1clip -> {kind}"] = differences(
+        ours_encoded(ours), encoded(python, kind, work / "export")
+    )
     version = str(theirs["version"])
-    return [{"model": name, "version": version, "direction": direction, **row} for direction, row in found.items()]
+    return [
+        {"model": name, "version": version, "direction": direction, **row}
+        for direction, row in found.items()
+    ]
 
 
 def record(python: str, path: Path) -> None:
@@ -141,7 +170,10 @@ def record(python: str, path: Path) -> None:
             "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
             "pixels_7_5": made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist(),
             "ids": made["ids"].tolist(),
-            **{key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")},
+            **{
+                key: made[key].astype(np.float64).round(8).tolist()
+                for key in ("image", "text", "scale")
+            },
         }
     path.write_text(json.dumps(fixture) + "\n")
 
@@ -150,7 +182,9 @@ def main() -> None:
     """Print the table; exit code 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", help="a Python that has open_clip, torchvision and transformers")
-    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name.startswith("ViT")])
+    parser.add_argument(
+        "--models", nargs="+", default=[name for name in MODELS if name.startswith("ViT")]
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", type=Path)
     asked = parser.parse_args()
@@ -158,7 +192,9 @@ def main() -> None:
         record(asked.peers, asked.record)
         return
     rows: list[dict[str, Any]] = []
-    print(f"{'model':20} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9} {'scale':>9}")
+    print(
+        f"{'model':20} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9} {'scale':>9}"
+    )
     for name in asked.models:
         for kind in ("openclip", "hf"):
             with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-TEXTS = ["a photo of a cat", "Two dogs -- running, on the BEACH at 7:30!", "naïve café & façade ☕", "x" * 400, ""]
+TEXTS = [
+    "a photo of a cat",
+    "Two dogs -- running, on the BEACH at 7:30!",
+    "naïve café & façade ☕",
+    "x" * 400,
+    "",
+]
 SIZES = [(224, 224), (300, 200), (199, 331), (97, 64), (640, 481), (225, 1000)]  # (width, height)
 LOGIT_SCALE = 3.25
 
@@ -42,6 +48,8 @@ def images() -> list[Image.Image]:
     """Smooth images of odd sizes."""
     made = []
     for width, height in SIZES:
-        coarse = (uniform(f"{width}x{height}", 9 * 7 * 3).reshape(9, 7, 3) * 127 + 128).astype(np.uint8)
+        coarse = (uniform(f"{width}x{height}", 9 * 7 * 3).reshape(9, 7, 3) * 127 + 128).astype(
+            np.uint8
+        )
         made.append(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
     return made

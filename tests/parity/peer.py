@@ -23,7 +23,9 @@ import torchvision_ops  # noqa: E402, F401  first: open_clip and transformers im
 def fill(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
+            parameter.copy_(
+                torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape))))
+            )
 
 
 def make(kind: str, config: dict[str, Any], folder: Path) -> None:
@@ -41,7 +43,9 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
         )
         save_file(state, folder / "open_clip_model.safetensors")
         seen = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
-        (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": seen}))
+        (folder / "open_clip_config.json").write_text(
+            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+        )
     else:
         from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
@@ -49,9 +53,9 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
         fill(hf)
         hf.save_pretrained(folder)
         size = config["vision_config"]["image_size"]
-        CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
-            folder
-        )
+        CLIPImageProcessor(
+            size={"shortest_edge": size}, crop_size={"height": size, "width": size}
+        ).save_pretrained(folder)
 
 
 def encode(kind: str, folder: Path) -> dict[str, np.ndarray]:
@@ -89,12 +93,18 @@ def encode_hf(folder: Path) -> dict[str, Any]:
     if (folder / "vocab.json").exists():
         length = model.config.text_config.max_position_embeddings
         made = CLIPTokenizer.from_pretrained(folder)(
-            inputs.TEXTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+            inputs.TEXTS,
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
         )
         ids = made["input_ids"]
     else:
         ids = torch.from_numpy(np.load(folder / "ids.npy"))
-    pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=inputs.images(), return_tensors="pt")["pixel_values"]
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)(
+        images=inputs.images(), return_tensors="pt"
+    )["pixel_values"]
     image = model.visual_projection(model.vision_model(pixels).pooler_output)
     text = model.text_projection(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize

@@ -14,7 +14,9 @@ from m1clip.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 MIB = 2**20
-ROOM = 400 * MIB  # beyond what the process has when it begins; an allowed image of 64 megapixels takes 192 MiB
+ROOM = (
+    400 * MIB
+)  # beyond what the process has when it begins; an allowed image of 64 megapixels takes 192 MiB
 SECONDS = 120  # only a test that fails takes so long
 
 
@@ -36,7 +38,11 @@ def bounded(function: Callable[[], Any], room: int = ROOM, seconds: int = SECOND
 
 
 def _run(function: Callable[[], Any], answer: Any, room: int, seconds: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[0])
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     if pages:
         limit = pages * resource.getpagesize() + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

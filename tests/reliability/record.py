@@ -49,9 +49,14 @@ def merge(rows: Rows, tests: list[dict[str, Any]]) -> Rows:
             counts: dict[str, float] = {}
             for name, value in [count for test in ran for count in test["counts"].items()]:
                 largest = name.startswith(("slowest", "largest"))
-                counts[name] = max(counts.get(name, 0), value) if largest else counts.get(name, 0) + value
+                counts[name] = (
+                    max(counts.get(name, 0), value) if largest else counts.get(name, 0) + value
+                )
             failed = [test["name"] for test in ran if test["outcome"] != "passed"]
-            rows[promise] = {"counts": counts, "result": f"FAILED: {', '.join(failed)}" if failed else "passed"}
+            rows[promise] = {
+                "counts": counts,
+                "result": f"FAILED: {', '.join(failed)}" if failed else "passed",
+            }
             rows[promise]["measured"] = measured()
     return rows
 
@@ -72,19 +77,32 @@ def table(rows: Rows) -> str:
     places: dict[str, list[str]] = {}
     for number, (promise, files) in enumerate(PROMISES.items(), 1):
         row = rows.get(promise)
-        counts = ", ".join(_count(*each) for each in row["counts"].items()) if row else "long version not run yet"
-        lines.append(f"| {number} | {promise} | `{files}` | {counts} | {row['result'] if row else '-'} |")
+        counts = (
+            ", ".join(_count(*each) for each in row["counts"].items())
+            if row
+            else "long version not run yet"
+        )
+        lines.append(
+            f"| {number} | {promise} | `{files}` | {counts} | {row['result'] if row else '-'} |"
+        )
         if row:
             places.setdefault(row["measured"], []).append(str(number))
     lines += [
         "",
-        *(f"- Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {place}." for place, numbers in places.items()),
+        *(
+            f"- Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {place}."
+            for place, numbers in places.items()
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _count(name: str, value: float) -> str:
-    return f"{name}: {value:.2g}" if name.startswith(("slowest", "largest")) else f"{value:,.10g} {name}"
+    return (
+        f"{name}: {value:.2g}"
+        if name.startswith(("slowest", "largest"))
+        else f"{value:,.10g} {name}"
+    )
 
 
 def record(tests: list[dict[str, Any]]) -> None:

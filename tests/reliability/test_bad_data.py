@@ -69,7 +69,9 @@ def _no_abandoned_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_keep_their_order_with_any_number_of_threads(threads: int) -> None:
     items = list(range(200))
-    assert list(map_with_timeout(items, lambda i: i * i, PATIENCE, threads)) == [i * i for i in items]
+    assert list(map_with_timeout(items, lambda i: i * i, PATIENCE, threads)) == [
+        i * i for i in items
+    ]
     assert list(map_with_timeout([], lambda i: i, PATIENCE, threads)) == []
     assert list(map_with_timeout(items, lambda i: i, 0.0, threads)) == items, "no limit"
 
@@ -138,7 +140,8 @@ def test_lost_disk_is_a_one_line_error() -> None:
     lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
     lazy = LazyImages(lost, 16, timeout=0.05)
     with pytest.raises(
-        UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with --resume"
+        UserError,
+        match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with --resume",
     ):
         lazy.try_read(np.arange(30))
     for each in lost:
@@ -148,8 +151,14 @@ def test_lost_disk_is_a_one_line_error() -> None:
 @pytest.mark.usefixtures("hangs_without_waiting")
 def test_cache_does_not_store_a_hanging_image_as_broken() -> None:
     lost = Hanging()
-    with pytest.raises(UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"):
-        list(decode_images([Grey(), lost], 16, "shortest", {}, lambda done, total: None, timeout=HANGS))
+    with pytest.raises(
+        UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"
+    ):
+        list(
+            decode_images(
+                [Grey(), lost], 16, "shortest", {}, lambda done, total: None, timeout=HANGS
+            )
+        )
     lost.released.set()
 
 
@@ -189,7 +198,9 @@ def test_samples_before_the_end_of_a_truncated_shard_are_read(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_file_deleted_while_training_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_deleted_while_training_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_set(tmp_path / "set", train=64, val=8, test=8)
     break_files(folder, [5, 25, 45])  # and 5% were broken from the start
     original = TrainStep.__call__
@@ -200,9 +211,16 @@ def test_file_deleted_while_training_is_replaced(tmp_path: Path, monkeypatch: py
         return original(self, batch, number, *rest, **named)
 
     monkeypatch.setattr(TrainStep, "__call__", step)
-    changes = {"data.source": [str(folder)], "data.cache": "off", "train.steps": 16, "data.workers": 2}
+    changes = {
+        "data.source": [str(folder)],
+        "data.cache": "off",
+        "train.steps": 16,
+        "data.workers": 2,
+    }
     run_small(tmp_path / "run", changes)
-    names = [Path(line["where"]).name for line in read_log(tmp_path / "run") if line["kind"] == "skipped"]
+    names = [
+        Path(line["where"]).name for line in read_log(tmp_path / "run") if line["kind"] == "skipped"
+    ]
     assert len(names) == len(set(names))
     assert "train-0011.jpg" in names
     assert {"train-0005.jpg", "train-0025.jpg", "train-0045.jpg"} <= set(names)

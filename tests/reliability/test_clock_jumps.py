@@ -32,7 +32,9 @@ def history_of(run: Path) -> History:
     return history
 
 
-def test_durations_are_right_while_the_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durations_are_right_while_the_clock_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jumps = itertools.cycle([0.0, HOUR, -2 * HOUR, 5.0, -24 * HOUR])
     original = time.time
     monkeypatch.setattr(time, "time", lambda: original() + next(jumps))
@@ -53,7 +55,9 @@ def test_durations_are_right_while_the_clock_jumps(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -10 * 365 * 24 * HOUR])
 def test_time_left_and_diagnostics_ignore_the_clock(tmp_path: Path, jump: float) -> None:
     rows = [step(n, time=BEGIN + 0.5 * n + (jump if n > 40 else 0)) for n in range(10, 90, 2)]
-    original = make_run(tmp_path / "original", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))])
+    original = make_run(
+        tmp_path / "original", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))]
+    )
     run = make_run(tmp_path / "jumped", [evaluation(8, 0.2), *rows])
     assert seconds_left(history_of(run)) == seconds_left(history_of(original))
     assert elapsed_seconds(history_of(run)) == elapsed_seconds(history_of(original))
@@ -65,9 +69,14 @@ def test_time_left_and_diagnostics_ignore_the_clock(tmp_path: Path, jump: float)
 
 def test_run_that_stops_logging_after_the_clock_was_set_back_is_stalled(tmp_path: Path) -> None:
     times = [BEGIN + 10 * HOUR + n for n in range(8)] + [BEGIN + n for n in range(3)]
-    history = history_of(make_run(tmp_path, [step(n, time=time) for n, time in enumerate(times, 1)]))
+    history = history_of(
+        make_run(tmp_path, [step(n, time=time) for n, time in enumerate(times, 1)])
+    )
     assert history.last_time == times[-1]
-    words = [" ".join(each.message for each in diagnose(history, times[-1] + after, "running")) for after in (1, 200)]
+    words = [
+        " ".join(each.message for each in diagnose(history, times[-1] + after, "running"))
+        for after in (1, 200)
+    ]
     assert ["nothing logged" in each for each in words] == [False, True]
     assert ago(-HOUR) == "0 s ago"
 
@@ -89,7 +98,9 @@ def test_one_step_of_an_hour_does_not_change_the_time_left(tmp_path: Path) -> No
     assert "slower" not in words
 
 
-def test_running_process_is_found_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_process_is_found_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if " " not in process_start_id(psutil.Process()):
         pytest.skip("this system measures the start of a process by the clock only")
     (tmp_path / LOCK).write_text(lock_content())
@@ -112,7 +123,9 @@ def test_running_process_is_found_after_the_clock_was_set(tmp_path: Path, monkey
 @pytest.mark.long("Clock and sleep")
 def test_many_clock_jumps(tmp_path: Path, counts: dict[str, float]) -> None:
     draw = random.Random(0)
-    expected = seconds_left(history_of(make_run(tmp_path / "undisturbed", [step(n) for n in range(2, 90, 2)])))
+    expected = seconds_left(
+        history_of(make_run(tmp_path / "undisturbed", [step(n) for n in range(2, 90, 2)]))
+    )
     for number in range(500):
         clock, rows = BEGIN, []
         for n in range(2, 90, 2):

@@ -71,12 +71,16 @@ def damage_checkpoints(folder: Path, times: int, seed: int) -> int:
         warnings: list[str] = []
         kept = load_latest(run, CPU, warnings.append)
         assert kept is not None
-        same = (original / file.relative_to(run)).read_bytes() == (file.read_bytes() if file.exists() else None)
+        same = (original / file.relative_to(run)).read_bytes() == (
+            file.read_bytes() if file.exists() else None
+        )
         # If only white space of a manifest changed, nothing is lost and there is nothing to report.
         expected = 30 if same or (kept[0].step == 30 and file.name == "manifest.json") else 20
         assert kept[0].step == expected, (damage.__name__, file.name)
         assert torch.equal(kept[1]["optimizer"]["m"], torch.full((40,), float(expected)))
-        assert sum("step-000030" in line for line in warnings) == (expected == 20), "one clear warning"
+        assert sum("step-000030" in line for line in warnings) == (expected == 20), (
+            "one clear warning"
+        )
         found += expected == 20
         shutil.rmtree(run)
     return found

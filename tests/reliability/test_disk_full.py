@@ -26,7 +26,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
     )
     if made.returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
@@ -37,7 +39,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
-    return {"weights": {"a": torch.full((size,), float(step))}, "optimizer": {"m": torch.full((size,), 1.0)}}
+    return {
+        "weights": {"a": torch.full((size,), float(step))},
+        "optimizer": {"m": torch.full((size,), 1.0)},
+    }
 
 
 def assert_complete(run: Path, steps: list[int]) -> None:
@@ -134,7 +139,9 @@ def test_log_on_a_full_disk_has_no_incomplete_line(small_disk: Path) -> None:
 @pytest.mark.slow
 def test_training_stops_with_one_line_and_can_be_resumed(small_disk: Path) -> None:
     run = small_disk / "run"
-    words = small_arguments({"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100})
+    words = small_arguments(
+        {"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100}
+    )
     ended = command("train", *words, "--out", str(run), cwd=small_disk.parent)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr

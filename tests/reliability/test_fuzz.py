@@ -17,8 +17,28 @@ MANY = 1_000_000
 PARTS = 14
 TEXT = r"""{ } [ ] " ' , : = \ \u0000 \ud800 null true false NaN -Infinity 1e999 -1 0 2147483648 18446744073709551616
 ../ / .. [[ ]] # // http://x 1979-05-27"""
-BINARY = (b"\n", b"\r\n", b"\t", b"\0", b" ", b"\xef\xbb\xbf", b"\xff\xfe", b"\xc3", b"\x80", b"\xe2\x80\xa8")
-REPEATED = (b"9" * 25, b"9" * 5000, b"[" * 2000, b'{"a":' * 500, b'"' * 9, b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff")
+BINARY = (
+    b"\n",
+    b"\r\n",
+    b"\t",
+    b"\0",
+    b" ",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\xc3",
+    b"\x80",
+    b"\xe2\x80\xa8",
+)
+REPEATED = (
+    b"9" * 25,
+    b"9" * 5000,
+    b"[" * 2000,
+    b'{"a":' * 500,
+    b'"' * 9,
+    b"\xff" * 4,
+    b"\0" * 4,
+    b"\x7f\xff\xff\xff",
+)
 TOKENS = (*(token.encode() for token in TEXT.split()), *BINARY, *REPEATED)
 NAMES = """config, run log, manifest, state, tokenizers, clip-bpe-pruned, model config, weights, lock, csv, tsv, jsonl,
 json, tar, images, parquet""".replace("\n", " ").split(", ")
@@ -109,7 +129,9 @@ def readers(folder: Path) -> dict[str, Target]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
-def test_mutated_files_give_one_line_errors(name: str, folder: Path, readers: dict[str, Target]) -> None:
+def test_mutated_files_give_one_line_errors(
+    name: str, folder: Path, readers: dict[str, Target]
+) -> None:
     target = readers[name]
     for valid in target.seeds:  # or only the first check of each reader would be tested
         (folder / target.file).write_bytes(valid)
@@ -130,7 +152,9 @@ def test_fuzzer_reports_failures(folder: Path) -> None:
 @pytest.mark.long("Fuzzing")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_million_mutated_files(part: int, folder: Path, readers: dict[str, Target], counts: dict[str, float]) -> None:
+def test_million_mutated_files(
+    part: int, folder: Path, readers: dict[str, Target], counts: dict[str, float]
+) -> None:
     fractions = sum(target.fraction for target in readers.values())
     total = 0
     for name, target in readers.items():

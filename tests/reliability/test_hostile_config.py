@@ -49,7 +49,15 @@ def test_cache_dir_of_an_untrusted_config_keeps_other_files(tmp_path: Path) -> N
     assert all((victim / name).read_text() == "mine" for name in before)
 
 
-SIZES = ("image-size", "patch-size", "vision-width", "vision-layers", "text-width", "text-layers", "context-length")
+SIZES = (
+    "image-size",
+    "patch-size",
+    "vision-width",
+    "vision-layers",
+    "text-width",
+    "text-layers",
+    "context-length",
+)
 
 
 @pytest.mark.parametrize(
@@ -80,5 +88,8 @@ def test_absurd_sizes_are_a_one_line_error_before_the_model_is_created(
     error = capfd.readouterr().err
     assert error.startswith("m1clip: "), error
     assert error.count("\n") == 1, error
-    assert re.search("must be a|patches per side|billion parameters|this machine has|cannot be split|multiple", error)
+    assert re.search(
+        "must be a|patches per side|billion parameters|this machine has|cannot be split|multiple",
+        error,
+    )
     assert not (tmp_path / "run").exists()

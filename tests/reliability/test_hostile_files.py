@@ -109,21 +109,33 @@ def test_hostile_weights_are_refused(model: Path, tmp_path: Path, proof: Path, f
         assert_refused(bounded(lambda name=name: read_checkpoint(tmp_path / name)), proof)
 
 
-@pytest.mark.parametrize(("fake", "matching_hash"), [("pickle", False), *((fake, True) for fake in FAKES)])
-def test_hostile_checkpoint_is_refused(tmp_path: Path, proof: Path, fake: str, matching_hash: bool) -> None:
-    save(tmp_path, TrainState(step=1), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
+@pytest.mark.parametrize(
+    ("fake", "matching_hash"), [("pickle", False), *((fake, True) for fake in FAKES)]
+)
+def test_hostile_checkpoint_is_refused(
+    tmp_path: Path, proof: Path, fake: str, matching_hash: bool
+) -> None:
+    save(
+        tmp_path,
+        TrainState(step=1),
+        {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}},
+        keep=1,
+    )
     folder = tmp_path / "checkpoints" / "step-000001"
     (folder / "weights.safetensors").write_bytes(fakes(proof)[fake])
     if matching_hash:
         change_json(
-            folder / "manifest.json", (("sha256", "weights.safetensors"), sha256(folder / "weights.safetensors"))
+            folder / "manifest.json",
+            (("sha256", "weights.safetensors"), sha256(folder / "weights.safetensors")),
         )
     assert_refused(bounded(lambda: load_latest(tmp_path, CPU, lambda line: None)), proof)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 @pytest.mark.parametrize("fake", ["pickle", "deep JSON", b'{"a":' * 100_000, b"9" * 100_000])
-def test_hostile_json_of_a_model_is_refused(model: Path, proof: Path, name: str, fake: str | bytes) -> None:
+def test_hostile_json_of_a_model_is_refused(
+    model: Path, proof: Path, name: str, fake: str | bytes
+) -> None:
     (model / name).write_bytes(fake if isinstance(fake, bytes) else fakes(proof)[fake])
     assert_refused(bounded(lambda: load(model)), proof)
 
@@ -191,8 +203,14 @@ def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
 
 
 SIZES = [
-    *(("image_tower", name) for name in ("image_size", "patch_size", "width", "layers", "heads", "mlp_ratio")),
-    *(("text_tower", name) for name in ("width", "layers", "heads", "context_length", "vocab_size", "mlp_ratio")),
+    *(
+        ("image_tower", name)
+        for name in ("image_size", "patch_size", "width", "layers", "heads", "mlp_ratio")
+    ),
+    *(
+        ("text_tower", name)
+        for name in ("width", "layers", "heads", "context_length", "vocab_size", "mlp_ratio")
+    ),
     ("embed_dim",),
 ]
 
@@ -212,9 +230,16 @@ def test_sizes_in_config_json_are_checked_before_the_model_is_created(
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf"])
-def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
+def test_sizes_in_third_party_configs_are_checked(
+    tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]
+) -> None:
     tokenizer = BpeTokenizer()
-    widths = {"vision_width": 64, "vision_heads": 1, "text_width": 64, "text_heads": 1}  # open_clip's heads have 64
+    widths = {
+        "vision_width": 64,
+        "vision_heads": 1,
+        "text_width": 64,
+        "text_heads": 1,
+    }  # open_clip's heads have 64
     clip = tiny_clip(**widths, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
     Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=32))).save(tmp_path / "own")
     convert(read_model(tmp_path / "own"), to, tmp_path / "theirs")
@@ -224,7 +249,9 @@ def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, t
     prefix: tuple[str, ...] = ("model_cfg",) if to == "openclip" else ()
     load(tmp_path / "theirs")
     sections = ("vision_cfg", "text_cfg") if to == "openclip" else ("vision_config", "text_config")
-    sizes = [(part, key) for part in sections for key, value in root[part].items() if type(value) is int]
+    sizes = [
+        (part, key) for part in sections for key, value in root[part].items() if type(value) is int
+    ]
 
     def check_all() -> None:
         for part, key in sizes:
@@ -243,9 +270,15 @@ def test_sizes_in_the_config_of_a_pretrained_tower_are_checked(proof: Path) -> N
     weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
 
     def check(text: str) -> None:
-        check_settings(PretrainedTextConfig(kind="transformers", name="bert", settings=text), weights, "x")
+        check_settings(
+            PretrainedTextConfig(kind="transformers", name="bert", settings=text), weights, "x"
+        )
 
-    check(json.dumps({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}))
+    check(
+        json.dumps(
+            {"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}
+        )
+    )
     for text in ("[]", "{", "", "[" * 100_000):
         assert_refused(bounded(lambda text=text: check(text)), proof)
     for config in (
@@ -261,8 +294,12 @@ def test_sizes_in_the_config_of_a_pretrained_tower_are_checked(proof: Path) -> N
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused(model: Path, proof: Path, value: float, dtype: torch.dtype) -> None:
-    weights = {name: t.to(dtype) for name, t in read_checkpoint(model / "model.safetensors").items()}
+def test_weights_that_are_not_finite_are_refused(
+    model: Path, proof: Path, value: float, dtype: torch.dtype
+) -> None:
+    weights = {
+        name: t.to(dtype) for name, t in read_checkpoint(model / "model.safetensors").items()
+    }
     write_tensors(model / "model.safetensors", weights)
     load(model)
     weights["text_tower.tokens.weight"][3, 5] = value
@@ -270,7 +307,9 @@ def test_weights_that_are_not_finite_are_refused(model: Path, proof: Path, value
     result = bounded(lambda: load(model))
     assert_refused(result, proof)
     assert "'text_tower.tokens.weight' contains NaN or infinity" in result
-    with pytest.raises(UserError, match=r"model.safetensors: 'text_tower.tokens.weight' contains NaN or infinity"):
+    with pytest.raises(
+        UserError, match=r"model.safetensors: 'text_tower.tokens.weight' contains NaN or infinity"
+    ):
         prepared(small_config({"transfer.init": str(model)}))
 
 
@@ -321,7 +360,9 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 def zeros(count: int) -> bytes:
     """Zeros, compressed without having all of them in memory."""
     compress, block = zlib.compressobj(1), bytes(2**24)
-    return b"".join([*(compress.compress(block) for _ in range(count // len(block))), compress.flush()])
+    return b"".join(
+        [*(compress.compress(block) for _ in range(count // len(block))), compress.flush()]
+    )
 
 
 def bombs() -> dict[str, bytes]:
@@ -373,7 +414,9 @@ def test_data_after_the_last_pixel_is_not_decompressed() -> None:
 
 @pytest.mark.long("Hostile files")
 @pytest.mark.parametrize("fake", FAKES[:5])
-def test_mutated_hostile_weights(model: Path, proof: Path, fake: str, counts: dict[str, float]) -> None:
+def test_mutated_hostile_weights(
+    model: Path, proof: Path, fake: str, counts: dict[str, float]
+) -> None:
     """With a few bytes changed, some are hostile in other ways."""
     original = fakes(proof)[fake]
 

@@ -53,14 +53,21 @@ def lines(path: Path) -> list[str]:
 
 def hashes(run: Path, steps: int) -> dict[str, str]:
     """SHA-256 of every tensor file at the end."""
-    files = [*(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"), *run.glob("*/model.safetensors")]
-    found = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files = [
+        *(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"),
+        *run.glob("*/model.safetensors"),
+    ]
+    found = {
+        str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
     assert {"weights", "optimizer"} <= {Path(name).stem for name in found}
     assert {"model/model.safetensors", "best/model.safetensors"} <= set(found)
     return found
 
 
-def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, seed: int) -> dict[str, float]:
+def killed_run(
+    folder: Path, workers: int, kills: int, steps: int, apart: int, seed: int
+) -> dict[str, float]:
     """Kill a run, resume it, and so on; compare with an undisturbed one. Fewer than `apart` steps between kills."""
     words = small_arguments({**CHANGES, "data.workers": workers, "train.steps": steps})
     samples, run = folder / "killed.txt", folder / "killed"
@@ -80,12 +87,16 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
         children += psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, 9)
         assert process.wait() == -9, f"kill {number}: the run had ended before it"
-        inside_epoch += max(int(line.split()[0]) for line in lines(samples)) % 4 != 0  # four steps per epoch
+        inside_epoch += (
+            max(int(line.split()[0]) for line in lines(samples)) % 4 != 0
+        )  # four steps per epoch
     assert start("--resume", "killed").wait() == 0
     # torch's workers look every 5 seconds if their parent lives.
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == [], "workers are still running"
     assert hashes(run, steps) == hashes(folder / "reference", steps)
-    assert set(lines(samples)) == set(lines(folder / "reference.txt")), "the same samples in each step"
+    assert set(lines(samples)) == set(lines(folder / "reference.txt")), (
+        "the same samples in each step"
+    )
     repeated = len(lines(samples)) - len(lines(folder / "reference.txt"))
     return {"SIGKILLs": kills, "of them inside an epoch": inside_epoch, "steps repeated": repeated}
 

@@ -14,7 +14,14 @@ import torch
 from small_run import SERVER
 
 from m1clip.io import PARTIAL, atomic_folder, write_text
-from m1clip.training.checkpoint import TrainState, checkpoint_folder, load_latest, save, saved_steps, verify
+from m1clip.training.checkpoint import (
+    TrainState,
+    checkpoint_folder,
+    load_latest,
+    save,
+    saved_steps,
+    verify,
+)
 
 KEEP = 2
 CPU = torch.device("cpu")
@@ -92,9 +99,13 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("Kill while saving")
-@pytest.mark.parametrize("size", [1_000, 100_000, 2_000_000])  # small: mostly renames and fsyncs; large: writes
+@pytest.mark.parametrize(
+    "size", [1_000, 100_000, 2_000_000]
+)  # small: mostly renames and fsyncs; large: writes
 @pytest.mark.parametrize("seed", range(2))
-def test_many_kills_at_random_moments(tmp_path: Path, size: int, seed: int, counts: dict[str, float]) -> None:
+def test_many_kills_at_random_moments(
+    tmp_path: Path, size: int, seed: int, counts: dict[str, float]
+) -> None:
     _, inside = killed_saves(tmp_path, 35, size, seed)
     assert inside >= 5
     counts |= {"SIGKILLs": 35, "of them inside a save": inside}

@@ -15,7 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import PATIENCE, Command, command, environment, hold_at, run_small, small_arguments, weights_sha256
+from small_run import (
+    PATIENCE,
+    Command,
+    command,
+    environment,
+    hold_at,
+    run_small,
+    small_arguments,
+    weights_sha256,
+)
 
 from m1clip.data.loader import TrainingSet
 from m1clip.errors import UserError
@@ -29,9 +38,13 @@ ENDLESS = {"train.steps": 100_000, "train.save_every": 7, "data.workers": 2}
 
 def start(folder: Path, prepare: Any = None, **changes: Any) -> Command:
     """Train until the first checkpoint is saved."""
-    words = small_arguments({**ENDLESS, **{f"train.{name}": value for name, value in changes.items()}})
+    words = small_arguments(
+        {**ENDLESS, **{f"train.{name}": value for name, value in changes.items()}}
+    )
     process = Command("train", *words, "--out", "run", cwd=folder, prepare=prepare)
-    process.wait_until(lambda: (folder / "run" / "run.jsonl").exists() and "checkpoint" in kinds(folder / "run"))
+    process.wait_until(
+        lambda: (folder / "run" / "run.jsonl").exists() and "checkpoint" in kinds(folder / "run")
+    )
     return process
 
 
@@ -44,7 +57,13 @@ def steps(run: Path) -> list[int]:
 
 
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
-    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 60}), "--out", "reference", cwd=tmp_path)
+    reference = command(
+        "train",
+        *small_arguments({**ENDLESS, "train.steps": 60}),
+        "--out",
+        "reference",
+        cwd=tmp_path,
+    )
     assert reference.returncode == 0, reference.stderr
     process = start(tmp_path, partial(hold_at, 8, tmp_path / "go"), steps=60)
     psutil.Process(process.pid).children()[0].kill()
@@ -56,7 +75,9 @@ def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path
     assert weights_sha256(tmp_path / "run") == weights_sha256(tmp_path / "reference")
 
 
-def test_run_whose_workers_die_repeatedly_is_saved_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_whose_workers_die_repeatedly_is_saved_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = TrainingSet.piece
 
     def deadly(self: TrainingSet, step: int, *piece: int) -> Any:
@@ -102,7 +123,9 @@ def hang_at(step: int) -> None:
 def test_closed_terminal_saves_the_run_while_it_waits_for_data(tmp_path: Path) -> None:
     process = start(tmp_path, partial(hang_at, 20))
     trained = psutil.Process(process.pid)
-    process.wait_until(lambda: steps(tmp_path / "run")[-1:] == [20])  # there is no batch for the next one
+    process.wait_until(
+        lambda: steps(tmp_path / "run")[-1:] == [20]
+    )  # there is no batch for the next one
     process.wait_until(lambda: trained.status() == psutil.STATUS_SLEEPING)
     for worker in trained.children(recursive=True):
         worker.suspend()
@@ -126,7 +149,11 @@ def test_nohup_run_ignores_the_closed_terminal(tmp_path: Path) -> None:
 def test_training_continues_without_standard_output(tmp_path: Path, output: str) -> None:
     words = " ".join(small_arguments({"train.eval_every": 2, "data.workers": 2}))
     ended = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --out run {output}"],
+        [
+            "bash",
+            "-c",
+            f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --out run {output}",
+        ],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

@@ -21,7 +21,16 @@ import torch
 from image_sets import make_set
 from PIL import Image
 from ranks import new_store, on_ranks, place, start_ranks
-from small_run import PATIENCE, ROOT, Command, environment, finished_run, run_small, small_arguments, tensors_of
+from small_run import (
+    PATIENCE,
+    ROOT,
+    Command,
+    environment,
+    finished_run,
+    run_small,
+    small_arguments,
+    tensors_of,
+)
 
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
@@ -63,7 +72,9 @@ def assert_same_training(run: Path, undisturbed: Path) -> None:
     found, wanted = tensors_of(run, STEPS), tensors_of(undisturbed, STEPS)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
     losses = {record["step"]: record["loss"] for record in records(run, "step")}
     for record in records(undisturbed, "step"):
         assert losses[record["step"]] == pytest.approx(record["loss"], rel=1e-3)
@@ -72,7 +83,9 @@ def assert_same_training(run: Path, undisturbed: Path) -> None:
     assert [tested[0][key] for key in tested[0] if key.endswith("/n")] == [
         tested[1][key] for key in tested[0] if key.endswith("/n")
     ], "each rank encodes a part of the test split"
-    assert tested[0]["mean_recall"] == pytest.approx(tested[1]["mean_recall"], abs=0.2)  # rounding may change a rank
+    assert tested[0]["mean_recall"] == pytest.approx(
+        tested[1]["mean_recall"], abs=0.2
+    )  # rounding may change a rank
 
 
 def wait_all(commands: list[Command]) -> list[int]:
@@ -84,7 +97,9 @@ def undisturbed() -> Path:
     return finished_run(TINY)
 
 
-def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off") -> None:
+def disturb(
+    tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off"
+) -> None:
     """Kill a random rank again and again, each time with another number of ranks; then finish."""
     run = tmp_path / "run"
     words = ["train", *small_arguments({**TINY, "train.fsdp": shard}), "--out", str(run)]
@@ -101,7 +116,10 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, 
         errors = [error for command in ranks for error in command.read()[1].splitlines() if error]
         assert len(errors) <= 1, errors
         assert all(f"rank {ranks.index(victim)} " in error for error in errors)
-    assert wait_all(start_ranks([words] * 2, tmp_path, gate=(-1, tmp_path / f"gate-{kills}"))) == [0, 0]
+    assert wait_all(start_ranks([words] * 2, tmp_path, gate=(-1, tmp_path / f"gate-{kills}"))) == [
+        0,
+        0,
+    ]
     assert_same_training(run, undisturbed)
     seen = samples_seen(tmp_path, kills + 1)
     for first in range(0, STEPS, EPOCH):
@@ -121,7 +139,9 @@ def samples_seen(folder: Path, sessions: int) -> dict[int, list[int]]:
     return seen
 
 
-def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(
+    tmp_path: Path, undisturbed: Path
+) -> None:
     disturb(tmp_path, undisturbed, 2, random.Random(0))
 
 
@@ -147,8 +167,12 @@ def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undistu
     assert_same_training(run, undisturbed)
 
 
-def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    pack(open_source(str(make_set(tmp_path / "set", train=150))), tmp_path / "shards", shard_size=11)
+def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(
+    tmp_path: Path,
+) -> None:
+    pack(
+        open_source(str(make_set(tmp_path / "set", train=150))), tmp_path / "shards", shard_size=11
+    )
     changes = {
         **TINY,
         "data.source": str(tmp_path / "shards"),
@@ -169,7 +193,9 @@ def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(t
     assert_same_training(run, tmp_path / "one")
 
 
-def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+def test_signal_to_one_rank_stops_all_with_one_checkpoint(
+    tmp_path: Path, undisturbed: Path
+) -> None:
     run = tmp_path / "run"
     words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--out", str(run)]
     gate = tmp_path / "gate"
@@ -190,7 +216,9 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undist
 def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
-    ranks = start_ranks([["train", *small_arguments(changes), "--out", str(run)]] * 2, tmp_path, timeout=10)
+    ranks = start_ranks(
+        [["train", *small_arguments(changes), "--out", str(run)]] * 2, tmp_path, timeout=10
+    )
     ranks[1].wait_until(lambda: reached(run, 10))
     ranks[1].send_signal(signal.SIGSTOP)
     assert ranks[0].wait() == 2
@@ -201,7 +229,9 @@ def test_hanging_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_other_settings_on_one_rank_are_refused(tmp_path: Path) -> None:
-    ranks = start_ranks([["train", *small_arguments({"train.batch_size": size})] for size in (16, 12)], tmp_path)
+    ranks = start_ranks(
+        [["train", *small_arguments({"train.batch_size": size})] for size in (16, 12)], tmp_path
+    )
     assert wait_all(ranks) == [2, 2]
     assert f"rank 1 (process {ranks[1].pid} on " in ranks[0].read()[1]
     assert "--batch-size is 12, but 16 on rank 0" in ranks[0].read()[1]
@@ -218,7 +248,11 @@ def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
             Image.new("RGB", (32, 32), (number * 12, 0, 0)).save(photos / f"{number}.png")
         rows = [f"{number}.png,shade {number} of {color}" for number in range(20)]
         (photos / "captions.csv").write_text("\n".join(["image,caption", *rows]))
-    words = ["train", "photos", *small_arguments({"data.synthetic_images": None, "train.batch_size": 4})]
+    words = [
+        "train",
+        "photos",
+        *small_arguments({"data.synthetic_images": None, "train.batch_size": 4}),
+    ]
     ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
     assert wait_all(ranks) == [2, 2]
     error = ranks[0].read()[1].splitlines()[-1]
@@ -228,10 +262,19 @@ def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_shard_on_one_rank_is_refused(tmp_path: Path) -> None:
-    pack(open_source(str(make_set(tmp_path / "set", train=24))), tmp_path / "a" / "shards", shard_size=12)
+    pack(
+        open_source(str(make_set(tmp_path / "set", train=24))),
+        tmp_path / "a" / "shards",
+        shard_size=12,
+    )
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "shards" / "train-000001.tar").unlink()
-    changes = {"data.synthetic_images": None, "data.cache": "stream", "train.batch_size": 4, "model.tokenizer": "char"}
+    changes = {
+        "data.synthetic_images": None,
+        "data.cache": "stream",
+        "train.batch_size": 4,
+        "model.tokenizer": "char",
+    }
     words = ["train", "shards/train-{000000..000001}.tar", *small_arguments(changes)]
     ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
     assert wait_all(ranks) == [2, 2]
@@ -253,7 +296,10 @@ def differ(ranks: Ranks) -> str:
 
 def test_other_version_and_clock_on_one_rank_are_refused() -> None:
     report, other = on_ranks(2, differ)
-    assert re.fullmatch(r"rank 1 \(process \d+ on .*\): the version of m1clip is 0\.1, but 0\.0 on rank 0; .*", report)
+    assert re.fullmatch(
+        r"rank 1 \(process \d+ on .*\): the version of m1clip is 0\.1, but 0\.0 on rank 0; .*",
+        report,
+    )
     assert other == "2", "one report is enough"
 
 
@@ -270,7 +316,8 @@ def test_other_clock_on_one_rank_is_refused(tmp_path: Path) -> None:
     assert wait_all(ranks) == [2, 2]
     error = ranks[0].read()[1]
     found = re.fullmatch(
-        r"m1clip: rank 1 \(process (\d+) on .*\): its clock differs by -(\d+) s from .*; set it\n", error
+        r"m1clip: rank 1 \(process (\d+) on .*\): its clock differs by -(\d+) s from .*; set it\n",
+        error,
     )
     assert found is not None, error
     assert int(found[1]) == ranks[1].pid
@@ -300,22 +347,45 @@ def test_two_nodes_train_like_one_process(tmp_path: Path, undisturbed: Path) -> 
     words = ["-m", "m1clip", "train", *small_arguments(TINY), "--out", str(run)]
     variables = environment() | {"PYTHON": sys.executable, "PYTHONPATH": ROOT}
     script = [f"{ROOT}/tools/two_nodes.sh", *words]
-    done = subprocess.run(script, env=variables, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        script,
+        env=variables,
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
     assert records(run, "start")[0]["ranks"] == 2
     assert_same_training(run, undisturbed)
 
 
 @pytest.mark.long("Kill ranks, continue on another number")
-def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
+def test_torchrun_restarts_and_continues(
+    tmp_path: Path, undisturbed: Path, counts: dict[str, float]
+) -> None:
     run = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--",
+    ]
     words = [f"{ROOT}/tests/ranks.py", "train", *small_arguments(TINY), "--out", str(run)]
     gate = {"GATE_STEP": "4", "GATE_FILE": str(tmp_path / "gate")}
-    with subprocess.Popen([sys.executable, *torchrun, *words], cwd=tmp_path, env=environment() | gate) as process:
+    with subprocess.Popen(
+        [sys.executable, *torchrun, *words], cwd=tmp_path, env=environment() | gate
+    ) as process:
         while process.poll() is None and not reached(run, 4):
             time.sleep(0.05)
-        ranks = [child for child in psutil.Process(process.pid).children() if words[0] in child.cmdline()]
+        ranks = [
+            child for child in psutil.Process(process.pid).children() if words[0] in child.cmdline()
+        ]
         assert len(ranks) == 2
         ranks[1].kill()
         (tmp_path / "gate").touch()

@@ -9,7 +9,13 @@ def test_counts_are_summed_and_failures_shown() -> None:
     def ran(name: str, promise: str, outcome: str = "passed", **counts: float) -> dict[str, object]:
         return {"name": name, "promise": promise, "outcome": outcome, "counts": counts}
 
-    old = {"Soak": {"counts": {"minutes": 60}, "result": "passed", "measured": "commit `abc` on a machine"}}
+    old = {
+        "Soak": {
+            "counts": {"minutes": 60},
+            "result": "passed",
+            "measured": "commit `abc` on a machine",
+        }
+    }
     tests = [
         ran("a", "Signals", signals=3, **{"slowest exit in seconds": 2.0}),
         ran("b", "Signals", signals=1004, **{"slowest exit in seconds": 1.0}),

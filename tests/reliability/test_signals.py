@@ -64,7 +64,11 @@ def slow_down(function: str, mark: Path, seconds: float, after: Path | None = No
 
 
 def start(
-    folder: Path, phase: str, changes: dict[str, Any], seconds: float = math.inf, after: Path | None = None
+    folder: Path,
+    phase: str,
+    changes: dict[str, Any],
+    seconds: float = math.inf,
+    after: Path | None = None,
 ) -> Command:
     """Train with a phase that is slow or held, and wait until it is in it."""
     words = small_arguments({**CHANGES, **changes})
@@ -75,7 +79,12 @@ def start(
 
 
 def send(
-    folder: Path, phase: str, number: int, workers: int = 0, delay: float | None = None, group: bool = False
+    folder: Path,
+    phase: str,
+    number: int,
+    workers: int = 0,
+    delay: float | None = None,
+    group: bool = False,
 ) -> tuple[float, bool]:
     """Send a signal inside a phase and check what must hold; returns the seconds to the exit, and if it was inside.
 
@@ -85,7 +94,11 @@ def send(
     changes: dict[str, Any] = {"data.workers": workers}
     if phase == "caching":
         make_set(folder / "set", train=80)
-        changes |= {"data.source": str(folder / "set"), "data.cache": "disk", "data.cache_dir": str(folder / "cache")}
+        changes |= {
+            "data.source": str(folder / "set"),
+            "data.cache": "disk",
+            "data.cache_dir": str(folder / "cache"),
+        }
     process = start(folder, phase, changes, math.inf if delay is None else PHASES[phase][1])
     time.sleep(delay or 0.0)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -98,7 +111,9 @@ def send(
     assert "Traceback" not in error + output
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
     run = folder / "run"
-    if phase == "caching":  # nothing is trained yet: the folder is removed, so that the same command works again
+    if (
+        phase == "caching"
+    ):  # nothing is trained yet: the folder is removed, so that the same command works again
         assert not run.exists()
         return seconds, inside
     assert "continue with: m1clip train --resume run" in output
@@ -113,9 +128,15 @@ def send(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "number", "workers"),
-    [("caching", signal.SIGTERM, 0), ("evaluation", signal.SIGINT, 0), ("training", signal.SIGINT, 2)],
+    [
+        ("caching", signal.SIGTERM, 0),
+        ("evaluation", signal.SIGINT, 0),
+        ("training", signal.SIGINT, 2),
+    ],
 )
-def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals, workers: int) -> None:
+def test_signal_in_a_phase(
+    tmp_path: Path, phase: str, number: signal.Signals, workers: int
+) -> None:
     """To the process group, as a terminal or a batch system does it."""
     send(tmp_path, phase, number, workers, group=True)
 
@@ -135,7 +156,9 @@ def test_second_signal_exits_at_once_and_keeps_the_checkpoints(tmp_path: Path) -
 
 
 @pytest.mark.long("Signals")
-@pytest.mark.parametrize(("number", "workers"), [*itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2))])
+@pytest.mark.parametrize(
+    ("number", "workers"), [*itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2))]
+)
 @pytest.mark.parametrize("phase", PHASES)
 def test_three_signals_in_a_phase(
     tmp_path: Path, phase: str, number: signal.Signals, workers: int, counts: dict[str, float]
@@ -143,8 +166,20 @@ def test_three_signals_in_a_phase(
     """To the process or to its group."""
     draw = random.Random(f"{phase} {number} {workers}")
     ends = [
-        send(tmp_path / str(each), phase, number, workers, draw.uniform(0, PHASES[phase][2]), group=draw.random() < 0.5)
+        send(
+            tmp_path / str(each),
+            phase,
+            number,
+            workers,
+            draw.uniform(0, PHASES[phase][2]),
+            group=draw.random() < 0.5,
+        )
         for each in range(3)
     ]
-    assert any(inside for _, inside in ends) or phase == "training"  # the rest of a training step counts too
-    counts |= {"signals in 4 phases": len(ends), "slowest exit in seconds": max(seconds for seconds, _ in ends)}
+    assert (
+        any(inside for _, inside in ends) or phase == "training"
+    )  # the rest of a training step counts too
+    counts |= {
+        "signals in 4 phases": len(ends),
+        "slowest exit in seconds": max(seconds for seconds, _ in ends),
+    }

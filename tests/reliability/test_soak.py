@@ -29,16 +29,25 @@ MIB = 2**20
 EVERY = {"step": 10, "eval": 400, "checkpoint": 200}
 # Growth after the warm-up that counts as flat; the heaps of Python and malloc move by some MiB.
 ALLOWED = {"rss": 12 * MIB, "fds": 1, "threads": 1, "disk": MIB}
-Samples = dict[tuple[str, str], list[tuple[float, float]]]  # by process and figure: (seconds, value)
+Samples = dict[
+    tuple[str, str], list[tuple[float, float]]
+]  # by process and figure: (seconds, value)
 
 
 def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
     """Train for some time with a monitor in a terminal and a web page that is visited; returns run and samples."""
     run, samples, ended = folder / "run", defaultdict[Any, Any](list), threading.Event()
-    changes = {"train.steps": 10_000_000, "data.workers": 1, "data.synthetic_images": 512, "optim.warmup": 100}
+    changes = {
+        "train.steps": 10_000_000,
+        "data.workers": 1,
+        "data.synthetic_images": 512,
+        "optim.warmup": 100,
+    }
     changes |= {"train.eval_every": EVERY["eval"], "train.save_every": EVERY["checkpoint"]}
     trainer = Command("train", *small_arguments(changes), "--out", "run", cwd=folder)
-    trainer.wait_until(lambda: (run / "run.jsonl").is_file() and (run / "run.jsonl").stat().st_size > 2000)
+    trainer.wait_until(
+        lambda: (run / "run.jsonl").is_file() and (run / "run.jsonl").stat().st_size > 2000
+    )
     page = Command("monitor", "run", "--web", "--port", "0", "--no-browser", cwd=folder)
     page.wait_until(lambda: re.search(r"http://\S+/", page.read()[0]))
     url = re.search(r"http://\S+/", page.read()[0])[0]
@@ -85,7 +94,9 @@ def terminal(run: Path, ended: threading.Event) -> Iterator[tuple[int, list[int]
     master, slave = pty.openpty()
     words = [sys.executable, "-m", "m1clip", "monitor", str(run)]
     env = {**environment(), "TERM": "xterm-256color"}
-    process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
+    process = subprocess.Popen(
+        words, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+    )
     os.close(slave)
 
     try:
@@ -109,7 +120,9 @@ def visit(url: str) -> int:
         read += len(text)
         time.sleep(0.2)
     for step in found["runs"][0]["snapshots"][-1:]:
-        with urllib.request.urlopen(f"{url}api/snapshot?run={key}&index={step}", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"{url}api/snapshot?run={key}&index={step}", timeout=30
+        ) as answer:
             read += len(answer.read())
     return read
 
@@ -139,7 +152,8 @@ def missing(run: Path) -> list[tuple[str, int]]:
         (kind, step)
         for kind, every in EVERY.items()
         for step in range(every, last + 1, every)
-        if (kind, step) not in found and not (kind == "eval" and step == last)  # the last one may have been interrupted
+        if (kind, step) not in found
+        and not (kind == "eval" and step == last)  # the last one may have been interrupted
     ]
 
 
@@ -166,7 +180,9 @@ def test_soak_for_an_hour(tmp_path: Path, counts: dict[str, float]) -> None:
     steps = max(line.get("step", 0) for line in read_log(run))
     assert (run / "run.jsonl").stat().st_size / steps < 200
     for (name, figure), found in samples.items():
-        assert growth(found) <= max(ALLOWED[figure], 0.03 * found[-1][1] * (figure in ("rss", "disk"))), (name, figure)
+        assert growth(found) <= max(
+            ALLOWED[figure], 0.03 * found[-1][1] * (figure in ("rss", "disk"))
+        ), (name, figure)
         if figure == "rss":
             counts[f"MB of growth ({name})"] = round(growth(found) / 1e6, 1)
     counts |= {"minutes": minutes, "steps": steps}

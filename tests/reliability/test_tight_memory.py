@@ -22,9 +22,13 @@ from m1clip.runlog import read_log
 from m1clip.training.oom import OOMHandler
 from m1clip.training.step import TrainStep
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux limits the memory of a process"
+)
 BATCH, STEPS = 128, 6
-TOLERANCE = 1e-4  # relative, of each weight: a smaller micro-batch adds the same numbers in another order
+TOLERANCE = (
+    1e-4  # relative, of each weight: a smaller micro-batch adds the same numbers in another order
+)
 # Most of the memory of this model are the activations of a micro-batch.
 CHANGES = {
     "model.patch_size": 4,
@@ -35,7 +39,9 @@ CHANGES = {
     "optim.optimizer": "adamw",
 }
 THIRD, FIFTH = 2, 4
-ABOVE = 16 * 2**20  # bytes more than what counts as near; half a micro-batch frees several times as much
+ABOVE = (
+    16 * 2**20
+)  # bytes more than what counts as near; half a micro-batch frees several times as much
 GRANTED = 0.2  # of what a step has used: too little for a complete batch
 
 
@@ -52,8 +58,12 @@ def take_memory(how: str) -> None:
         state["begin"], state["step"] = address_space(), number
         if number == THIRD and how == "near":
             missing = int(NEAR * update.oom.limit) - state["used"] + ABOVE
-            assert 0 < missing < 2**31, "memory was already near the limit, or no --memory was given"
-            state["held"] = np.ones(missing, np.uint8)  # written to, so that the system really assigns it
+            assert 0 < missing < 2**31, (
+                "memory was already near the limit, or no --memory was given"
+            )
+            state["held"] = np.ones(
+                missing, np.uint8
+            )  # written to, so that the system really assigns it
         if number == THIRD and how == "refused":
             limit = state["begin"] + int(GRANTED * min(state["wanted"].values()))
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -69,7 +79,9 @@ def take_memory(how: str) -> None:
 
     TrainStep.__call__, OOMHandler.check = step, check
     if how == "refused":
-        torch.backends.mkldnn.set_flags(_enabled=False)  # its error would be "could not create a primitive"
+        torch.backends.mkldnn.set_flags(
+            _enabled=False
+        )  # its error would be "could not create a primitive"
 
 
 def address_space() -> int:
@@ -79,10 +91,24 @@ def address_space() -> int:
 def train(folder: Path, how: str, changes: dict[str, Any]) -> Path:
     """Train in a new process that runs short of memory in this way."""
     code = f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main import main; main()"
-    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--out", how]
+    words = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        *small_arguments({**CHANGES, **changes}),
+        "--out",
+        how,
+    ]
     # glibc then returns each freed tensor at once, so that the address space is what is in use.
-    env = {**environment(), "MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    env = {
+        **environment(),
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    ended = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, (ended.stdout, ended.stderr)
     return folder / how
 
@@ -95,22 +121,33 @@ def compare(run: Path, reference: Path, why: str) -> tuple[int, float]:
     """It was reported, the batch and the weights stayed the same; returns the halvings and the largest difference."""
     reported = [line for line in read_log(run) if line.get("event") == "low memory"]
     assert reported, "memory never ran low: the test is void"
-    assert [line["micro_batch"] for line in reported] == [BATCH // 2 ** (n + 1) for n in range(len(reported))]
-    assert all(line["batch"] == BATCH and line["helps"] and why in line["reason"] for line in reported)
+    assert [line["micro_batch"] for line in reported] == [
+        BATCH // 2 ** (n + 1) for n in range(len(reported))
+    ]
+    assert all(
+        line["batch"] == BATCH and line["helps"] and why in line["reason"] for line in reported
+    )
     assert reported[0]["step"] in (3, 4), "memory is freed first, which may be enough for one step"
     assert not [line for line in read_log(reference) if line.get("event") == "low memory"]
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
     found, wanted = tensors_of(run, STEPS), tensors_of(reference, STEPS)
-    names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
+    names = [
+        name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()
+    ]
     assert len(names) > 20
-    differences = [float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names]
+    differences = [
+        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6))
+        for name in names
+    ]
     assert max(differences) < TOLERANCE
     return len(reported), max(differences)
 
 
 @pytest.mark.slow
 def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -> None:
-    compare(train(tmp_path, "refused", {}), train(tmp_path, "reference", {}), "can't allocate memory")
+    compare(
+        train(tmp_path, "refused", {}), train(tmp_path, "reference", {}), "can't allocate memory"
+    )
 
 
 @pytest.mark.long("Out of memory")
@@ -126,7 +163,11 @@ def test_runs_short_of_memory_end_with_the_same_weights(
     tmp_path: Path, changes: dict[str, Any], counts: dict[str, float]
 ) -> None:
     reference = train(tmp_path, "reference", changes)
-    near = compare(train(tmp_path, "near", {**changes, "train.memory": "1.6GB"}), reference, "close to the limit")
+    near = compare(
+        train(tmp_path, "near", {**changes, "train.memory": "1.6GB"}),
+        reference,
+        "close to the limit",
+    )
     refused = compare(train(tmp_path, "refused", changes), reference, "can't allocate memory")
     counts |= {"runs out of memory": 2, "halvings of the micro-batch": near[0] + refused[0]}
     counts["largest relative difference of weights"] = max(near[1], refused[1])

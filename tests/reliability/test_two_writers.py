@@ -42,7 +42,10 @@ def one_round(run: Path, contenders: int) -> None:
     winners = [pid for word, pid in answered if word == "held"]
     assert len(winners) == 1
     assert all("is training in this folder" in text for word, text in answered if word == "refused")
-    with pytest.raises(UserError, match=f"process {winners[0]} is training in this folder"), lock_run(run):
+    with (
+        pytest.raises(UserError, match=f"process {winners[0]} is training in this folder"),
+        lock_run(run),
+    ):
         pass
     os.kill(winners[0], signal.SIGKILL)
     for process in processes:
@@ -60,7 +63,9 @@ def test_one_of_many_processes_gets_the_lock(tmp_path: Path) -> None:
 
 @pytest.mark.long("Two writers")
 @pytest.mark.parametrize("part", range(2))
-def test_one_of_eight_processes_gets_the_lock_every_time(tmp_path: Path, part: int, counts: dict[str, float]) -> None:
+def test_one_of_eight_processes_gets_the_lock_every_time(
+    tmp_path: Path, part: int, counts: dict[str, float]
+) -> None:
     for _ in range(100):
         one_round(tmp_path, 8)
     counts["rounds of 8 processes, holder killed each time"] = 100
@@ -78,7 +83,16 @@ def test_one_of_eight_processes_gets_the_lock_every_time(tmp_path: Path, part: i
         f"{2**70}\n{platform.node()}\nnan\n",
         lock_content(),
     ],
-    ids=["reboot", "dead", "elsewhere", "empty", "nonsense", "zeros", "absurd", "own number, reused"],
+    ids=[
+        "reboot",
+        "dead",
+        "elsewhere",
+        "empty",
+        "nonsense",
+        "zeros",
+        "absurd",
+        "own number, reused",
+    ],
 )
 def test_stale_lock_is_replaced(tmp_path: Path, mark: str) -> None:
     (tmp_path / LOCK).write_text(mark)

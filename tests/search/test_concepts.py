@@ -27,11 +27,15 @@ def index(tmp_path: Path) -> m1clip.Index:
 @pytest.mark.parametrize("count", [3, 10])
 def test_head_separates_a_class_that_the_text_does_not(count: int) -> None:
     rng = np.random.default_rng(count)
-    wide = np.concatenate([np.full(8, 3.0), np.full(24, 0.3)])  # directions in which all images vary
+    wide = np.concatenate(
+        [np.full(8, 3.0), np.full(24, 0.3)]
+    )  # directions in which all images vary
     library, members = rng.normal(size=(500, 32)) * wide, rng.normal(size=(60, 32)) * wide
     members[:, 20] += 1.5
     library_stats = library.mean(axis=0), np.cov(library.T, bias=True)
-    direction, choice = fit_concept(members[:count], np.zeros((0, 32)), library_stats, np.eye(32)[0], library)
+    direction, choice = fit_concept(
+        members[:count], np.zeros((0, 32)), library_stats, np.eye(32)[0], library
+    )
 
     def above(direction: np.ndarray) -> float:
         """Probability that a new member scores above an image of the library."""
@@ -67,7 +71,9 @@ class Library:
 
 
 @pytest.mark.parametrize("wrong_count", [0, 2])
-def test_marks_that_would_rank_other_photos_worse_than_the_text_are_not_used(wrong_count: int) -> None:
+def test_marks_that_would_rank_other_photos_worse_than_the_text_are_not_used(
+    wrong_count: int,
+) -> None:
     library = Library(text_knows=4.0)
     top = np.argsort(-library.vectors @ library.text)
     right = [int(row) for row in top if library.relevant[row]][:3]
@@ -101,7 +107,9 @@ def test_single_example_counts_if_the_text_does_not_find_it() -> None:
     order = np.argsort(-library.vectors @ library.text)
     assert library.fit([int(order[0])], [])[1] is TEXT_ONLY
     assert library.fit([int(order[500])], [])[1] is not TEXT_ONLY
-    assert library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY  # nothing says what is right
+    assert (
+        library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY
+    )  # nothing says what is right
 
 
 def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1clip.Index) -> None:
@@ -113,7 +121,10 @@ def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1c
     found = index.search("a dog", k=30)
     others = [id_ for id_ in before if id_ not in (right, wrong)]
     assert [each.id for each in found] == [right, *others, wrong]
-    assert (found[0].probability, found[-1].probability) == (1.0, 0.0)  # the text is calibrated, as it stays
+    assert (found[0].probability, found[-1].probability) == (
+        1.0,
+        0.0,
+    )  # the text is calibrated, as it stays
     assert [each.id for each in index.search("a dog", k=4)] == [right, *others[:3]]
     assert [each.id for each in index.negatives("a dog")] == [wrong]
     assert [each.id for each in index.search("a dog", k=30, exclude=["night"])][-1:] != [wrong]
@@ -140,7 +151,9 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
     assert index.concepts.names() == {}
 
 
-def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: pytest.CaptureFixture[str]) -> None:
+def test_teach_and_duplicates_on_the_command_line(
+    index: m1clip.Index, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ["--index", str(index.root)]
     shutil.copy(index.root / "a/0000.jpg", index.root / "copy.jpg")
     image(0, (208, 160)).save(index.root / "large.png")
@@ -163,7 +176,9 @@ def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: p
         index.teach("Rex", ["nowhere.jpg"])
 
 
-def test_marks_cannot_control_the_terminal(index: m1clip.Index, capsys: pytest.CaptureFixture[str]) -> None:
+def test_marks_cannot_control_the_terminal(
+    index: m1clip.Index, capsys: pytest.CaptureFixture[str]
+) -> None:
     index.mark("\x1b[2Jred \u202egpj", index.search("red")[0].id, True)
     assert exit_code("teach", "--index", index.root) == 0
     assert exit_code("teach", "\x1b[31mno", "--forget", "--index", index.root) == 2
@@ -173,7 +188,8 @@ def test_marks_cannot_control_the_terminal(index: m1clip.Index, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("marked", "removed"), [("Éclair", "éclair"), ("red BALL", "Red ball"), ("a ball", "a  ball"), ("2*ball", "2*ball")]
+    ("marked", "removed"),
+    [("Éclair", "éclair"), ("red BALL", "Red ball"), ("a ball", "a  ball"), ("2*ball", "2*ball")],
 )
 def test_mark_is_removed_in_any_spelling(index: m1clip.Index, marked: str, removed: str) -> None:
     number = index.newest(20)[0].id
@@ -193,5 +209,8 @@ def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) ->
     assert exit_code("teach", "--captions", tmp_path / "marks.csv", "--index", index.root) == 0
     source = open_source(str(tmp_path / "marks.csv"))
     samples = [sample for split in source.splits() for sample in source.samples(split)]
-    found = {(Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions) for sample in samples}
+    found = {
+        (Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions)
+        for sample in samples
+    }
     assert found == {("a/0002.jpg", 'a "red", ball'), ("b/0001.jpg", "Rex")}

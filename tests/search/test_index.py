@@ -69,7 +69,12 @@ def fresh(photos: Path, model: Path) -> Path:
 
 NAMES = st.sampled_from(["a.jpg", "b.jpg", "x/a.jpg", "x/c.png", "x/y/d.jpg", "e.txt", ".f.jpg"])
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["write", "break", "move", "copy", "delete", "index"]), NAMES, NAMES, st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from(["write", "break", "move", "copy", "delete", "index"]),
+        NAMES,
+        NAMES,
+        st.integers(0, 5),
+    ),
     min_size=4,
     max_size=12,
 )
@@ -77,7 +82,9 @@ STEPS = st.lists(
 
 @settings(max_examples=10)
 @given(STEPS)
-def test_incremental_index_equals_new_index(model: Path, steps: list[tuple[str, str, str, int]]) -> None:
+def test_incremental_index_equals_new_index(
+    model: Path, steps: list[tuple[str, str, str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         make_photos(photos, 2)
@@ -93,13 +100,19 @@ def test_incremental_index_equals_new_index(model: Path, steps: list[tuple[str, 
             elif what == "index":
                 update_index(photos, model)
             elif path.is_file() and path != second:
-                {"move": shutil.move, "copy": shutil.copy2, "delete": lambda a, _: os.unlink(a)}[what](path, second)
+                {"move": shutil.move, "copy": shutil.copy2, "delete": lambda a, _: os.unlink(a)}[
+                    what
+                ](path, second)
             clock += 10**9
             if what in ("write", "break"):
                 os.utime(path, ns=(clock, clock))
         report = update_index(photos, model)
         close(report.place, fresh(photos, model))
-        rows = np.memmap(report.place / next(report.place.glob("vectors-*")), np.float16) if report.indexed else ()
+        rows = (
+            np.memmap(report.place / next(report.place.glob("vectors-*")), np.float16)
+            if report.indexed
+            else ()
+        )
         assert report.indexed <= 7
         assert len(rows) // 16 <= 2 + len(steps)
 
@@ -117,7 +130,9 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     (photos / "b/0001.jpg").unlink()
     read: list[str] = []
     original = FileImage.read
-    monkeypatch.setattr(FileImage, "read", lambda self: read.append(os.path.basename(self.path)) or original(self))
+    monkeypatch.setattr(
+        FileImage, "read", lambda self: read.append(os.path.basename(self.path)) or original(self)
+    )
     monkeypatch.setattr(m1clip.Model, "encode_image", lambda *_: pytest.fail("encoded again"))
     report = update_index(photos)
     assert sorted(read) == ["copy.jpg", "new name.jpg"]
@@ -130,7 +145,10 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
 
 
 def test_each_model_has_its_own_vectors(model: Path, tmp_path: Path) -> None:
-    photos, other = make_photos(tmp_path / "photos", 4), save_model(tmp_path / "other", embed_dim=24)
+    photos, other = (
+        make_photos(tmp_path / "photos", 4),
+        save_model(tmp_path / "other", embed_dim=24),
+    )
     update_index(photos, model)
     assert update_index(photos, other).added == 4
     assert {len(vectors) for *_, vectors in content(photos / FOLDER).values()} == {2}  # type: ignore[arg-type]
@@ -168,7 +186,9 @@ def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -
     assert set(hostile) < stored.keys()
     assert update_index(photos).problems == report.problems
     for name in hostile:
-        found = m1clip.Index(photos).search(like=[os.fsdecode(os.path.join(os.fsencode(photos), name))], k=1)
+        found = m1clip.Index(photos).search(
+            like=[os.fsdecode(os.path.join(os.fsencode(photos), name))], k=1
+        )
         assert os.fsencode(found.nearest[0].path) == name
 
 
@@ -223,7 +243,9 @@ def test_full_disk_keeps_what_was_indexed(
     close(photos / FOLDER, fresh(photos, model))
 
 
-def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(model: Path, tmp_path: Path) -> None:
+def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
+    model: Path, tmp_path: Path
+) -> None:
     photos = make_photos(tmp_path / "photos", 3)
     (file,) = update_index(photos, model).place.glob("vectors-*")
     with file.open("ab") as end:
@@ -287,14 +309,20 @@ def slow_saves(hang_after: float = math.inf) -> None:
     module._read = slow_read
 
 
-def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf) -> int:
+def kill_at_random_moments(
+    photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf
+) -> int:
     """Index again and again, and kill it each time; returns the number of kills before it was finished."""
     chance, interrupted, database = random.Random(0), 0, photos / FOLDER / DATABASE
     for _ in range(kills):
         began = time.time()  # it writes to the database when it starts
         prepare = functools.partial(slow_saves, hang_after)
-        process = Command("index", str(photos), "--model", str(model), cwd=photos.parent, prepare=prepare)
-        process.wait_until(lambda began=began: database.exists() and database.stat().st_mtime > began)  # type: ignore[misc]
+        process = Command(
+            "index", str(photos), "--model", str(model), cwd=photos.parent, prepare=prepare
+        )
+        process.wait_until(
+            lambda began=began: database.exists() and database.stat().st_mtime > began
+        )  # type: ignore[misc]
         time.sleep(seconds * chance.random())
         process.send_signal(9)
         interrupted += process.wait() == -9
@@ -312,7 +340,9 @@ def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Pa
 @pytest.mark.long("Kill while indexing photos")
 def test_many_kills_while_indexing(model: Path, tmp_path: Path, counts: dict[str, float]) -> None:
     photos = make_photos(tmp_path / "photos", 10_000)
-    counts["SIGKILLs at random moments, 10,000 images"] = kill_at_random_moments(photos, model, 20, 20.0)
+    counts["SIGKILLs at random moments, 10,000 images"] = kill_at_random_moments(
+        photos, model, 20, 20.0
+    )
     close(photos / FOLDER, fresh(photos, model))
 
 
@@ -341,10 +371,17 @@ def test_index_without_vectors_is_reported_in_one_line(
     else:
         with contextlib.closing(module.connect(photos / FOLDER, write=True)) as db:
             if state == "model":
-                db.execute("INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)", (str(model),))
+                db.execute(
+                    "INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)",
+                    (str(model),),
+                )
                 db.commit()
     image(1).save(tmp_path / "rex.jpg")
-    commands = (["search", "a", "--index", photos], ["duplicates", photos], ["teach", "Rex", tmp_path / "rex.jpg"])
+    commands = (
+        ["search", "a", "--index", photos],
+        ["duplicates", photos],
+        ["teach", "Rex", tmp_path / "rex.jpg"],
+    )
     for words in commands:
         more = ["--index", photos] if words[0] == "teach" else []
         assert exit_code(*words, *more) == 2
@@ -393,7 +430,9 @@ def test_damaged_vectors_are_reported_with_a_hint_and_restored(
         assert index.search("a dog").searched == 6
 
 
-def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(model: Path, tmp_path: Path) -> None:
+def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
+    model: Path, tmp_path: Path
+) -> None:
     photos = make_photos(tmp_path / "photos", 3)
     place = update_index(photos, model).place
     opened = m1clip.Index(photos)
@@ -410,7 +449,11 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(model:
 def kill_at(point: str) -> None:
     """In the process that is killed: it kills itself at a point of a save, or of a rewrite of the vectors."""
     module.BATCH, module.SAVE_SECONDS = 2, 0.0
-    save, create, remove_others = module._Writer.save, module.vectors.create, module.vectors.remove_others
+    save, create, remove_others = (
+        module._Writer.save,
+        module.vectors.create,
+        module.vectors.remove_others,
+    )
     calls = iter(range(1, 100))
 
     def saved(writer: Any) -> None:
@@ -441,9 +484,16 @@ def kill_at(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "committed"),
-    [("before the commit", 8), ("after the commit", 10), ("before the rewrite", 4), ("after the rewrite", 4)],
+    [
+        ("before the commit", 8),
+        ("after the commit", 10),
+        ("before the rewrite", 4),
+        ("after the rewrite", 4),
+    ],
 )
-def test_reader_survives_the_death_of_a_writer(point: str, committed: int, model: Path, tmp_path: Path) -> None:
+def test_reader_survives_the_death_of_a_writer(
+    point: str, committed: int, model: Path, tmp_path: Path
+) -> None:
     photos = make_photos(tmp_path / "photos", 6)
     place = update_index(photos, model).place
     opened = m1clip.Index(photos)
@@ -707,24 +757,38 @@ def test_vectors_that_are_not_finite_are_reported_by_every_search(gift: Path, va
             index.search(**query)  # type: ignore[arg-type]
 
 
-EXAMPLE = {"name": "'dog'", "sha256": "zeroblob(32)", "vector": "zeroblob(32)", "good": "1", "time": "1"}
+EXAMPLE = {
+    "name": "'dog'",
+    "sha256": "zeroblob(32)",
+    "vector": "zeroblob(32)",
+    "good": "1",
+    "time": "1",
+}
 ODD_EXAMPLES = [
     *(("good", value) for value in ("5", "-9", "'x'", "NULL", "0.5")),
-    *(("vector", value) for value in ("zeroblob(33)", "zeroblob(30)", "NULL", "'text'", f"x'{'007e' * 16}'")),
+    *(
+        ("vector", value)
+        for value in ("zeroblob(33)", "zeroblob(30)", "NULL", "'text'", f"x'{'007e' * 16}'")
+    ),
     *(("name", value) for value in ("NULL", "x'ff'")),
     *(("sha256", value) for value in ("'x'", "NULL", "7", "x'00'")),
 ]
 
 
 @pytest.mark.parametrize(("column", "value"), ODD_EXAMPLES)
-def test_examples_that_m1clip_did_not_write_do_not_count(gift: Path, column: str, value: str) -> None:
+def test_examples_that_m1clip_did_not_write_do_not_count(
+    gift: Path, column: str, value: str
+) -> None:
     index = m1clip.Index(gift)
     index.teach("Rex", [1])
     values = EXAMPLE | {column: value}
     with contextlib.closing(sqlite3.connect(gift / FOLDER / "concepts.sqlite")) as db:
         (model,) = db.execute("SELECT model FROM examples").fetchone()
         names = ", ".join(values)
-        db.execute(f"INSERT INTO examples (model, {names}) VALUES (?, {', '.join(values.values())})", (model,))
+        db.execute(
+            f"INSERT INTO examples (model, {names}) VALUES (?, {', '.join(values.values())})",
+            (model,),
+        )
         db.commit()
     index.teach("Rex", [2])
     assert index.concepts.names() == {"Rex": (2, 0)}
@@ -781,7 +845,9 @@ FILES = (DATABASE, "lock", "thumbnails", "concepts.sqlite", "vectors-1-0.f16")
 
 
 @pytest.mark.parametrize("name", [FOLDER, *(f"{FOLDER}/{name}" for name in FILES)])
-def test_links_in_an_index_are_rejected(gift: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_in_an_index_are_rejected(
+    gift: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = gift.parent / "outside" / "target"
     if (gift / name).exists():
         shutil.move(gift / name, target)
@@ -831,7 +897,9 @@ def test_journal_that_names_another_file_is_rejected(gift: Path, database: str) 
     victim, magic = os.fsencode(gift.parent / "outside/precious"), bytes.fromhex("d9d505f920a163d7")
     pages = (gift / FOLDER / database).stat().st_size // 4096
     header = (magic + struct.pack(">IIIII", 0, 0, pages, 512, 4096)).ljust(512, b"\0")
-    name = struct.pack(">I", 2**30 // 4096 + 1) + victim + struct.pack(">II", len(victim), sum(victim))
+    name = (
+        struct.pack(">I", 2**30 // 4096 + 1) + victim + struct.pack(">II", len(victim), sum(victim))
+    )
     (gift / FOLDER / f"{database}-journal").write_bytes(header + name + magic)
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="was not written by m1clip"):
@@ -858,9 +926,13 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
         m1clip.Index()
     assert len(m1clip.Index(gift)) == 4  # asked for
     files = content(gift / FOLDER)
-    monkeypatch.setattr(module, "is_own", lambda place: FOLDER not in place.parts)  # what this user makes is their own
+    monkeypatch.setattr(
+        module, "is_own", lambda place: FOLDER not in place.parts
+    )  # what this user makes is their own
     report = update_index(gift, model)
-    assert report.place.is_relative_to(gift.parent / "data")  # nothing is written to the index of another user
+    assert report.place.is_relative_to(
+        gift.parent / "data"
+    )  # nothing is written to the index of another user
     assert content(gift / FOLDER) == files
     assert m1clip.Index(gift).place == m1clip.Index().place == report.place
 
@@ -892,4 +964,7 @@ def test_index_that_another_program_has_locked_is_reported(
         for words in (["search", "a", "--index", gift], ["index", gift]):
             assert exit_code(*words) == 2
             error = capsys.readouterr().err
-            assert (error.count("\n"), "another program has locked it; try again later" in error) == (1, True)
+            assert (
+                error.count("\n"),
+                "another program has locked it; try again later" in error,
+            ) == (1, True)

@@ -21,7 +21,12 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.integers(1, 400), st.integers(1, 24), st.integers(1, 60), st.integers(0, 2**32 - 1), st.booleans(), st.booleans()
+    st.integers(1, 400),
+    st.integers(1, 24),
+    st.integers(1, 60),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+    st.booleans(),
 )
 def test_nearest_equals_brute_force_in_float64(
     library: str, n: int, dim: int, k: int, seed: int, coarse: bool, filtered: bool
@@ -45,7 +50,17 @@ def test_error_of_the_fast_scores_is_below_its_bound(library: str) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20_000, 256))  # more than one block
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
-    vectors[0, :9] = [0, -0.0, 6e-8, -6e-8, 6.1e-5, -6.1e-5, 0.1, -0.1, 0.05]  # zeros and subnormal numbers
+    vectors[0, :9] = [
+        0,
+        -0.0,
+        6e-8,
+        -6e-8,
+        6.1e-5,
+        -6.1e-5,
+        0.1,
+        -0.1,
+        0.05,
+    ]  # zeros and subnormal numbers
     query = vectors[7].astype(np.float32)
     scores, bound = module._fast_scores(vectors, query)
     error = np.abs(scores - vectors.astype(np.float64) @ query.astype(np.float64)).max()

@@ -46,7 +46,9 @@ def test_search_equals_brute_force(photos: Path) -> None:
     scores = np.asarray(index.model.encode_image(paths)) @ query
     best = [paths[place] for place in np.argsort(-scores)[:5]]
     assert [photos / each.path for each in found.nearest] == best
-    assert [each.score for each in found.nearest] == pytest.approx(np.sort(scores)[::-1][:5], abs=1e-3)
+    assert [each.score for each in found.nearest] == pytest.approx(
+        np.sort(scores)[::-1][:5], abs=1e-3
+    )
     assert found.searched == len(index) == 13
 
 
@@ -55,11 +57,18 @@ def test_near_duplicates_are_grouped_with_best_result(photos: Path) -> None:
     assert found.nearest[0].path == "a/0000.jpg"
     assert found.nearest[0].copies == ("larger.png",)
     assert len(found.nearest) == 12
-    assert len(Index(photos).search(like=[photos / "a/0000.jpg"], k=20, collapse=False).nearest) == 13
+    assert (
+        len(Index(photos).search(like=[photos / "a/0000.jpg"], k=20, collapse=False).nearest) == 13
+    )
 
 
-@given(st.lists(st.integers(0, 12), max_size=30), st.sets(st.tuples(st.integers(0, 12), st.integers(0, 12))))
-def test_groups_are_connected_and_equal_images_are_compared_once(looks: list[int], alike: set[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.integers(0, 12), max_size=30),
+    st.sets(st.tuples(st.integers(0, 12), st.integers(0, 12))),
+)
+def test_groups_are_connected_and_equal_images_are_compared_once(
+    looks: list[int], alike: set[tuple[int, int]]
+) -> None:
     compared: list[bytes] = []
 
     def pairs(images: list[tuple[bytes, bytes]]) -> Iterator[list[int]]:
@@ -77,7 +86,9 @@ def test_groups_are_connected_and_equal_images_are_compared_once(looks: list[int
         for i, j in itertools.combinations(range(len(looks)), 2):
             if looks[i] == looks[j] or {(looks[i], looks[j]), (looks[j], looks[i])} & alike:
                 expected[i] = expected[j] = expected[i] | expected[j]
-    assert groups == sorted(sorted(group) for group in {frozenset(group) for group in expected.values()})
+    assert groups == sorted(
+        sorted(group) for group in {frozenset(group) for group in expected.values()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,18 +116,25 @@ def test_sums_and_differences_of_queries(photos: Path) -> None:
     assert not taught
     assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
     query = index._combined(parts)
-    scores = sum(w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts)
+    scores = sum(
+        w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts
+    )
     correlation = np.corrcoef(scores, index.vectors.astype(np.float32) @ query)[0, 1]
     assert correlation > 0.999  # each part counts by its weight, whatever the spread of its scores
     same = index.search(["red", "2*night"], like=[3], exclude=["dog"])
-    assert same.nearest[0] == index.search({"red": 1, "night": 2}, like=[3], exclude=["dog"]).nearest[0]
+    assert (
+        same.nearest[0]
+        == index.search({"red": 1, "night": 2}, like=[3], exclude=["dog"]).nearest[0]
+    )
     with pytest.raises(UserError, match="an empty query"):
         index.search()
 
 
 @pytest.mark.parametrize("weight", ["0", "0.0", "1001", "9" * 39, "9" * 400])
 def test_weight_without_a_meaning_is_a_user_error(photos: Path, weight: str) -> None:
-    with pytest.raises(UserError, match=r"^dog: its weight must be above 0 and at most 1,000, not "):
+    with pytest.raises(
+        UserError, match=r"^dog: its weight must be above 0 and at most 1,000, not "
+    ):
         Index(photos).search([f"{weight}*dog"])
     with pytest.raises(UserError, match="its weight must be"):
         Index(photos).search({"dog": float("nan")})
@@ -134,10 +152,14 @@ def test_results_are_a_sequence_with_relative_and_absolute_paths(photos: Path) -
         assert all(copy.file == str(photos / copy.path) for copy in group)
 
 
-@pytest.mark.parametrize("date", ["2024-13", "2024-02-30", "2024-5", "24", "0000", "２０２４", "tomorrow"])
+@pytest.mark.parametrize(
+    "date", ["2024-13", "2024-02-30", "2024-5", "24", "0000", "２０２４", "tomorrow"]
+)
 def test_only_dates_of_the_calendar_are_accepted(date: str) -> None:
     for field in ("since", "until"):
-        with pytest.raises(UserError, match=f"--{field} {date}: give a date as 2024, 2024-05 or 2024-05-31"):
+        with pytest.raises(
+            UserError, match=f"--{field} {date}: give a date as 2024, 2024-05 or 2024-05-31"
+        ):
             Filter(**{field: date})
     Filter("2024", "2024-02-29")
 
@@ -177,7 +199,9 @@ def test_changed_model_is_refused(tmp_path: Path) -> None:
         Index(photos).search("a")
 
 
-def test_search_without_results_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_without_results_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     photos = make_photos(tmp_path / "photos", 2)
     update_index(photos, save_model(tmp_path / "model"))
 
@@ -200,7 +224,10 @@ def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -
     index = Index(photos)
     assert index.export(tmp_path / "vectors.parquet") == 13
     table = parquet.read_table(tmp_path / "vectors.parquet").to_pylist()
-    best = max(table, key=lambda row: float(np.dot(row["vector"], index.image_vector(photos / "b/0003.jpg"))))
+    best = max(
+        table,
+        key=lambda row: float(np.dot(row["vector"], index.image_vector(photos / "b/0003.jpg"))),
+    )
     assert (best["path"], best["width"], best["height"]) == ("b/0003.jpg", 52, 40)
 
 
@@ -243,7 +270,9 @@ def test_commands_on_an_onnx_folder_run_without_torch(photos: Path, tmp_path: Pa
     assert len(output["classify"].splitlines()) == 2
 
 
-def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(photos / "a")  # a folder below the indexed one
     for words in (["red", "--not", "dog", "-k", "3"], ["--like", "0000.jpg", "-k", "3", "--json"]):
         assert exit_code("search", *words) == 0
@@ -280,8 +309,22 @@ LESS = "1 nearest image of less than 20% not listed (--all lists them)"
     ("chances", "printed"),
     [
         ((0.6, 0.3), [" 60%   0.500  0.jpg", "less likely:", " 30%   0.500  1.jpg"]),
-        ((0.6, 0.1, 0.1), [" 60%   0.500  0.jpg", "2 nearest images of less than 20% not listed (--all lists them)"]),
-        ((0.3, 0.2, 0.1), ["no sure match in 9 images; perhaps:", " 30%   0.500  0.jpg", " 20%   0.500  1.jpg", LESS]),
+        (
+            (0.6, 0.1, 0.1),
+            [
+                " 60%   0.500  0.jpg",
+                "2 nearest images of less than 20% not listed (--all lists them)",
+            ],
+        ),
+        (
+            (0.3, 0.2, 0.1),
+            [
+                "no sure match in 9 images; perhaps:",
+                " 30%   0.500  0.jpg",
+                " 20%   0.500  1.jpg",
+                LESS,
+            ],
+        ),
         ((0.1,), ["nothing here matches, in 9 images; the nearest is 0.jpg (--all lists more)"]),
         ((None,), [" 0.500  0.jpg"]),
     ],
@@ -289,7 +332,10 @@ LESS = "1 nearest image of less than 20% not listed (--all lists them)"
 def test_results_are_sure_or_possible_or_nothing_matches(
     chances: tuple[float | None, ...], printed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = [Result(i, f"{i}.jpg", f"/{i}.jpg", 0.5, chance, 1, 1, "", 1) for i, chance in enumerate(chances)]
+    results = [
+        Result(i, f"{i}.jpg", f"/{i}.jpg", 0.5, chance, 1, 1, "", 1)
+        for i, chance in enumerate(chances)
+    ]
     found = Results(results, 9)
     _show(found, found.possible, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed

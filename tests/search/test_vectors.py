@@ -47,7 +47,10 @@ def test_file_with_fewer_rows_than_committed_is_truncated(tmp_path: Path, size: 
     vectors = Vectors(tmp_path, tmp_path, 1, 0, DIM)
     before = read(vectors, 2).copy()
     os.truncate(tmp_path / file_name(1, 0), size)
-    with pytest.raises(UserError, match=rf"truncated \({size // (DIM * 2)} of 9 vectors are left\); run m1clip index"):
+    with pytest.raises(
+        UserError,
+        match=rf"truncated \({size // (DIM * 2)} of 9 vectors are left\); run m1clip index",
+    ):
         read(vectors, 9)
     append(tmp_path, 0, 9)
     np.testing.assert_array_equal(read(vectors, 9)[:2], before)
@@ -58,7 +61,12 @@ def test_new_generation_never_replaces_a_file(tmp_path: Path) -> None:
         generation, file = create(tmp_path, 7)
         file.close()
         assert generation == expected
-    for name in ("vectors-8-5.f16", "vectors-7-.f16", "vectors-7-9.f16.partial", "xvectors-7-9.f16"):
+    for name in (
+        "vectors-8-5.f16",
+        "vectors-7-.f16",
+        "vectors-7-9.f16.partial",
+        "xvectors-7-9.f16",
+    ):
         (tmp_path / name).touch()
     assert generations(tmp_path, 7) == [0, 1, 2]
     remove_others(tmp_path, 7, 1)

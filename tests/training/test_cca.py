@@ -15,7 +15,9 @@ from m1clip.training import cca
 def split(image: np.ndarray, text: np.ndarray, counts: list[int]) -> Any:
     first = np.concatenate([[0], np.cumsum(counts)])
     captions = SimpleNamespace(first=first, features=ArrayView(text))
-    return SimpleNamespace(samples=range(len(image)), image_features=ArrayView(image), captions=captions)
+    return SimpleNamespace(
+        samples=range(len(image)), image_features=ArrayView(image), captions=captions
+    )
 
 
 def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:
@@ -28,7 +30,10 @@ def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:
         values, vectors = torch.linalg.eigh(matrix)
         return vectors @ ((values + ridge) ** -0.5)[:, None].mul(vectors.T)
 
-    wx, wy = whitening(xx, cca.IMAGE_RIDGE * len(xx) / 200**0.5), whitening(yy, cca.TEXT_RIDGE / 200**0.5)
+    wx, wy = (
+        whitening(xx, cca.IMAGE_RIDGE * len(xx) / 200**0.5),
+        whitening(yy, cca.TEXT_RIDGE / 200**0.5),
+    )
     u, s, v = torch.linalg.svd(wx @ xy @ wy, full_matrices=False)
     found = cca.canonical(xx, yy, xy, 4, 200)
     expected = ((wx @ u)[:, :4] * s[:4], (wy @ v.T)[:, :4] * s[:4])
@@ -42,7 +47,9 @@ def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> No
     factors = rng.normal(size=(400, 6))
     maps = rng.normal(size=(6, 20)), rng.normal(size=(6, 15))
     image = (factors @ maps[0] + 0.3 * rng.normal(size=(400, 20)) + 5).astype(np.float16)
-    text = (np.repeat(factors, counts, axis=0) @ maps[1] + 0.3 * rng.normal(size=(sum(counts), 15))).astype(np.float16)
+    text = (
+        np.repeat(factors, counts, axis=0) @ maps[1] + 0.3 * rng.normal(size=(sum(counts), 15))
+    ).astype(np.float16)
     train = split(image[:300], text[: sum(counts[:300])], counts[:300])
     weights = []
     for block in (cca.BLOCK, 7):
@@ -57,11 +64,15 @@ def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> No
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one.T @ one, other.T @ other, atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
-        images, texts = (head.eval()(torch.from_numpy(table)) for head, table in zip(heads, (image, text), strict=True))
+        images, texts = (
+            head.eval()(torch.from_numpy(table))
+            for head, table in zip(heads, (image, text), strict=True)
+        )
     norm = float(images[:300].square().sum(dim=1).mean().sqrt())
     assert abs(norm - cca.OUTPUT_NORM) < 0.1
     first = np.cumsum([0, *counts])[300:-1]
     similarity = (
-        torch.nn.functional.normalize(images[300:], dim=1) @ torch.nn.functional.normalize(texts[first], dim=1).T
+        torch.nn.functional.normalize(images[300:], dim=1)
+        @ torch.nn.functional.normalize(texts[first], dim=1).T
     )
     assert float((similarity.argmax(dim=1) == torch.arange(100)).float().mean()) > 0.8

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, finished_run, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import (
+    assert_same_bits,
+    finished_run,
+    resume_quietly,
+    run_small,
+    screen,
+    small_config,
+    tensors_of,
+)
 from test_step import make
 
 from m1clip.cli.main import main
@@ -18,7 +26,15 @@ from m1clip.formatting import steps_or_seconds
 from m1clip.io import remove_folder
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint
-from m1clip.training.checkpoint import SaveTimer, TensorGroups, TrainState, checkpoint_folder, save, saved_steps, verify
+from m1clip.training.checkpoint import (
+    SaveTimer,
+    TensorGroups,
+    TrainState,
+    checkpoint_folder,
+    save,
+    saved_steps,
+    verify,
+)
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import step_plan
@@ -31,7 +47,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def tensors(step: int) -> TensorGroups:
     return {
         "weights": {"a.b": torch.full((3, 2), float(step)), "c": torch.arange(step + 1)},
-        "optimizer": {"adamw/a.b/step": torch.tensor(float(step)), "odd/name/x": torch.ones(2).bfloat16()},
+        "optimizer": {
+            "adamw/a.b/step": torch.tensor(float(step)),
+            "odd/name/x": torch.ones(2).bfloat16(),
+        },
     }
 
 
@@ -39,7 +58,12 @@ def tensors(step: int) -> TensorGroups:
 def run(tmp_path: Path) -> Path:
     """A run with checkpoints of the steps 10, 20 and 30."""
     for step in (10, 20, 30):
-        save(tmp_path, TrainState(step=step, best=step / 100, best_step=step, stale=1), tensors(step), keep=3)
+        save(
+            tmp_path,
+            TrainState(step=step, best=step / 100, best_step=step, stale=1),
+            tensors(step),
+            keep=3,
+        )
     return tmp_path
 
 
@@ -94,7 +118,9 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, fill_with_zeros, empty, Path.unlink])
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 def test_damaged_checkpoint_is_reported_and_the_one_before_used(
     run: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -107,7 +133,9 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(
     damage(checkpoint_folder(run, 20) / name)
     assert load(run)[0].step == 10
     damage(checkpoint_folder(run, 10) / name)
-    with pytest.raises(UserError, match=r"none of its checkpoints is valid \(step 10: .*delete .*checkpoints"):
+    with pytest.raises(
+        UserError, match=r"none of its checkpoints is valid \(step 10: .*delete .*checkpoints"
+    ):
         load(run)
 
 
@@ -159,7 +187,10 @@ def test_unfinished_save_is_removed_and_a_replaced_one_restored(run: Path) -> No
     state, _, warnings = load(run)
     assert state.step == 30
     assert not partial.exists()
-    assert [text.rpartition(" ")[2] for text in warnings] == ["one", "save"]  # restored the old one; unfinished save
+    assert [text.rpartition(" ")[2] for text in warnings] == [
+        "one",
+        "save",
+    ]  # restored the old one; unfinished save
 
 
 def test_rollback_prefers_a_checkpoint_saved_after_a_finite_step(run: Path) -> None:
@@ -173,13 +204,23 @@ def test_rollback_prefers_a_checkpoint_saved_after_a_finite_step(run: Path) -> N
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(500, (500, 0.0)), ("500", (500, 0.0)), ("30s", (0, 30.0)), ("10m", (0, 600.0)), (" 1.5H ", (0, 5400.0))],
+    [
+        (500, (500, 0.0)),
+        ("500", (500, 0.0)),
+        ("30s", (0, 30.0)),
+        ("10m", (0, 600.0)),
+        (" 1.5H ", (0, 5400.0)),
+    ],
 )
-def test_save_every_is_a_number_of_steps_or_a_time(value: int | str, expected: tuple[int, float]) -> None:
+def test_save_every_is_a_number_of_steps_or_a_time(
+    value: int | str, expected: tuple[int, float]
+) -> None:
     assert steps_or_seconds(value, "--save-every") == expected
 
 
-@pytest.mark.parametrize("value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3"])
+@pytest.mark.parametrize(
+    "value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3"]
+)
 def test_invalid_save_every_is_rejected(value: str) -> None:
     with pytest.raises(UserError, match="a time such as 30s, 10m or 1h"):
         small_config({"train.save_every": value})
@@ -196,7 +237,9 @@ def context(folder: Path, every: int | str | None, state: TrainState) -> RunCont
     return RunContext(spec, setup, step, folder, RunLog(folder), screen(), state=state)  # type: ignore[arg-type]
 
 
-def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_by_the_clock_and_after_sleep_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
     run = context(tmp_path, "60s", TrainState(step=7))
@@ -222,7 +265,9 @@ def test_save_stays_due_until_done(tmp_path: Path) -> None:
     assert not delayed.due(8, False)
     (line,) = read_log(tmp_path)
     assert (line["kind"], line["step"]) == ("checkpoint", 7)
-    assert line["bytes"] == sum(file.stat().st_size for file in checkpoint_folder(tmp_path, 7).iterdir())
+    assert line["bytes"] == sum(
+        file.stat().st_size for file in checkpoint_folder(tmp_path, 7).iterdir()
+    )
 
 
 def test_run_that_saves_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -247,7 +292,9 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
         real(path, group)
 
     monkeypatch.setattr(checkpoint, "write_tensors", write)
-    with pytest.raises(UserError, match=r"could not be saved: the disk is full \(step 8\); earlier checkpoints"):
+    with pytest.raises(
+        UserError, match=r"could not be saved: the disk is full \(step 8\); earlier checkpoints"
+    ):
         run_small(run, changes)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
     monkeypatch.undo()
@@ -260,8 +307,12 @@ DAMAGES: dict[str, Callable[[TensorGroups], object]] = {
     f"weights: {QKV} is missing": lambda groups: groups["weights"].pop(QKV),
     "weights: x is unknown": lambda groups: groups["weights"].update(x=torch.ones(1)),
     r"has the shape \(2,\), not": lambda groups: groups["weights"].update({QKV: torch.ones(2)}),
-    f"optimizer: adamw/{QKV}/step is missing": lambda groups: groups["optimizer"].pop(f"adamw/{QKV}/step"),
-    "or has another shape": lambda groups: groups["optimizer"].update({f"adamw/{QKV}/exp_avg": torch.ones(2)}),
+    f"optimizer: adamw/{QKV}/step is missing": lambda groups: groups["optimizer"].pop(
+        f"adamw/{QKV}/step"
+    ),
+    "or has another shape": lambda groups: groups["optimizer"].update(
+        {f"adamw/{QKV}/exp_avg": torch.ones(2)}
+    ),
 }
 
 
@@ -273,12 +324,18 @@ def train_step() -> TrainStep:
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_checkpoint_of_another_model_is_rejected_in_one_line(train_step: TrainStep, message: str) -> None:
-    groups = {name: dict(group) for name, group in checkpoint.checkpoint_tensors(train_step).items()}
+def test_checkpoint_of_another_model_is_rejected_in_one_line(
+    train_step: TrainStep, message: str
+) -> None:
+    groups = {
+        name: dict(group) for name, group in checkpoint.checkpoint_tensors(train_step).items()
+    }
     before = {name: t.clone() for name, t in train_step.model.state_dict().items()}
     checkpoint.restore(train_step, TrainState(step=7), groups)
     DAMAGES[message](groups)
-    with pytest.raises(UserError, match=rf"checkpoint of step 7 does not match the run: .*{message}"):
+    with pytest.raises(
+        UserError, match=rf"checkpoint of step 7 does not match the run: .*{message}"
+    ):
         checkpoint.restore(train_step, TrainState(step=7), groups)
     assert_same_bits(dict(train_step.model.state_dict()), before)
 

@@ -17,8 +17,15 @@ from m1clip.training.run import resume
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3, "data.captions_per_step": 2}
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"
+)
+VARIED = {
+    "data.crop_min": 0.5,
+    "data.flip": 0.5,
+    "data.color_jitter": 0.3,
+    "data.captions_per_step": 2,
+}
 ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40}
 # AdamW keeps rounding errors small over forty steps.
 ON_CUDA |= {"optim.optimizer": "adamw", "data.synthetic_images": 136, "train.batch_size": 64}
@@ -30,7 +37,9 @@ def groups(batch: Batch) -> list[Tensor]:
 
 def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
     setup = prepared(small_config({**VARIED, **changes}))
-    update = TrainStep(setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess)
+    update = TrainStep(
+        setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess
+    )
     return setup, update
 
 

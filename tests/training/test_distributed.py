@@ -54,7 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
 FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at a time
-LONG = ("frozen", "multi-positive in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
+LONG = (
+    "frozen",
+    "multi-positive in micro-batches",
+    "sigmoid",
+)  # 20 steps with AdamW and with Muon, two of the others
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
@@ -62,17 +66,27 @@ def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, Tr
     changes = TINY | changes
     teacher = changes.pop("teacher", False)
     config = small_config({**changes, "train.device": "cpu"})
-    training = dataclasses.replace(setup.training, captions_per_image=config.data.captions_per_step or 1)
+    training = dataclasses.replace(
+        setup.training, captions_per_image=config.data.captions_per_step or 1
+    )
     start = setup.start.config
     start = dataclasses.replace(
-        setup.start, config=dataclasses.replace(start, logit_bias=LOSSES[config.train.loss].needs_bias)
+        setup.start,
+        config=dataclasses.replace(start, logit_bias=LOSSES[config.train.loss].needs_bias),
     )
     setup = dataclasses.replace(setup, config=config, training=training, start=start).divided(ranks)
     if teacher:
-        draw, captions = np.random.default_rng(0), int(setup.training.captions.caption_ids.max()) + 1
+        draw, captions = (
+            np.random.default_rng(0),
+            int(setup.training.captions.caption_ids.max()) + 1,
+        )
         images = setup.training.plan.images
-        image, text = (draw.normal(size=(count, 6)).astype(np.float16) for count in (images, captions))
-        setup = dataclasses.replace(setup, teacher=Teacher(image, np.arange(images), text, np.arange(captions), 2.0))
+        image, text = (
+            draw.normal(size=(count, 6)).astype(np.float16) for count in (images, captions)
+        )
+        setup = dataclasses.replace(
+            setup, teacher=Teacher(image, np.arange(images), text, np.arange(captions), 2.0)
+        )
     return setup, double_step(setup)
 
 
@@ -84,9 +98,15 @@ def double_step(setup: Setup) -> TrainStep:
     step.parts.encoder.encode_image = lambda pixels, *kept: normalize(
         model.image_head(model.image_tower(pixels.double(), *kept))
     )
-    step.parts.encoder.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
-    step.parts.encoder.project_image = lambda features, *keys: normalize(model.image_head(features, *keys))
-    step.parts.encoder.project_text = lambda features, *keys: normalize(model.text_head(features, *keys))
+    step.parts.encoder.encode_text = lambda tokens: normalize(
+        model.text_head(model.text_tower(tokens))
+    )
+    step.parts.encoder.project_image = lambda features, *keys: normalize(
+        model.image_head(features, *keys)
+    )
+    step.parts.encoder.project_text = lambda features, *keys: normalize(
+        model.text_head(features, *keys)
+    )
     muon = step.optimizer.parts.get("muon")
     if isinstance(muon, Muon):
         muon.dtype = torch.float64
@@ -95,7 +115,11 @@ def double_step(setup: Setup) -> TrainStep:
 
 def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, TrainStep]:
     """The frozen recipe in float64, with dropout in both heads; features are cached in the folder."""
-    changes = {"train.batch_size": 18, "train.micro_batch": micro_batch, "data.captions_per_step": 2}
+    changes = {
+        "train.batch_size": 18,
+        "train.micro_batch": micro_batch,
+        "data.captions_per_step": 2,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
         setup = prepared(frozen_config(folder, **changes)).divided(ranks)
@@ -117,7 +141,9 @@ def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, A
             setup, step = make(common, ranks, CASES[name])
         batches = [setup.training[number] for number in range(20 if name in LONG else 2)]
         step.compute_gradients(batches[1], 1)
-        gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
+        gradients = {
+            key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
+        }
         step.clear()
         results = [step(batch, number) for number, batch in enumerate(batches)]
         found[name] = {
@@ -146,7 +172,9 @@ def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert difference < 1e-5, f"{what}: relative difference {difference:.1e}"
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi-positive", "frozen"])])
+@pytest.mark.parametrize(
+    ("size", "cases"), [(2, [*CASES, *FROZEN]), (4, ["text-text", "multi-positive", "frozen"])]
+)
 def test_ranks_train_like_one_process(
     size: int, cases: list[str], one_process: dict[str, dict[str, Any]], cache: Path
 ) -> None:
@@ -157,7 +185,9 @@ def test_ranks_train_like_one_process(
             for step, whole in enumerate(wanted[key]):
                 if whole is None:  # features have no views
                     continue
-                assert torch.equal(torch.cat([result[name][key][step] for result in results]), whole), (name, key)
+                assert torch.equal(
+                    torch.cat([result[name][key][step] for result in results]), whole
+                ), (name, key)
         for result in results:
             found = result[name]
             assert_close(found["losses"], wanted["losses"], f"{name}: losses and gradient norms")
@@ -166,7 +196,9 @@ def test_ranks_train_like_one_process(
                 for parameter, value in wanted[key].items():
                     assert_close(found[key][parameter], value, f"{name}: {key} of {parameter}")
             for parameter, value in results[0][name]["weights"].items():
-                assert torch.equal(found["weights"][parameter], value), f"{name}: ranks differ in {parameter}"
+                assert torch.equal(found["weights"][parameter], value), (
+                    f"{name}: ranks differ in {parameter}"
+                )
 
 
 def disturbances(ranks: Ranks) -> dict[str, Any]:
@@ -198,7 +230,9 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
             late = first_weight.register_hook(fail_late)
         step.parts.encoder.encode_image = fail if kind == "memory" else encode_image
         loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
-        gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
+        gradients = {
+            key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
+        }
         found[kind] = loss, gradients, step.oom.micro_batch
         step.clear()
 
@@ -227,7 +261,9 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
     first, second = on_ranks(2, disturbances)
     for found in (first, second):
         assert found["undisturbed"][2] == 0
-        assert found["memory"][2] == 5, "the failed attempt halves the 9 images of each rank; the second is repeated"
+        assert found["memory"][2] == 5, (
+            "the failed attempt halves the 9 images of each rank; the second is repeated"
+        )
         assert found["late"][2] == 5
         sent, buckets = found["sent"]
         assert 0 < sent < buckets - 1, "the backward pass and exchanges overlap"
@@ -239,7 +275,10 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
         assert found["bandwidth"] > 0
         assert found["checkpoint"][0].step == 7
     for group, tensors in first["checkpoint"][1].items():
-        assert all(torch.equal(second["checkpoint"][1][group][name], tensor) for name, tensor in tensors.items())
+        assert all(
+            torch.equal(second["checkpoint"][1][group][name], tensor)
+            for name, tensor in tensors.items()
+        )
     alone = prepared(small_config(TINY))
     model = alone.make_step().model
     restored = first["checkpoint"][1]["weights"]
@@ -261,23 +300,41 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 def shard(ranks: Ranks) -> dict[str, Any]:
     """Checkpoints after some steps, with and without sharding; then each continues from that of the other."""
-    common, found = prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})), dict[str, Any]()
+    common, found = (
+        prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})),
+        dict[str, Any](),
+    )
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
         made = [make(common, ranks, {**settings, "train.fsdp": shard}) for shard in ("on", "off")]
         setup, steps = made[0][0], [step for _, step in made]
         assert steps[0].shards is not None
-        rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
-        results = [torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)]) for step in steps]
+        rows = [
+            len(rows)
+            for key, rows in steps[0].shards.local.items()
+            if "blocks.0.attn.qkv.weight" in key
+        ]
+        results = [
+            torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)])
+            for step in steps
+        ]
         state = TrainState(step=3)
         saved = [copy.deepcopy(checkpoint_tensors(step)) for step in steps]
         for step, groups in zip(steps, reversed(saved), strict=True):
-            kept = share_checkpoint(step, lambda device, groups=groups: (state, copy.deepcopy(groups)))  # noqa: B023
+            kept = share_checkpoint(
+                step, lambda device, groups=groups, state=state: (state, copy.deepcopy(groups))
+            )
             assert kept is not None
             restore(step, *kept)
         later = [torch.stack(step(setup.training[3], 3)) for step in steps]
         weights = [made[0][0].complete_model(step).state_dict() for step in steps]
-        found[name] = {"rows": rows, "results": results, "saved": saved, "later": later, "weights": weights}
+        found[name] = {
+            "rows": rows,
+            "results": results,
+            "saved": saved,
+            "later": later,
+            "weights": weights,
+        }
     return found
 
 
@@ -291,7 +348,9 @@ def test_sharded_weights_train_like_complete_ones() -> None:
             for key, value in found["weights"][1].items():
                 assert_close(found["weights"][0][key].to(value.dtype), value, f"{name}: {key}")
         sharded, complete = first[name]["saved"]
-        assert second[name]["saved"][0] == {"weights": {}, "optimizer": {}}, "rank 0 alone has the complete tensors"
+        assert second[name]["saved"][0] == {"weights": {}, "optimizer": {}}, (
+            "rank 0 alone has the complete tensors"
+        )
         for group, tensors in complete.items():
             assert sharded[group].keys() == tensors.keys()
             for key, value in tensors.items():
@@ -302,7 +361,9 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(common, config=common.config.changed(precision=precision, fsdp=shard))
+        setup = dataclasses.replace(
+            common, config=common.config.changed(precision=precision, fsdp=shard)
+        )
         setup = setup.divided(ranks)
         step = setup.make_step()
         loss = step.compute_gradients(setup.training[0], 0)
@@ -315,9 +376,13 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
-    for (sharded_loss, sharded), (loss, unsharded), (wanted_loss, wanted) in on_ranks(2, bf16_gradients):
+    for (sharded_loss, sharded), (loss, unsharded), (wanted_loss, wanted) in on_ranks(
+        2, bf16_gradients
+    ):
         assert float((sharded_loss / wanted_loss - 1).abs()) < 0.02
-        errors = [float((gradient - wanted).norm() / wanted.norm()) for gradient in (sharded, unsharded)]
+        errors = [
+            float((gradient - wanted).norm() / wanted.norm()) for gradient in (sharded, unsharded)
+        ]
         assert all(1e-4 < error < 0.05 for error in errors), (errors, "not equal: bf16 rounds")
         assert float((sharded_loss / loss - 1).abs()) < 0.02
 
@@ -370,10 +435,23 @@ def test_torchrun_passes_every_option_on(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_torchrun_needs_no_separator(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     words = ["-m", "m1clip", "train", *small_arguments({"train.steps": 1}), "--out", "run"]
     done = subprocess.run(
-        [*torchrun, *words], cwd=tmp_path, env=environment(), check=False, capture_output=True, text=True, timeout=600
+        [*torchrun, *words],
+        cwd=tmp_path,
+        env=environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

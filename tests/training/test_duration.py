@@ -19,7 +19,15 @@ from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.training import duration, logger, loop, setup, validation
 from m1clip.training import run as runs
-from m1clip.training.duration import Costs, Pacer, Segment, StepPlan, TimeBudget, log_interval, planned_steps
+from m1clip.training.duration import (
+    Costs,
+    Pacer,
+    Segment,
+    StepPlan,
+    TimeBudget,
+    log_interval,
+    planned_steps,
+)
 from m1clip.training.schedule import lr_schedule
 from m1clip.training.step import TrainStep
 
@@ -46,7 +54,9 @@ def test_corrected_plan_ends_the_schedule_with_its_last_step() -> None:
     assert plan.position(420) == pytest.approx(100)
     assert plan.as_settings() == {"steps": 420, "plan": ((0, 100), (20, 420))}
     evaluated = [step for step in range(1, 421) if plan.evaluates(step)]
-    assert evaluated == [20, 120, 220, 320, 420], "evenly spread over the schedule, not over the first estimate"
+    assert evaluated == [20, 120, 220, 320, 420], (
+        "evenly spread over the schedule, not over the first estimate"
+    )
     shorter = plan.corrected(220, 240)
     assert shorter.position(240) == pytest.approx(100)
     rate = lr_schedule(OptimConfig(warmup=0.05), shorter)
@@ -54,8 +64,12 @@ def test_corrected_plan_ends_the_schedule_with_its_last_step() -> None:
     assert rate(220) == pytest.approx(lr_schedule(OptimConfig(warmup=0.05), plan_of((0, 100)))(60))
 
 
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), max_size=6), st.integers(2, 300))
-def test_positions_increase_to_the_end_for_any_corrections(parts: list[tuple[int, int]], total: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), max_size=6), st.integers(2, 300)
+)
+def test_positions_increase_to_the_end_for_any_corrections(
+    parts: list[tuple[int, int]], total: int
+) -> None:
     plan = plan_of((0, total))
     step = 0
     for wait, left in parts:
@@ -72,7 +86,15 @@ def test_positions_increase_to_the_end_for_any_corrections(parts: list[tuple[int
 
 def test_evaluations_at_a_fixed_number_of_steps_stay_there() -> None:
     plan = plan_of((0, 100), eval_every=30).corrected(30, 200)
-    assert [step for step in range(1, 201) if plan.evaluates(step)] == [30, 60, 90, 120, 150, 180, 200]
+    assert [step for step in range(1, 201) if plan.evaluates(step)] == [
+        30,
+        60,
+        90,
+        120,
+        150,
+        180,
+        200,
+    ]
     assert plan.evaluations_left(35) == 6
     end_only = plan_of((0, 50), eval_every=0)
     assert [step for step in range(1, 51) if end_only.evaluates(step)] == [50]
@@ -90,7 +112,9 @@ def test_a_run_that_is_extended_on_its_last_planned_step_goes_on() -> None:
 STEP, EVALUATION = 0.25, 2.0  # seconds on a quiet computer
 
 
-def simulate(seconds: float, slowdown: Slowdown, monkeypatch: pytest.MonkeyPatch) -> tuple[float, StepPlan, int]:
+def simulate(
+    seconds: float, slowdown: Slowdown, monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, StepPlan, int]:
     """(seconds that a run took, its plan, corrections); the run is its loop without a model."""
     clock = SimulatedTime(slowdown)
     clock.install(monkeypatch, duration)
@@ -127,7 +151,9 @@ def test_a_quiet_run_is_hardly_corrected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_minutes_end_in_time_under_a_load_that_begins_or_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_end_in_time_under_a_load_that_begins_or_ends(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The load changes before the test split is encoded: what begins after the last step cannot be answered.
     seconds, plan, _ = simulate(120, random_load(seed, 110), monkeypatch)
     assert seconds == pytest.approx(120, rel=0.05)
@@ -198,7 +224,9 @@ def test_run_under_load_ends_in_time_and_can_be_repeated(
     assert train.minutes is None
     assert len(train.plan) > 1, "the plan was corrected"
     records = list(read_log(tmp_path / "run"))
-    corrections = [(record["step"], record["steps"]) for record in records if record["kind"] == "plan"]
+    corrections = [
+        (record["step"], record["steps"]) for record in records if record["kind"] == "plan"
+    ]
     assert list(train.plan[1:]) == corrections
     steps = [record for record in records if record["kind"] == "step"]
     assert steps[-1]["step"] == train.steps
@@ -232,7 +260,9 @@ def test_resumed_run_keeps_the_rest_of_its_time(
     with pytest.raises(KeyboardInterrupt):
         run_small(tmp_path / "run", {**ONE_MINUTE, "train.save_every": 5})
     resume_quietly(tmp_path / "run")
-    assert on_clock.now == pytest.approx(60, abs=6), "at most what followed the last checkpoint is added"
+    assert on_clock.now == pytest.approx(60, abs=6), (
+        "at most what followed the last checkpoint is added"
+    )
     plan = load_config(tmp_path / "run").train.plan
     runs.train_config(load_config(tmp_path / "run"), tmp_path / "again", screen())
     assert weights_sha256(tmp_path / "again") == weights_sha256(tmp_path / "run")
@@ -268,13 +298,17 @@ def test_plan_in_a_config_file_is_checked() -> None:
 def test_another_duration_replaces_the_plan(tmp_path: Path) -> None:
     from m1clip.config import make_config, to_toml
 
-    (tmp_path / "config.toml").write_text(to_toml(small_config({"train.steps": 30, "train.plan": [[0, 10], [5, 30]]})))
+    (tmp_path / "config.toml").write_text(
+        to_toml(small_config({"train.steps": 30, "train.plan": [[0, 10], [5, 30]]}))
+    )
     assert make_config({}, tmp_path / "config.toml").train.plan
     changed = make_config({"steps": 7}, tmp_path / "config.toml").train
     assert (changed.steps, changed.plan) == (7, ())
 
 
-def test_weights_do_not_depend_on_the_clock_without_minutes(tmp_path: Path, on_clock: SimulatedTime) -> None:
+def test_weights_do_not_depend_on_the_clock_without_minutes(
+    tmp_path: Path, on_clock: SimulatedTime
+) -> None:
     run_small(tmp_path / "quiet")
     on_clock.slowdown = load_from(on_clock.now + 3, 3.0)
     run_small(tmp_path / "busy")
@@ -286,7 +320,9 @@ def test_purpose_of_a_step_is_known_before_it() -> None:
     plan = StepPlan((Segment(0, 40),), eval_every=15)
     purposes = {step: plan.purpose(step) for step in range(1, 41)}
     assert [step for step, purpose in purposes.items() if purpose.evaluates] == [15, 30, 40]
-    assert all(purpose.logs and purpose.checks_clock for purpose in purposes.values()), "short runs log each step"
+    assert all(purpose.logs and purpose.checks_clock for purpose in purposes.values()), (
+        "short runs log each step"
+    )
     long = StepPlan((Segment(0, 10_000),), eval_every=0)
     assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
     assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]

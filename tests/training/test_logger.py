@@ -29,7 +29,9 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+def test_device_is_read_only_for_log_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     """The reads of a run do not grow with its steps, only with its lines."""
     real = loop.train
     counts = []
@@ -64,7 +66,15 @@ def test_waiting_for_data_counts_only_while_the_device_is_idle() -> None:
 
 
 def test_scalars_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"v": 1, "kind": "step", "step": 3, "time": 1.0, "loss": 0.5, "seconds": {"data": 0.1}, "x": "nan"}
+    record = {
+        "v": 1,
+        "kind": "step",
+        "step": 3,
+        "time": 1.0,
+        "loss": 0.5,
+        "seconds": {"data": 0.1},
+        "x": "nan",
+    }
     assert list(scalars("step", record)) == [("step/loss", 0.5), ("step/seconds/data", 0.1)]
     groups = {"groups": {"color/red": [0.5, 9]}}
     assert list(scalars("eval", groups)) == [("eval/groups/color/red", 0.5)]

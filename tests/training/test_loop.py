@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, screen, tensors_of, weights_sha256
+from small_run import (
+    assert_same_bits,
+    resume_quietly,
+    run_small,
+    screen,
+    tensors_of,
+    weights_sha256,
+)
 
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
@@ -47,7 +54,9 @@ def rewind(run: Path, to: int) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resume_gives_identical_weights(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
-    run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps per epoch
+    run_small(
+        run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]}
+    )  # four steps per epoch
     reference, model = tensors_of(run, 10), weights_sha256(run)
     rewind(run, 5)
     torch.manual_seed(12345)  # whatever the process did before must not matter
@@ -72,7 +81,12 @@ def test_seed_changes_the_weights(tmp_path: Path) -> None:
 def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
     """config.toml contains all resolved settings, so the second run measures nothing."""
     first, again = tmp_path / "first", tmp_path / "again"
-    open_questions = {"train.epochs": 1.5, "train.steps": None, "train.precision": "auto", "train.eval_every": None}
+    open_questions = {
+        "train.epochs": 1.5,
+        "train.steps": None,
+        "train.precision": "auto",
+        "train.eval_every": None,
+    }
     run_small(first, open_questions)
     spec = read_spec(first)
     assert spec.config.train.steps == 6
@@ -113,7 +127,13 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
     run = tmp_path / "run"
     # The learning rate is too small to change a rank, so no evaluation improves on the first.
-    still = {"optim.lr": 1e-12, "optim.muon_lr": 1e-12, "train.eval_every": 2, "train.patience": 2, "train.steps": 20}
+    still = {
+        "optim.lr": 1e-12,
+        "optim.muon_lr": 1e-12,
+        "train.eval_every": 2,
+        "train.patience": 2,
+        "train.steps": 20,
+    }
     run_small(run, still)
     log = list(read_log(run))
     assert [line["step"] for line in log if line["kind"] == "eval"] == [2, 4, 6]
@@ -122,7 +142,9 @@ def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
     resume_quietly(run)
     assert weights_sha256(run) == before[0]
     assert_same_bits(tensors_of(run, 6), before[1])
-    assert next(line for line in reversed(list(read_log(run))) if line["kind"] == "end")["step"] == 6
+    assert (
+        next(line for line in reversed(list(read_log(run))) if line["kind"] == "end")["step"] == 6
+    )
 
 
 def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -> None:
@@ -135,7 +157,9 @@ def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -
             resume_quietly(folder)
 
 
-def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_removes_partial_snapshot_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
     thumbs = run / "snapshots" / "thumbnails"

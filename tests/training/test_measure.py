@@ -16,7 +16,14 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.model.presets import clip_config, with_fields
 from m1clip.training import measure as measuring
-from m1clip.training.measure import Candidate, Choice, Measured, candidates, choose, drop_contradicted
+from m1clip.training.measure import (
+    Candidate,
+    Choice,
+    Measured,
+    candidates,
+    choose,
+    drop_contradicted,
+)
 from m1clip.training.transfer import Start
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
@@ -55,7 +62,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
         calls.append(batch)
         seconds = {option: table[" ".join(option)] for option in options}
         found = [
-            Candidate(*option, (taken,) * ROUNDS if taken else (), 0.0, "" if taken else "gradients 90% different")
+            Candidate(
+                *option,
+                (taken,) * ROUNDS if taken else (),
+                0.0,
+                "" if taken else "gradients 90% different",
+            )
             for option, taken in seconds.items()
         ]
         return Measured(tuple(found), batch, load["others"])
@@ -67,7 +79,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_fastest_candidate_is_chosen_and_kept(tmp_path: Path, measured: Any) -> None:
     first = choose(auto(), START, H200, 16, tmp_path)
     assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
-    assert first.why == "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8"
+    assert (
+        first.why == "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8"
+    )
     again = choose(auto(), START, H200, 16, tmp_path)
     assert (again.device, again.cached) == ("cuda", True)
     assert again.why.endswith("in an earlier run")
@@ -76,7 +90,9 @@ def test_fastest_candidate_is_chosen_and_kept(tmp_path: Path, measured: Any) -> 
         path.write_text('{"choice": {"device": "cuda"}}')  # a damaged file is measured again
     choose(auto(), START, H200, 16, tmp_path)
     assert len(measured[1]) == 2
-    assert choose(auto(**{"train.device": "cuda"}), START, H200, 16, tmp_path) == Choice("cuda", "bf16")
+    assert choose(auto(**{"train.device": "cuda"}), START, H200, 16, tmp_path) == Choice(
+        "cuda", "bf16"
+    )
     assert len(measured[1]) == 2, "a single candidate is not measured"
 
 
@@ -110,9 +126,14 @@ def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured:
     assert drop_contradicted(values, 1.2 * per_image) == ""
     assert Path(choice.kept_at).exists()
     text = drop_contradicted(values, 1.3 * per_image)
-    assert "slower than those that were measured with cpu bf16; the kept choice of cuda bf16 is dropped" in text
+    assert (
+        "slower than those that were measured with cpu bf16; the kept choice of cuda bf16 is dropped"
+        in text
+    )
     assert not Path(choice.kept_at).exists()
-    assert drop_contradicted(dataclasses.asdict(Choice("cpu", "fp32")), 9.0) == "", "nothing was measured"
+    assert drop_contradicted(dataclasses.asdict(Choice("cpu", "fp32")), 9.0) == "", (
+        "nothing was measured"
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +144,11 @@ def test_changed_machine_model_or_version_is_measured_again(
     tmp_path: Path, measured: Any, change: dict[str, Any]
 ) -> None:
     for each in ({}, change):
-        facts, start, config = each.get("facts", H200), each.get("start", START), each.get("config", auto())
+        facts, start, config = (
+            each.get("facts", H200),
+            each.get("start", START),
+            each.get("config", auto()),
+        )
         choose(config, start, facts, each.get("tokens", 16), tmp_path)
     assert len(measured[1]) == 2
 
@@ -144,8 +169,13 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "MAX_SECONDS", 1000.0)  # also on a busy machine
     facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
     found = choose(auto(), START, facts, 16, tmp_path)
-    assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {("cpu", "fp32", ""), ("cpu", "bf16", "")}
-    assert all((c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in found.candidates)
+    assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {
+        ("cpu", "fp32", ""),
+        ("cpu", "bf16", ""),
+    }
+    assert all(
+        (c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in found.candidates
+    )
     assert resets == ["cpu"], "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())
     monkeypatch.setattr(measuring, "gradient", lambda *_: (torch.ones(()), next(powers)))
@@ -154,4 +184,6 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "MAX_SECONDS", 0.0)
     hurried = choose(auto(), START, facts, 32, tmp_path)
     assert hurried.why == ""
-    assert (hurried.device, hurried.precision) == measuring.default_option([("cpu", "fp32"), ("cpu", "bf16")], facts)
+    assert (hurried.device, hurried.precision) == measuring.default_option(
+        [("cpu", "fp32"), ("cpu", "bf16")], facts
+    )

@@ -31,9 +31,13 @@ class Accelerator(Device):
         self.kind = "cuda"
 
 
-def estimate(device: Device | None = None, precision: Any = "fp32", **changes: Any) -> MemoryEstimate:
+def estimate(
+    device: Device | None = None, precision: Any = "fp32", **changes: Any
+) -> MemoryEstimate:
     config = small_config(changes)
-    return MemoryEstimate(config, Start(SHAPE), FACTS, device or Device("cpu", FACTS), precision, text_tokens=16)
+    return MemoryEstimate(
+        config, Start(SHAPE), FACTS, device or Device("cpu", FACTS), precision, text_tokens=16
+    )
 
 
 def tracked(rows: int) -> PeakMemory:
@@ -58,7 +62,12 @@ def test_estimate_matches_the_real_step(precision: Any) -> None:
     model = build_clip(with_fields(SHAPE, eot_id=0))
     step = TrainStep(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
     step(samples, 1)
-    known = [*model.parameters(), *model.buffers(), *step.optimizer.tensors().values(), *samples.tensors().values()]
+    known = [
+        *model.parameters(),
+        *model.buffers(),
+        *step.optimizer.tensors().values(),
+        *samples.tensors().values(),
+    ]
     with PeakMemory(known) as memory:
         step(samples, 2)
     found = estimate(precision=precision, **{"data.captions_per_step": 1}).step_bytes(16, False)
@@ -78,8 +87,16 @@ def test_very_large_batches_are_extrapolated(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory_module, "TRACED", 8)
     found = estimate()
     traced: list[int] = []
-    monkeypatch.setattr(MemoryEstimate, "peak", lambda self, batch, _: traced.append(batch) or 1000 + 10 * batch)
-    assert [found.largest(1000 + 10 * n, 512, False) for n in (4, 8, 100, 512, 4000)] == [4, 8, 64, 512, 512]
+    monkeypatch.setattr(
+        MemoryEstimate, "peak", lambda self, batch, _: traced.append(batch) or 1000 + 10 * batch
+    )
+    assert [found.largest(1000 + 10 * n, 512, False) for n in (4, 8, 100, 512, 4000)] == [
+        4,
+        8,
+        64,
+        512,
+        512,
+    ]
     assert max(traced) == 8
 
 

@@ -24,10 +24,18 @@ from m1clip.training.run import resume
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep, step_class
 
-mx = pytest.importorskip("mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError)
+mx = pytest.importorskip(
+    "mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError
+)
 mlx_step = pytest.importorskip("m1clip.training.mlx_step")
 
-SCRATCH = {"data.crop_min": 0.5, "data.flip": 0.5, "train.text_contrast": 0.2, "train.steps": 20, "train.device": "mlx"}
+SCRATCH = {
+    "data.crop_min": 0.5,
+    "data.flip": 0.5,
+    "train.text_contrast": 0.2,
+    "train.steps": 20,
+    "train.device": "mlx",
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "scratch": {},
     "patches, micro-batches": {
@@ -49,7 +57,9 @@ def two_steps(changes: dict[str, Any]) -> tuple[Setup, TrainStep, Any]:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    cpu = TrainStep(copy.deepcopy(model), setup.config, Device("cpu", setup.facts), "fp32", setup.preprocess)
+    cpu = TrainStep(
+        copy.deepcopy(model), setup.config, Device("cpu", setup.facts), "fp32", setup.preprocess
+    )
     settings = (setup.config, setup.device, setup.precision, setup.preprocess)
     return setup, cpu, step_class(setup.device)(model, *settings)
 
@@ -61,24 +71,32 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_and_updates_are_those_of_torch(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_and_updates_are_those_of_torch(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch_towers(monkeypatch)
     changes = {**SCRATCH, **RECIPES[recipe]}
     if "transfer.recipe" in changes:  # with the dropout of the heads
         changes = frozen_changes(tmp_path, **{**changes, "train.text_contrast": 0.0})
     setup, cpu, mlx = two_steps(changes)
     loss = cpu.compute_gradients(setup.training[0], 0)
-    assert mlx.compute_gradients(setup.training[0], 0).item() == pytest.approx(loss.item(), rel=1e-4)
+    assert mlx.compute_gradients(setup.training[0], 0).item() == pytest.approx(
+        loss.item(), rel=1e-4
+    )
     gradients = {name: p.grad for name, p in cpu.model.named_parameters() if p.grad is not None}
     assert worst({name: mlx_step.to_torch(g) for name, g in mlx._grads.items()}, gradients) < 1e-4  # type: ignore[arg-type]
     cpu.optimizer.zero_grad()
     for step in range(20):
         pairs = zip(cpu(setup.training[step], step), mlx(setup.training[step], step), strict=True)
-        assert all(float(found) == pytest.approx(float(expected), rel=1e-3) for expected, found in pairs)
+        assert all(
+            float(found) == pytest.approx(float(expected), rel=1e-3) for expected, found in pairs
+        )
     expected, found = (checkpoint_tensors(step) for step in (cpu, mlx))
     assert found.keys() == expected.keys()
     assert worst(found["weights"], expected["weights"]) < 1e-3
-    assert worst(found["optimizer"], expected["optimizer"]) < 0.02, "moments of tiny gradients round more"
+    assert worst(found["optimizer"], expected["optimizer"]) < 0.02, (
+        "moments of tiny gradients round more"
+    )
 
 
 def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +114,9 @@ def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.Monkey
         loss, _ = mlx(setup.training[1], 1)
     assert not loss.isfinite()
     after = checkpoint_tensors(mlx)
-    assert all(torch.equal(after[group][name], t) for group in before for name, t in before[group].items())
+    assert all(
+        torch.equal(after[group][name], t) for group in before for name, t in before[group].items()
+    )
     assert mlx.nonfinite_rows(setup.training[1]) == []
     assert mlx(setup.training[1], 1)[0].isfinite()
 
@@ -116,7 +136,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     monkeypatch.setattr(loop, "_between_steps", stopping)
 
 
-def test_run_moves_from_cpu_to_mlx_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_moves_from_cpu_to_mlx_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {"train.steps": 12, "train.save_every": 4}
     run_small(tmp_path / "cpu", changes)
     moved, shown = tmp_path / "moved", screen()
@@ -133,7 +155,8 @@ def test_run_moves_from_cpu_to_mlx_and_back(tmp_path: Path, monkeypatch: pytest.
     resume(moved, screen(), device="cpu")
     assert worst(tensors_of(moved, 12), tensors_of(tmp_path / "cpu", 12)) < 0.02
     weights = [
-        {k: t for k, t in tensors_of(run, 12).items() if "optimizer" not in k} for run in (moved, tmp_path / "cpu")
+        {k: t for k, t in tensors_of(run, 12).items() if "optimizer" not in k}
+        for run in (moved, tmp_path / "cpu")
     ]
     assert worst(*weights) < 1e-3
 
@@ -142,8 +165,12 @@ def test_model_trained_in_mlx_loads_in_torch(tmp_path: Path) -> None:
     first = run_small(tmp_path / "mlx", {"train.device": "mlx", "train.steps": 2})
     saved = tensors_of(first.path, 2)
     model = m1clip.load(first.path / "model", device="cpu")
-    assert all(torch.equal(t, saved[f"weights:{name}"]) for name, t in model.clip.state_dict().items())
-    second = run_small(tmp_path / "on", {"train.device": "mlx", "transfer.init": str(first.path), "train.steps": 1})
+    assert all(
+        torch.equal(t, saved[f"weights:{name}"]) for name, t in model.clip.state_dict().items()
+    )
+    second = run_small(
+        tmp_path / "on", {"train.device": "mlx", "transfer.init": str(first.path), "train.steps": 1}
+    )
     assert second.scores
 
 
@@ -176,7 +203,9 @@ def test_loss_that_is_not_in_the_list_of_mlx_is_rejected(monkeypatch: pytest.Mon
     setup = prepared(small_config({"train.device": "mlx"}))
     assert set(mlx_step.LOSSES_IN_MLX) < set(LOSSES)
     for name in set(LOSSES) - set(mlx_step.LOSSES_IN_MLX):
-        with pytest.raises(UserError, match=f"--device mlx does not support --loss {name}; use --device mps or cpu"):
+        with pytest.raises(
+            UserError, match=f"--device mlx does not support --loss {name}; use --device mps or cpu"
+        ):
             mlx_step.check_supported(setup.config.changed(loss=name), setup.start)
 
 
@@ -188,20 +217,26 @@ def test_loss_that_is_not_in_the_list_of_mlx_is_rejected(monkeypatch: pytest.Mon
         ({"transfer.teacher": "other"}, "--teacher"),
     ],
 )
-def test_unsupported_settings_are_refused(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(
+    changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=f"--device mlx does not support {what}"):
         run_small(tmp_path / "run", {"train.device": "mlx", **changes})
     with pytest.raises(UserError, match="fp16: not supported on mlx"):
         run_small(tmp_path / "run", {"train.device": "mlx", "train.precision": "fp16"})
 
 
-def test_optimizer_without_a_form_in_mlx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_without_a_form_in_mlx_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(OPTIMIZER_PARTS, "muon", ("muon", "sign"))
     with pytest.raises(UserError, match="--device mlx does not support --optimizer muon"):
         run_small(tmp_path / "run", {"train.device": "mlx"})
 
 
-def test_wrong_gradients_of_mlx_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_of_mlx_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = mlx_step.MLXOps.log_softmax
     monkeypatch.setattr(mlx_step.MLXOps, "log_softmax", staticmethod(lambda x: 1.1 * right(x)))
     with pytest.raises(UserError, match="mlx computes gradients that differ from the CPU's"):
@@ -214,5 +249,7 @@ def test_wrong_gradients_of_mlx_stop_the_run(tmp_path: Path, monkeypatch: pytest
 
 def test_bf16_stays_within_its_tolerance() -> None:
     setup, cpu, mlx = two_steps({**SCRATCH, "train.precision": "bf16"})
-    found, expected = (parity.gradient(step.for_check(step.model), setup.training[0]) for step in (mlx, cpu))
+    found, expected = (
+        parity.gradient(step.for_check(step.model), setup.training[0]) for step in (mlx, cpu)
+    )
     assert 1e-4 < parity.relative_difference(found[1], expected[1]) < parity.TOLERANCE["bf16"]

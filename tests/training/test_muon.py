@@ -9,13 +9,23 @@ from torch import Tensor, nn
 from m1clip.training import muon
 from m1clip.training.muon import Muon, divided, orthogonalize
 
-SHAPES = {"a.qkv.weight": (24, 8), "a.up": (32, 8), "a.down": (8, 32), "b.up": (32, 8), "b.out": (8, 8), "odd": (5, 7)}
+SHAPES = {
+    "a.qkv.weight": (24, 8),
+    "a.up": (32, 8),
+    "a.down": (8, 32),
+    "b.up": (32, 8),
+    "b.out": (8, 8),
+    "odd": (5, 7),
+}
 Made = tuple[dict[str, nn.Parameter], torch.optim.Optimizer]
 
 
 def made(make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]) -> Made:
     generator = torch.Generator().manual_seed(0)
-    named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    named = {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
     return named, make(list(named.items()))
 
 
@@ -49,13 +59,19 @@ def assert_same(one: Made, other: Made, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "decay", "tolerance"),
-    [(torch.float32, 0.0, 2e-5), (torch.float32, 0.3, 2e-5), (torch.bfloat16, 0.1, 0.05 * 4 * 0.03)],  # rounding
+    [
+        (torch.float32, 0.0, 2e-5),
+        (torch.float32, 0.3, 2e-5),
+        (torch.bfloat16, 0.1, 0.05 * 4 * 0.03),
+    ],  # rounding
 )
 def test_update_matches_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, decay: float, tolerance: float
 ) -> None:
     if dtype == torch.float32:
-        monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # in torch's Muon, which divides in place
+        monkeypatch.setattr(
+            Tensor, "bfloat16", Tensor.clone
+        )  # in torch's Muon, which divides in place
     monkeypatch.setattr(muon, "orthogonalize", jordan)
     ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=dtype))
     theirs = made(lambda named: torch.optim.Muon(named, lr=0.05, weight_decay=decay))
@@ -109,7 +125,11 @@ def decaying(k: int, m: int, n: int) -> tuple[Tensor, Tensor]:
         (48, 60, torch.float32),
         (48, 96, torch.float32),
         (48, 192, torch.float32),
-        (192, 192, torch.bfloat16),  # bf16 has too few digits for our iterations where matrices are small
+        (
+            192,
+            192,
+            torch.bfloat16,
+        ),  # bf16 has too few digits for our iterations where matrices are small
         (192, 768, torch.bfloat16),
     ],
 )

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import assert_same_bits, finished_run, losses_of, resume_quietly, run_small, tensors_of
+from small_run import (
+    assert_same_bits,
+    finished_run,
+    losses_of,
+    resume_quietly,
+    run_small,
+    tensors_of,
+)
 from test_step import assert_close, make
 from torch import Tensor
 
@@ -29,7 +36,9 @@ class Changes(list[tuple[int, bool]]):
         self.append((micro_batch, helps))
 
 
-def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
+def little_memory(
+    monkeypatch: pytest.MonkeyPatch, most: int, error: type[Exception] = torch.OutOfMemoryError
+) -> None:
     """An image tower that runs out of memory above a number of images."""
     real = CLIP.encode_image
 
@@ -44,7 +53,9 @@ def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, error: type[Except
 def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     update.optimizer.zero_grad()
     loss = step()
-    return loss, {n: p.grad.clone() for n, p in update.model.named_parameters() if p.grad is not None}
+    return loss, {
+        n: p.grad.clone() for n, p in update.model.named_parameters() if p.grad is not None
+    }
 
 
 def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +68,8 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
     changes = Changes()
     update.oom = OOMHandler(0, lambda: 0, report=changes.report)
     again, found = gradients_of(
-        update, lambda: update.oom.run(lambda: update.compute_gradients(batch, 0), update.clear, 16, 0)
+        update,
+        lambda: update.oom.run(lambda: update.compute_gradients(batch, 0), update.clear, 16, 0),
     )
     assert update.oom.micro_batch == 4, "16, 8, 4"
     assert changes == [(8, True), (4, True)]
@@ -74,7 +86,9 @@ def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) 
         update(setup.training[0], 0)
 
 
-def test_run_continues_and_resumes_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_and_resumes_with_a_smaller_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = finished_run({"optim.optimizer": "adamw", "train.save_every": 5})
     little_memory(monkeypatch, most=8)
     run = tmp_path / "short"
@@ -91,13 +105,17 @@ def test_run_continues_and_resumes_with_a_smaller_micro_batch(tmp_path: Path, mo
     assert_same_bits(tensors_of(run, 10), last)
 
 
-def test_micro_batch_of_one_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_of_one_that_does_not_fit_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     little_memory(monkeypatch, most=0)
     with pytest.raises(UserError, match="out of memory at step 1 even with one sample at a time"):
         run_small(tmp_path / "run")
 
 
-def test_micro_batch_is_halved_near_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_is_halved_near_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory use that grows with the micro-batch: close to the limit with more than 4 samples."""
     real = recovery.make_oom_handler
 
@@ -110,7 +128,10 @@ def test_micro_batch_is_halved_near_the_memory_limit(tmp_path: Path, monkeypatch
     monkeypatch.setattr(recovery, "make_oom_handler", limited)
     run_small(tmp_path / "run", {"train.steps": 3})
     logged = [line for line in read_log(tmp_path / "run") if line.get("event") == "low memory"]
-    assert [(line["step"], line["micro_batch"], line["helps"]) for line in logged] == [(1, 8, True), (1, 4, True)]
+    assert [(line["step"], line["micro_batch"], line["helps"]) for line in logged] == [
+        (1, 8, True),
+        (1, 4, True),
+    ]
     assert "close to the limit" in logged[0]["reason"]
 
 
@@ -165,9 +186,13 @@ def test_mapped_files_do_not_count_as_own_memory(tmp_path: Path) -> None:
         assert own_bytes() - before < 32 << 20
 
 
-def test_out_of_memory_in_an_evaluation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_an_evaluation_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB\nand more words"
+        )
 
     monkeypatch.setattr("m1clip.training.validation.retrieval", full)
     with pytest.raises(UserError, match=r"out of memory \(CUDA.*MiB\): .*--resume") as caught:
@@ -183,8 +208,12 @@ def test_other_errors_are_not_out_of_memory() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"):
         handler.run(broken, lambda: None, 16, 0)
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    )
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(ValueError("no"))
@@ -194,6 +223,12 @@ def test_other_errors_are_not_out_of_memory() -> None:
 
 def test_memory_limit_is_that_of_the_container_if_it_is_smaller(tmp_path: Path) -> None:
     file, total = tmp_path / "memory.max", memory_limit(())
-    for text, expected in (("1000000\n", 1_000_000), ("max\n", total), (str(2**62), total), ("0", total), ("x", total)):
+    for text, expected in (
+        ("1000000\n", 1_000_000),
+        ("max\n", total),
+        (str(2**62), total),
+        ("0", total),
+        ("x", total),
+    ):
         file.write_text(text)
         assert memory_limit((str(file), str(tmp_path / "missing"))) == expected

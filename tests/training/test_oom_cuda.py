@@ -15,7 +15,9 @@ from m1clip.data.loader import batches
 from m1clip.runlog import read_log
 from m1clip.training.oom import make_oom_handler
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here"
+)
 BATCH, STEPS = 512, 6
 ON_CUDA: dict[str, Any] = {"train.device": "cuda", "optim.optimizer": "adamw"}
 # The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
@@ -35,7 +37,9 @@ def forget() -> None:
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
     """Limit the device memory of this process; above it, torch raises OutOfMemoryError."""
-    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        size / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         yield
     finally:
@@ -57,13 +61,20 @@ def short_of_memory(run: Path) -> list[dict[str, Any]]:
 def largest_difference(one: Path, other: Path) -> float:
     """Largest relative difference between the weights of two runs."""
     found, wanted = tensors_of(one, STEPS), tensors_of(other, STEPS)
-    names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
-    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names)
+    names = [
+        name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()
+    ]
+    return max(
+        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6))
+        for name in names
+    )
 
 
 @pytest.mark.long("Out of memory")
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "with graphs"])
-def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, counts: dict[str, float]) -> None:
+def test_gpu_out_of_memory_halves_micro_batch(
+    tmp_path: Path, graph: bool, counts: dict[str, float]
+) -> None:
     changes = {"model.cuda_graph": graph}
     before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
     assert peak - before > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
@@ -72,13 +83,17 @@ def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, count
         run_small(tmp_path / "short", {**LARGE, **changes})
     reported = short_of_memory(tmp_path / "short")
     assert reported, "memory did not run out"
-    assert [line["micro_batch"] for line in reported] == [BATCH // 2 ** (n + 1) for n in range(len(reported))]
+    assert [line["micro_batch"] for line in reported] == [
+        BATCH // 2 ** (n + 1) for n in range(len(reported))
+    ]
     assert all(line["batch"] == BATCH and line["helps"] for line in reported)
     assert reported[0]["step"] == 1
     assert "CUDA out of memory" in reported[0]["reason"]
     assert short_of_memory(tmp_path / "reference") == []
     assert len(losses_of(tmp_path / "short")) == STEPS
-    assert losses_of(tmp_path / "short") == pytest.approx(losses_of(tmp_path / "reference"), rel=TOLERANCE)
+    assert losses_of(tmp_path / "short") == pytest.approx(
+        losses_of(tmp_path / "reference"), rel=TOLERANCE
+    )
     difference = largest_difference(tmp_path / "short", tmp_path / "reference")
     assert difference < TOLERANCE
     counts |= {"runs out of memory": 1, "halvings of the micro-batch": len(reported)}
@@ -91,7 +106,9 @@ def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> Non
     forget()
     with at_most(before + int(1.3 * (peak - before))):
         run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
-    assert losses_of(tmp_path / "short") == pytest.approx(losses_of(tmp_path / "reference"), rel=TOLERANCE)
+    assert losses_of(tmp_path / "short") == pytest.approx(
+        losses_of(tmp_path / "reference"), rel=TOLERANCE
+    )
 
 
 @contextmanager

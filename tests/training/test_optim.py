@@ -9,7 +9,14 @@ from torch import Tensor
 from m1clip.config import OPTIMIZERS, OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.training.optim import EPS, MUON_WEIGHT_DECAY, OPTIMIZER_PARTS, PARTS, Optimizer, skips_on_device
+from m1clip.training.optim import (
+    EPS,
+    MUON_WEIGHT_DECAY,
+    OPTIMIZER_PARTS,
+    PARTS,
+    Optimizer,
+    skips_on_device,
+)
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -43,7 +50,9 @@ def test_weight_decay_applies_to_matrices_only() -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), fused=True))
     for name, parameter in model.named_parameters():
-        spared = "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
+        spared = (
+            "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
+        )
         assert found[name][1] == (0.0 if spared else 0.3), name
         assert spared == (parameter.ndim < 2), name
     assert found["logit_bias"][1] == found["logit_scale"][1] == 0.0
@@ -53,7 +62,9 @@ def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), fused=True))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
-    blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + ["text_tower.transformer.blocks.0"]
+    blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + [
+        "text_tower.transformer.blocks.0"
+    ]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
     assert {name for name, (part, _) in found.items() if part == "muon"} == expected
     assert all(found[name][1] == MUON_WEIGHT_DECAY for name in expected)
@@ -70,7 +81,9 @@ def test_first_adamw_step_matches_formula() -> None:
         assert p.grad is not None
         decay = 0.1 * 0.5 if p.ndim >= 2 else 0.0
         update = p.grad / (p.grad.abs() + EPS)  # both moments are bias-corrected in the first step
-        torch.testing.assert_close(p.detach(), before[name] * (1 - decay) - 0.1 * update, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            p.detach(), before[name] * (1 - decay) - 0.1 * update, atol=1e-5, rtol=1e-5
+        )
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
 
@@ -125,7 +138,9 @@ def test_every_optimizer_of_the_settings_is_built_from_parts() -> None:
     model = clip()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name in OPTIMIZERS:
-        assert groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True)).keys() == trained
+        assert (
+            groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True)).keys() == trained
+        )
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -143,12 +158,16 @@ class SignSGD(torch.optim.Optimizer):
 
 
 def test_another_optimizer_is_an_entry_in_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    sign = PARTS["adamw"]._replace(build=lambda groups, options: SignSGD(groups), skips_on_device=False)
+    sign = PARTS["adamw"]._replace(
+        build=lambda groups, options: SignSGD(groups), skips_on_device=False
+    )
     monkeypatch.setitem(PARTS, "sign", sign)
     monkeypatch.setitem(OPTIMIZER_PARTS, "sign", ("muon", "sign"))
     model = clip()
     config = OptimConfig()
-    object.__setattr__(config, "optimizer", "sign")  # the choices of the setting are fixed at import
+    object.__setattr__(
+        config, "optimizer", "sign"
+    )  # the choices of the setting are fixed at import
     optimizer = Optimizer(model, config, fused=True)
     assert list(optimizer.parts) == ["muon", "sign"]
     assert not skips_on_device("sign"), "the host decides whether its steps are skipped"
@@ -156,4 +175,6 @@ def test_another_optimizer_is_an_entry_in_each_table(monkeypatch: pytest.MonkeyP
     before = model.logit_scale.detach().clone()
     give_gradients(model, 1)
     optimizer.step()
-    torch.testing.assert_close(model.logit_scale.detach(), before - config.lr * model.logit_scale.grad.sign())
+    torch.testing.assert_close(
+        model.logit_scale.detach(), before - config.lr * model.logit_scale.grad.sign()
+    )

@@ -21,7 +21,14 @@ from m1clip.training import parity
 from m1clip.training import run as runs
 from m1clip.training.memory import random_batch
 from m1clip.training.muon import orthogonalize
-from m1clip.training.parity import TOLERANCE, check_parity, fill_zeros, first_samples, gradient, relative_difference
+from m1clip.training.parity import (
+    TOLERANCE,
+    check_parity,
+    fill_zeros,
+    first_samples,
+    gradient,
+    relative_difference,
+)
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
 from m1clip.training.step import GradientCheck, TrainStep
@@ -49,7 +56,9 @@ def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPat
 
 def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """With zero-initialized branches every image has the same class token, and every text the same EOT token."""
-    monkeypatch.setitem(PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls", text_pooling="eot"))
+    monkeypatch.setitem(
+        PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls", text_pooling="eot")
+    )
     changes = {"train.precision": "bf16"}
     setup = prepared(small_config(changes))
     torch.manual_seed(0)
@@ -92,7 +101,9 @@ def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         check_parity(setup, step)
 
 
-def test_rounding_that_the_cpu_has_too_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_that_the_cpu_has_too_does_not_stop_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Gradients of a deep network of convolutions in bf16 differ by 25% from those in fp32, on any device."""
     monkeypatch.setitem(parity.TOLERANCE, "bf16", 1e-4)
     setup, step = on_mps(**{"train.precision": "bf16", "optim.optimizer": "adamw"})
@@ -118,11 +129,16 @@ class WrongFrom(TorchDispatchMode):
         return found
 
 
-def test_error_that_depends_on_the_size_is_found_at_the_real_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_that_depends_on_the_size_is_found_at_the_real_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
     setup, step = on_mps(**{"data.captions_per_step": 1})
     assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
-    with WrongFrom(16 * 16), pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"):
+    with (
+        WrongFrom(16 * 16),
+        pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"),
+    ):
         check_parity(setup, step)
     monkeypatch.setattr(parity, "PAIRS", 2)
     monkeypatch.setattr(parity, "SLICE", 16)  # only a few samples, as before: nothing is found
@@ -176,7 +192,9 @@ def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["bmm", "sdpa"])
-def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leak_from_later_tokens_stops_the_run(
+    precision: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup, step = on_mps(**{"train.precision": precision})
     step.model.set_attention(kind)  # type: ignore[arg-type]
     parity.check_causality(step.model, "cpu", setup.autocast)
@@ -184,7 +202,9 @@ def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeyp
     # The mask once per group of four queries, as in pytorch#195910.
     mask = (torch.arange(64)[:, None] // 4 * 4 + 3 >= torch.arange(64)).float().log()
 
-    def leaks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, kind: str) -> torch.Tensor:
+    def leaks(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, kind: str
+    ) -> torch.Tensor:
         length = q.shape[2]
         if not causal:
             return original(q, k, v, causal, kind)  # type: ignore[arg-type]
@@ -198,7 +218,9 @@ def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeyp
 def test_half_precision_on_mps_uses_no_causal_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 4, 9, 16).bfloat16()
     expected = layers.attention(q, k, v, True, "sdpa")
-    monkeypatch.setattr(layers, "causal_sdpa_is_wrong", lambda kind, dtype: causal_sdpa_is_wrong("mps", dtype))
+    monkeypatch.setattr(
+        layers, "causal_sdpa_is_wrong", lambda kind, dtype: causal_sdpa_is_wrong("mps", dtype)
+    )
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     assert torch.allclose(layers.attention(q, k, v, True, "sdpa"), expected, atol=0.03)
     with pytest.raises(TypeError):

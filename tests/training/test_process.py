@@ -26,7 +26,13 @@ from m1clip.runlog import NAME, RunLog, read_log
 from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
 from m1clip.training.context import RunContext
-from m1clip.training.process import Interrupted, Stopped, create_run_folder, lock_run, stop_on_signals
+from m1clip.training.process import (
+    Interrupted,
+    Stopped,
+    create_run_folder,
+    lock_run,
+    stop_on_signals,
+)
 
 
 @pytest.mark.slow
@@ -76,7 +82,10 @@ def test_run_folder_must_be_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists and is not a run"):
         create_run_folder(tmp_path / "mine", "x")
     (tmp_path / "mine" / "config.toml").touch()
-    for name, message in (("mine", "already contains a run"), ("mine/photo.jpg", "exists and is not a run")):
+    for name, message in (
+        ("mine", "already contains a run"),
+        ("mine/photo.jpg", "exists and is not a run"),
+    ):
         with pytest.raises(UserError, match=message):
             create_run_folder(tmp_path / name, "x")
 
@@ -102,7 +111,10 @@ def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=f"process {holder.pid} is training in this folder"), lock_run(tmp_path):
+    with (
+        pytest.raises(UserError, match=f"process {holder.pid} is training in this folder"),
+        lock_run(tmp_path),
+    ):
         pass
     holder.kill()
     holder.wait(timeout=PATIENCE)
@@ -166,13 +178,17 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
     resume_quietly(run)
 
     def evaluations(path: Path) -> list[tuple[int, float]]:
-        return [(line["step"], line["mean_recall"]) for line in read_log(path) if line["kind"] == "eval"]
+        return [
+            (line["step"], line["mean_recall"]) for line in read_log(path) if line["kind"] == "eval"
+        ]
 
     assert evaluations(run) == evaluations(tmp_path / "reference")
     assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "reference", 8))
 
 
-def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_while_saving_stops_after_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = loop.write_checkpoint
 
     def save(run: RunContext) -> None:

@@ -152,7 +152,9 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
     assert str(work) == "x: 600 of 1,000, 10/s, 0:40 left"
 
 
-def test_work_without_a_count_prints_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_without_a_count_prints_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.001)
     fifth_tick, ticks = threading.Event(), list[str]()
 

@@ -46,13 +46,17 @@ def everything(update: TrainStep) -> dict[str, Tensor]:
 
 def in_the_loss(update: TrainStep, batch: Batch) -> None:
     objective = update.parts.loss.objective
-    poisoned = replace(objective, row_term=lambda *args: objective.row_term(*args) * NAN, fused=None)
+    poisoned = replace(
+        objective, row_term=lambda *args: objective.row_term(*args) * NAN, fused=None
+    )
     update.parts = replace(update.parts, loss=replace(update.parts.loss, objective=poisoned))
 
 
 def in_one_gradient(update: TrainStep, batch: Batch) -> None:
     parameter = dict(update.model.named_parameters())[PARAMETER]
-    parameter.register_hook(lambda grad: grad.clone().index_put_((torch.tensor([0]),), torch.tensor(float("inf"))))
+    parameter.register_hook(
+        lambda grad: grad.clone().index_put_((torch.tensor([0]),), torch.tensor(float("inf")))
+    )
 
 
 def in_the_data(update: TrainStep, batch: Batch) -> None:
@@ -106,7 +110,9 @@ def test_samples_with_non_finite_features_are_found() -> None:
     assert update.nonfinite_rows(batch) == [3]
     with torch.no_grad():
         update.model.get_parameter(PARAMETER).fill_(NAN)
-    assert update.nonfinite_rows(batch) == [], "if all features are non-finite, the samples are not the cause"
+    assert update.nonfinite_rows(batch) == [], (
+        "if all features are non-finite, the samples are not the cause"
+    )
 
 
 class Log:
@@ -144,7 +150,9 @@ def feed(run: RunContext, losses: list[float], norm: float = 1.0, first: int = 1
     run.update(skipped=run.checks.read(run))
 
 
-def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     run, log = checker()
     feed(run, [1.0, NAN, math.inf, 1.0, NAN])
@@ -197,9 +205,13 @@ def test_loss_that_stays_high_is_reported_once() -> None:
     usual = [3.0 + 0.1 * (step % 5) for step in range(40)]
     spikes = SpikeDetector()
     assert [spikes.add(loss) for loss in usual] == [None] * 40
-    assert [spikes.add(loss) for loss in (50.0, 3.1)] == [None, None], "a single batch is not a spike"
+    assert [spikes.add(loss) for loss in (50.0, 3.1)] == [None, None], (
+        "a single batch is not a spike"
+    )
     found = [spikes.add(9.0) for _ in range(300)]
-    assert [index for index, value in enumerate(found) if value is not None] == [2], "then 9 is the new normal"
+    assert [index for index, value in enumerate(found) if value is not None] == [2], (
+        "then 9 is the new normal"
+    )
     assert found[2] == pytest.approx(3.2)
     falling = SpikeDetector()
     assert not any(falling.add(5.0 - 0.05 * step) for step in range(80))
@@ -220,7 +232,9 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in read_log(run) if line["kind"] == "event" and line["event"] == name]
 
 
-def test_one_non_finite_step_is_skipped_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_non_finite_step_is_skipped_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("m1clip.training.duration.LOG_LINES", 1)  # one line for the ten steps
     poisoned_steps(monkeypatch, lambda step, factor: step == 4)
     run_small(tmp_path / "run")
@@ -232,7 +246,9 @@ def test_one_non_finite_step_is_skipped_and_the_run_continues(tmp_path: Path, mo
     assert math.isfinite(steps[0]["loss"])
 
 
-def test_rollback_lowers_the_learning_rate_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_lowers_the_learning_rate_and_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps 5 to 8 are not finite at the full learning rate; a lower one fixes them."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 9)
@@ -287,13 +303,17 @@ def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
     save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
     update.parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     failed, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
-    state = roll_back(RunContext(RunSpec(setup.config), setup, update, tmp_path, log, screen(), state=failed))
+    state = roll_back(
+        RunContext(RunSpec(setup.config), setup, update, tmp_path, log, screen(), state=failed)
+    )
     log.close()
     assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
     assert (state.scaler_scale, update.scaler.get_scale()) == (expected, expected)
 
 
-def test_run_without_a_checkpoint_rolls_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_a_checkpoint_rolls_back_to_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
     run_small(tmp_path / "run")
@@ -301,12 +321,16 @@ def test_run_without_a_checkpoint_rolls_back_to_its_start(tmp_path: Path, monkey
     assert back["back_to"] == 0
 
 
-def test_run_stops_with_a_diagnosis_after_the_last_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_with_a_diagnosis_after_the_last_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
     changes = {"train.save_every": 2}
     shown = screen()
-    with pytest.raises(UserError, match=r"diverged at step 7.*after 3 rollbacks.*samples most often"):
+    with pytest.raises(
+        UserError, match=r"diverged at step 7.*after 3 rollbacks.*samples most often"
+    ):
         train_config(small_config(changes), tmp_path / "run", shown)
     assert len(events(tmp_path / "run", "rolled back")) == 3
     assert "learning rate is now 0.125 times the configured one" in shown.console.file.getvalue()  # type: ignore[attr-defined]

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device
-from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, clip_config
+from m1clip.model.presets import (
+    CLIPConfig,
+    HeadConfig,
+    PretrainedImageConfig,
+    PretrainedTextConfig,
+    clip_config,
+)
 from m1clip.model.pretrained import registry
 from m1clip.model.pretrained.minilm import BertSize
 from m1clip.training.memory import random_batch
@@ -56,14 +62,25 @@ ADAPTER = HeadConfig(kind="adapter", hidden=512)
 
 
 def frozen_shape(image: Any, text: Any) -> CLIPConfig:
-    return CLIPConfig(image_tower=image, text_tower=text, image_head=ADAPTER, text_head=ADAPTER, embed_dim=256)
+    return CLIPConfig(
+        image_tower=image, text_tower=text, image_head=ADAPTER, text_head=ADAPTER, embed_dim=256
+    )
 
 
-SIZE = {"model.image_size": 224, "model.patch_size": 16, "model.context_length": 77, "model.text_layers": 1}
+SIZE = {
+    "model.image_size": 224,
+    "model.patch_size": 16,
+    "model.context_length": 77,
+    "model.text_layers": 1,
+}
 OURS = clip_config(small_config(SIZE).model)
 TOWERS = frozen_shape(
-    PretrainedImageConfig(kind="efficientnet-lite0", name="efficientnet-lite0", image_size=64, settings=""),
-    PretrainedTextConfig(kind="minilm", name="minilm", context_length=64, vocab_size=1000, settings=""),
+    PretrainedImageConfig(
+        kind="efficientnet-lite0", name="efficientnet-lite0", image_size=64, settings=""
+    ),
+    PretrainedTextConfig(
+        kind="minilm", name="minilm", context_length=64, vocab_size=1000, settings=""
+    ),
 )
 # Recipe -> (start, images, captions per image, tokens, settings): each passes the limit somewhere.
 RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
@@ -78,7 +95,12 @@ RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
     "scratch, micro-batches": (Start(OURS), 500, 1, 77, {"train.micro_batch": 450}),
     "frozen": (Start(TOWERS, {}, Trainable(False, False), new_heads=True), 33_000, 2, 64, {}),
     "frozen image, own text": (
-        Start(frozen_shape(TOWERS.image_tower, OURS.text_tower), {}, Trainable(False, True), new_heads=True),
+        Start(
+            frozen_shape(TOWERS.image_tower, OURS.text_tower),
+            {},
+            Trainable(False, True),
+            new_heads=True,
+        ),
         430,
         1,
         77,
@@ -91,19 +113,29 @@ RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
 def walk(recipe: str, **changes: Any) -> WrongProducts:
     """The products of a step of a recipe, with the rules of an M1 or with some of them changed."""
     start, images, captions, tokens, settings = RECIPES[recipe]
-    names = {"data.captions_per_step": captions, "train.batch_size": images, "train.text_contrast": 0.2}
+    names = {
+        "data.captions_per_step": captions,
+        "train.batch_size": images,
+        "train.text_contrast": 0.2,
+    }
     config = small_config({**names, **settings})
     device = Device("mps", M1)
     device.torch = torch.device("meta")
     device.rules = dataclasses.replace(device.rules, fused_optimizer=False, **changes)
     with torch.device("meta"), mock.patch.object(registry, "MINILM", BertSize(layers=1)):
         model = start.build(load_weights=False)
-        step = TrainStep(model, config, device, "fp32", Preprocess(image_size=start.config.image_size))
+        step = TrainStep(
+            model, config, device, "fp32", Preprocess(image_size=start.config.image_size)
+        )
         step.parts.update.skip = "never"  # meta tensors have no values to check
-        widths = zip((model.image_tower.width, model.text_tower.width), start.trainable, strict=True)
+        widths = zip(
+            (model.image_tower.width, model.text_tower.width), start.trainable, strict=True
+        )
         frozen = tuple(0 if trained else width for width, trained in widths)
         batch = random_batch(start.config, images, tokens, captions, frozen)  # type: ignore[arg-type]
-        no_autocast = mock.patch("torch.is_autocast_enabled", return_value=False)  # it does not know the meta device
+        no_autocast = mock.patch(
+            "torch.is_autocast_enabled", return_value=False
+        )  # it does not know the meta device
         with no_autocast, LinearWeights(), WrongProducts() as found:
             step(batch, 1)
     return found
@@ -116,7 +148,9 @@ def test_step_stays_below_the_limit_of_an_m1(recipe: str) -> None:
     assert not found.wrong
 
 
-@pytest.mark.parametrize("recipe", ["scratch", "scratch, micro-batches", "frozen image, own text", "finetune"])
+@pytest.mark.parametrize(
+    "recipe", ["scratch", "scratch, micro-batches", "frozen image, own text", "finetune"]
+)
 def test_walk_finds_wrong_products_without_the_rule(recipe: str) -> None:
     assert walk(recipe, max_reduction=None, max_sequences=None).wrong
 

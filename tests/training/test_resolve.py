@@ -15,7 +15,13 @@ from m1clip.config import NAMES, Config, DataConfig, from_dict, recipe_defaults
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
-from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
+from m1clip.model.presets import (
+    CLIPConfig,
+    HeadConfig,
+    PretrainedImageConfig,
+    PretrainedTextConfig,
+    VisionTowerConfig,
+)
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -31,7 +37,15 @@ from m1clip.training.resolve import (
     fit_memory,
     resolve,
 )
-from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_origins, read_spec, setting, undecided
+from m1clip.training.spec import (
+    DecidedSettings,
+    RunSpec,
+    Settings,
+    read_origins,
+    read_spec,
+    setting,
+    undecided,
+)
 from m1clip.training.transfer import Trainable
 
 
@@ -42,11 +56,19 @@ from m1clip.training.transfer import Trainable
         (500, 60, True, "frozen", "500 images are too few"),
         (5_000, 5, True, "frozen", "5,000 images are too few"),
         (5_000, 30, True, "finetune", "30 minutes and 5,000 images are enough"),
-        (5_000, 30, False, "scratch", "pip install 'm1clip[towers]' would give about twice the recall"),
+        (
+            5_000,
+            30,
+            False,
+            "scratch",
+            "pip install 'm1clip[towers]' would give about twice the recall",
+        ),
         (2_000_000, 30, True, "scratch", "2,000,000 images are enough"),
     ],
 )
-def test_recipe_auto_choice(images: int, minutes: float | None, installed: bool, recipe: str, reason: str) -> None:
+def test_recipe_auto_choice(
+    images: int, minutes: float | None, installed: bool, recipe: str, reason: str
+) -> None:
     settings = Settings({"data": ("photos",), "minutes": minutes})
     found, why = choose_recipe(settings, lambda: Dataset(images), lambda tower: installed)
     assert found == recipe
@@ -64,7 +86,9 @@ def test_recipe_auto_choice(images: int, minutes: float | None, installed: bool,
         ({}, "scratch"),  # synthetic images
     ],
 )
-def test_options_decide_the_recipe_before_the_data_is_opened(option: dict[str, Any], recipe: str) -> None:
+def test_options_decide_the_recipe_before_the_data_is_opened(
+    option: dict[str, Any], recipe: str
+) -> None:
     opened: Any = lambda: pytest.fail("the data was opened")  # noqa: E731
     assert choose_recipe(Settings(option), opened, lambda tower: True)[0] == recipe
 
@@ -80,7 +104,9 @@ CONV = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig(stem="conv"
 OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
 
 
-def augmented(trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any) -> Augmentation:
+def augmented(
+    trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any
+) -> Augmentation:
     model = InitialModel(config, trainable, new_heads=True, char_tokens=letters)
     settings = Config(data=DataConfig(source=("photos",), **given))
     return augmentation_for(settings, False, model)
@@ -105,7 +131,9 @@ def test_augmentation_by_tower(found: Augmentation, patches: float, words: float
 
 
 def test_augmentation_with_a_frozen_image_tower() -> None:
-    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
+    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(
+        word_dropout=0.2
+    )
     assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)
 
 
@@ -149,14 +177,17 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("images", "model", "batch"), [(3, OWN, 3), (20, HEADS, 8), (274, HEADS, 32), (5_000, HEADS, 512), (5_000, OWN, 64)]
+    ("images", "model", "batch"),
+    [(3, OWN, 3), (20, HEADS, 8), (274, HEADS, 32), (5_000, HEADS, 512), (5_000, OWN, 64)],
 )
 def test_default_batch_fits_the_images(images: int, model: InitialModel, batch: int) -> None:
     assert default_batch(model, images) == batch
 
 
 def test_default_batch_is_that_of_the_recipe() -> None:
-    assert {recipe: default_batch(model, 10**6) for recipe, model in MODELS.items()} == recipe_defaults("batch_size")
+    assert {
+        recipe: default_batch(model, 10**6) for recipe, model in MODELS.items()
+    } == recipe_defaults("batch_size")
 
 
 def machine(
@@ -166,10 +197,16 @@ def machine(
 
     def initial_model(config: Config) -> InitialModel:
         if config.transfer.recipe == "frozen":
-            return InitialModel(PRETRAINED, Trainable(False, False), is_pretrained=True, new_heads=True)
+            return InitialModel(
+                PRETRAINED, Trainable(False, False), is_pretrained=True, new_heads=True
+            )
         is_pretrained = config.transfer.init is not None
-        trainable = Trainable(config.transfer.unfreeze_image != 0, config.transfer.unfreeze_text != 0)
-        return InitialModel(CLIPConfig(), trainable, is_pretrained, char_tokens=config.model.tokenizer == "char")
+        trainable = Trainable(
+            config.transfer.unfreeze_image != 0, config.transfer.unfreeze_text != 0
+        )
+        return InitialModel(
+            CLIPConfig(), trainable, is_pretrained, char_tokens=config.model.tokenizer == "char"
+        )
 
     def fastest(config: Config) -> Choice:
         options = candidates(config.train.device, config.train.precision, facts)
@@ -205,7 +242,9 @@ OPTIONS = st.fixed_dictionaries(
         "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
         "fsdp": st.sampled_from(["auto", "on", "off"]),
         "loss": st.sampled_from(["infonce", "sigmoid", "multi"]),
-        "duration": st.sampled_from([("minutes", 0.01), ("minutes", 30.0), ("epochs", 0.001), ("steps", 500)]),
+        "duration": st.sampled_from(
+            [("minutes", 0.01), ("minutes", 30.0), ("epochs", 0.001), ("steps", 500)]
+        ),
         "often": st.sampled_from([("eval_every", 0), ("eval_every", 10), ("evaluations", 2)]),
         "warmup": st.sampled_from([0.1, 100.0]),
         "flip": st.sampled_from([None, 0.0, 0.5]),
@@ -213,7 +252,9 @@ OPTIONS = st.fixed_dictionaries(
         "patience": st.sampled_from([0, 3]),
         "seed": st.integers(0, 9),
     },
-).map(lambda options: dict(options.pop(name, ("seed", 3)) for name in ("duration", "often")) | options)
+).map(
+    lambda options: dict(options.pop(name, ("seed", 3)) for name in ("duration", "often")) | options
+)
 DATASETS = st.builds(
     Dataset,
     images=st.sampled_from([2, 20, 1000, 5_000, 2_000_000]),
@@ -222,14 +263,22 @@ DATASETS = st.builds(
     fewest_captions=st.integers(1, 3),
     mentions_sides=st.booleans(),
 )
-MACHINES = st.tuples(st.sampled_from([XEON, M1, M4, TURING, H200]), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1]))
+MACHINES = st.tuples(
+    st.sampled_from([XEON, M1, M4, TURING, H200]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([0, 1]),
+)
 
 
-def decide(options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]) -> RunSpec | str:
+def decide(
+    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+) -> RunSpec | str:
     """The spec, or the error line."""
     facts, ranks, unreadable = where
     try:
-        return resolve(Settings(options), dataset, machine(facts, ranks, unreadable, dataset.images))
+        return resolve(
+            Settings(options), dataset, machine(facts, ranks, unreadable, dataset.images)
+        )
     except UserError as error:
         return str(error)
 
@@ -294,7 +343,9 @@ def test_origin_of_values(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(spec.to_toml())
     assert read_spec(tmp_path) == spec
     repeated = resolve(
-        Settings({"flip": 0.1}, tmp_path / "config.toml"), Dataset(5_000), machine(images=5_000, facts=H200)
+        Settings({"flip": 0.1}, tmp_path / "config.toml"),
+        Dataset(5_000),
+        machine(images=5_000, facts=H200),
     )
     assert repeated.config == spec.config.changed(flip=0.1 if spec.config.data.flip else 0.0)
     assert repeated.chosen_by["device"] == "measurement", "of the first run"
@@ -302,7 +353,11 @@ def test_origin_of_values(tmp_path: Path) -> None:
 
 def test_clock_corrects_the_steps_of_a_spec() -> None:
     spec = resolve(Settings({"minutes": 2.0}), Dataset(1000), machine())
-    assert (spec.config.train.steps, spec.config.train.minutes, spec.chosen_by["steps"]) == (201, None, "measurement")
+    assert (spec.config.train.steps, spec.config.train.minutes, spec.chosen_by["steps"]) == (
+        201,
+        None,
+        "measurement",
+    )
     corrected = spec.with_plan(spec.plan.corrected(50, 120))
     assert (corrected.plan.total_steps, corrected.config.train.plan) == (120, ((0, 201), (50, 120)))
     assert corrected.chosen_by["plan"] == "measurement"
@@ -312,7 +367,9 @@ def test_trained_model_is_finetuned_and_config_tells_it() -> None:
     spec = resolve(Settings({"init": "runs/x", "steps": 5}), Dataset(1000), machine())
     assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
     explicit = resolve(
-        DecidedSettings(complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})),
+        DecidedSettings(
+            complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})
+        ),
         Dataset(1000),
         machine(),
     )
@@ -332,12 +389,18 @@ def test_weights_are_sharded_if_a_step_does_not_fit_one_gpu() -> None:
     for batch, ranks, expected in ((512, 8, "off"), (512, 4, "on"), (512, 1, "off")):
         spec = resolve(Settings({"batch_size": batch}), data, machine(H200, ranks, images=10_000))
         assert spec.config.train.fsdp == expected
-    with pytest.raises(UserError, match="--batch-size 4 is less than one image for each of 8 ranks"):
+    with pytest.raises(
+        UserError, match="--batch-size 4 is less than one image for each of 8 ranks"
+    ):
         resolve(Settings({"batch_size": 4}), data, machine(H200, 8, images=10_000))
     with pytest.raises(UserError, match="--fsdp on does not support --compile"):
         resolve(Settings({"fsdp": "on", "compile": True}), data, machine(H200, 2, images=10_000))
     with pytest.raises(UserError, match="--fsdp on does not support --precision fp16"):
-        resolve(Settings({"fsdp": "on", "precision": "fp16", "device": "cuda"}), data, machine(H200, 2, images=10_000))
+        resolve(
+            Settings({"fsdp": "on", "precision": "fp16", "device": "cuda"}),
+            data,
+            machine(H200, 2, images=10_000),
+        )
 
 
 def test_reasons_are_told_in_the_order_of_the_decisions() -> None:

@@ -27,7 +27,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_of_a_run_folder(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
-    assert names >= {"config.toml", "environment.json", "run.jsonl", "checkpoints", "model", "best", "retrieval.png"}
+    assert names >= {
+        "config.toml",
+        "environment.json",
+        "run.jsonl",
+        "checkpoints",
+        "model",
+        "best",
+        "retrieval.png",
+    }
     assert not list(run.rglob("*.partial"))
     environment = json.loads((run / "environment.json").read_text())
     assert environment["m1clip"] == m1clip.__version__
@@ -44,7 +52,9 @@ def test_run_log(run: Path) -> None:
     assert [line["step"] for line in log if line["kind"] == "checkpoint"] == [5, 10]
     for line in log:
         if line["kind"] == "step":
-            assert all(math.isfinite(line[name]) for name in ("loss", "grad_norm", "lr", "temperature"))
+            assert all(
+                math.isfinite(line[name]) for name in ("loss", "grad_norm", "lr", "temperature")
+            )
             assert line["epoch"] == pytest.approx(line["step"] / 4)
             assert line["images_per_second"] > 0
     assert {line["split"] for line in log if line["kind"] == "eval"} == {"val"}
@@ -79,27 +89,38 @@ def test_snapshots_contain_retrieval_examples(run: Path) -> None:
     assert names == ["step-00000005.json", "step-00000010.json"]
     content = json.loads((folder / names[-1]).read_text())
     assert len(content["matrix"]["values"]) == 8
-    shown = set(content["matrix"]["images"]).union(*(query["found"] for query in content["queries"]))
+    shown = set(content["matrix"]["images"]).union(
+        *(query["found"] for query in content["queries"])
+    )
     assert all((folder / "thumbnails" / f"{image}.jpg").is_file() for image in shown)
     for query in content["queries"]:
         assert (query["rank"] == 1) == (query["found"][0] == query["right"])
 
 
 def test_best_model_is_chosen_on_validation(run: Path) -> None:
-    evaluations = {line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"}
-    best_step = max(evaluations, key=lambda step: evaluations[step])  # the first, where two are equal
+    evaluations = {
+        line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"
+    }
+    best_step = max(
+        evaluations, key=lambda step: evaluations[step]
+    )  # the first, where two are equal
     end = list(read_log(run))[-1]
     assert end["best_step"] == best_step
     weights = load_file(run / "best" / "model.safetensors")
     kept = {
-        key.removeprefix("weights:"): t for key, t in tensors_of(run, best_step).items() if key.startswith("weights:")
+        key.removeprefix("weights:"): t
+        for key, t in tensors_of(run, best_step).items()
+        if key.startswith("weights:")
     }
     assert weights.keys() == kept.keys()
     assert all(torch.equal(weights[name], kept[name]) for name in weights)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"train.batch_size": 73}, "72 training images do not fill one batch of 73: lower --batch-size to 36"),
+    (
+        {"train.batch_size": 73},
+        "72 training images do not fill one batch of 73: lower --batch-size to 36",
+    ),
     ({"optim.warmup": 2000.0}, "warm-up of 2,000 steps would never end: the run has 10 steps"),
     ({"train.steps": None, "train.epochs": 0.01}, "--epochs 0.01 is less than one step"),
     ({"train.device": "mps"}, "--device mps: not available on this machine"),
@@ -110,8 +131,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS])
-def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS]
+)
+def test_impossible_settings_leave_no_folder(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     if "train.device" in changes and torch.backends.mps.is_available():
         pytest.skip("this machine has the device that the test wants to be missing")
     with pytest.raises(UserError) as caught:

@@ -49,5 +49,7 @@ def test_learning_rate_is_constant_while_the_length_of_the_run_is_unknown() -> N
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])
 def test_warmup_longer_than_run_is_rejected(warmup: float, total: int) -> None:
-    with pytest.raises(UserError, match=f"would never end: the run has {plural(total, 'step')};.*--warmup"):
+    with pytest.raises(
+        UserError, match=f"would never end: the run has {plural(total, 'step')};.*--warmup"
+    ):
         warmup_steps(warmup, total)

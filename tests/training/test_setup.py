@@ -35,17 +35,28 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
     return made
 
 
-def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_trains_two_stages_in_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch_towers(monkeypatch)
     short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
     monkeypatch.setattr(m1clip.config, "read_recipe", lambda name, clip=False: Recipe(short, 16))
-    options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
+    options = frozen_options(tmp_path) | {
+        "recipe": "finetune",
+        "unfreeze_image": 0,
+        "unfreeze_text": 1,
+        "steps": 2,
+    }
     shown = screen()
     assert runs.train(out=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
-    assert (second.transfer.recipe, second.transfer.init, second.train.steps) == ("finetune", str(first), 2)
+    assert (second.transfer.recipe, second.transfer.init, second.train.steps) == (
+        "finetune",
+        str(first),
+        2,
+    )
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("stage 1") < text.index("stage 2")
     assert (is_clip(first), is_clip(tmp_path)) == (False, True)
@@ -58,17 +69,31 @@ def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: 
 def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
     transfer = {"wise_ft": "search", "unfreeze_image": 2, "image_tower": "org/vit"}
-    first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
-    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 8, 3, 3e-4)
+    first, second = stages(
+        monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer
+    )
+    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (
+        None,
+        8,
+        3,
+        3e-4,
+    )
     assert (first.transfer.recipe, first.transfer.wise_ft) == ("frozen", "off")
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (
         pytest.approx(30, abs=1),
         None,
         "runs/x",
     )
-    assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
+    assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == (
+        "adamw",
+        0.8,
+        1e-5,
+    )
     assert second.transfer.wise_ft == "search"
-    assert (first.transfer.image_tower, second.transfer.image_tower) == ("org/vit", TransferConfig().image_tower)
+    assert (first.transfer.image_tower, second.transfer.image_tower) == (
+        "org/vit",
+        TransferConfig().image_tower,
+    )
     for stage in (first, second):
         assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
 
@@ -96,7 +121,9 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
     assert used == [0.0, 600.0], "the first stage has its own duration"
 
 
-def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_run_is_refused_before_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
         stages(monkeypatch, recipe="finetune", out=tmp_path)
@@ -109,18 +136,33 @@ TOWERS = {"image_tower": "nope", "text_tower": "nope", "download": True}
 
 
 @pytest.mark.parametrize(("name", "value"), (FINETUNE | TOWERS).items())
-def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_another_recipe_are_refused(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts: dict[str, dict[str, Any]] = {"--init": {"init": "runs/x"}}
-    starts |= {f"--recipe {recipe}": {"recipe": recipe} for recipe in ("scratch", "frozen", "finetune")}
-    allowed = ("--init", "--recipe finetune") if name in FINETUNE else ("--recipe frozen", "--recipe finetune")
+    starts |= {
+        f"--recipe {recipe}": {"recipe": recipe} for recipe in ("scratch", "frozen", "finetune")
+    }
+    allowed = (
+        ("--init", "--recipe finetune")
+        if name in FINETUNE
+        else ("--recipe frozen", "--recipe finetune")
+    )
     for label, start in starts.items():
         if label in allowed:
-            assert any(getattr(c.transfer, name) == value for c in stages(monkeypatch, **start, **{name: value}))
+            assert any(
+                getattr(c.transfer, name) == value
+                for c in stages(monkeypatch, **start, **{name: value})
+            )
         else:
-            with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"):
+            with pytest.raises(
+                UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"
+            ):
                 stages(monkeypatch, **start, **{name: value})
     recipes = [config.transfer.recipe for config in stages(monkeypatch, **{name: value})]
-    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "finetune"]), "auto chooses a recipe that it fits"
+    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "finetune"]), (
+        "auto chooses a recipe that it fits"
+    )
 
 
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +172,11 @@ def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
     monkeypatch.setattr(resolving, "choose_recipe", lambda *facts: ("frozen", ""))
     (chosen,) = stages(monkeypatch, batch_size=16)
-    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
+    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == (
+        "frozen",
+        16,
+        3e-4,
+    )
 
 
 @pytest.mark.parametrize("batch", [None, "auto"])
@@ -156,7 +202,9 @@ def test_batch_without_enough_images_is_rejected_before_towers_are_loaded(
 
 def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "check_compile", lambda kind: None)
-    configs = [small_config({"model.compile": on, "model.context_length": 40}) for on in (True, False)]
+    configs = [
+        small_config({"model.compile": on, "model.context_length": 40}) for on in (True, False)
+    ]
     lengths = [prepared(config).training[0].tokens.shape[1] for config in configs]
     assert lengths[0] == 40 > lengths[1]
 
@@ -168,7 +216,11 @@ def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> N
     stem = found.build_model().get_submodule("image_tower.patch.convs.0")
     assert torch.equal(stem.weight[: len(filters)], filters)  # type: ignore[index]
     assert len(filters) == len(stem.weight) // 2 * 2  # type: ignore[arg-type]
-    pixels = render(torch.from_numpy(found.splits["train"].images.try_read(np.arange(64))[0]), None, found.preprocess)
+    pixels = render(
+        torch.from_numpy(found.splits["train"].images.try_read(np.arange(64))[0]),
+        None,
+        found.preprocess,
+    )
     deviations = torch.nn.functional.conv2d(pixels, filters).std(dim=(0, 2, 3))
     assert ((deviations > 0.5) & (deviations < 2)).all()
     assert found.preprocess.resize == "squash"
@@ -181,12 +233,18 @@ def test_patch_stem_starts_as_clip_does() -> None:
 
 
 @pytest.mark.parametrize(("image_size", "side"), [(24, 28), (32, 37), (40, 40), (48, 48)])
-def test_cached_images_are_larger_for_crops_but_not_than_the_files(tmp_path: Path, image_size: int, side: int) -> None:
+def test_cached_images_are_larger_for_crops_but_not_than_the_files(
+    tmp_path: Path, image_size: int, side: int
+) -> None:
     data = make_set(tmp_path / "set")  # 52 x 40
     changes = {"data.source": (str(data),), "data.crop_min": 0.6, "model.image_size": image_size}
     found = prepared(small_config(changes))
     assert found.training[0].pixels().shape[1:] == (side, side, 3)
-    assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (image_size, image_size, 3)
+    assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (
+        image_size,
+        image_size,
+        3,
+    )
 
 
 @pytest.fixture
@@ -198,7 +256,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(module, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            if name != "build_clip" or torch.get_default_device().type != "meta":  # counting parameters is free
+            if (
+                name != "build_clip" or torch.get_default_device().type != "meta"
+            ):  # counting parameters is free
                 names.append(name)
             return real(*args, **options)
 
@@ -218,7 +278,9 @@ ONCE = ["open_data", "build_clip", "load"]
 def test_data_is_opened_and_the_model_built_once(tmp_path: Path, calls: list[str]) -> None:
     """Also if the data is read to choose the recipe, and nothing is built to be described."""
     data = make_set(tmp_path / "set")
-    options = small_options({"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None})
+    options = small_options(
+        {"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None}
+    )
     options = {name: value for name, value in options.items() if name not in SHAPE}
     runs.train(out=tmp_path / "run", screen=screen(), **options)
     assert calls == ONCE
@@ -236,4 +298,12 @@ def test_model_with_frozen_towers_is_built_once(
     assert calls == ONCE
 
 
-SHAPE = ("image_size", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "embed_dim")
+SHAPE = (
+    "image_size",
+    "patch_size",
+    "vision_width",
+    "vision_layers",
+    "text_width",
+    "text_layers",
+    "embed_dim",
+)

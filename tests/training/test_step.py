@@ -53,12 +53,16 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 
 @pytest.mark.parametrize("objective", LOSSES)
 @pytest.mark.parametrize(("micro_batch", "checkpointing"), [(1, False), (5, False), (8, True)])
-def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: int, checkpointing: bool) -> None:
+def test_micro_batches_give_gradient_of_full_batch(
+    objective: str, micro_batch: int, checkpointing: bool
+) -> None:
     changes = {"train.loss": objective}
     setup, full = make(changes)
     batch = setup.training[0]
     loss, wanted = gradients(full, batch)
-    _, micro_batched = make({**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing})
+    _, micro_batched = make(
+        {**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing}
+    )
     micro_batched_loss, found = gradients(micro_batched, batch)
     torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-6, atol=0)
     assert ("logit_bias" in wanted) == LOSSES[objective].needs_bias
@@ -66,7 +70,9 @@ def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: 
 
 
 @pytest.mark.parametrize("pairwise", [False, True])
-def test_new_loss_works_in_micro_batches_and_blocks(pairwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_loss_works_in_micro_batches_and_blocks(
+    pairwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss needs no more than its entry in the registry."""
 
     def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
@@ -77,7 +83,12 @@ def test_new_loss_works_in_micro_batches_and_blocks(pairwise: bool, monkeypatch:
     setup, _ = make()
     batch = setup.training[0]
     results = {}
-    for micro_batch, max_logits in ((0, run_loss.MAX_LOGITS), (5, run_loss.MAX_LOGITS), (0, 0), (5, 0)):
+    for micro_batch, max_logits in (
+        (0, run_loss.MAX_LOGITS),
+        (5, run_loss.MAX_LOGITS),
+        (0, 0),
+        (5, 0),
+    ):
         monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
         monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
         config = setup.config.changed(loss="squared", micro_batch=micro_batch)
@@ -88,13 +99,20 @@ def test_new_loss_works_in_micro_batches_and_blocks(pairwise: bool, monkeypatch:
     assert wanted["logit_scale"] != 0
     for other_loss, found in others:
         torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
-        assert_close({n: g for n, g in found.items() if g.any()}, {n: g for n, g in wanted.items() if g.any()}, 1e-4)
+        assert_close(
+            {n: g for n, g in found.items() if g.any()},
+            {n: g for n, g in wanted.items() if g.any()},
+            1e-4,
+        )
 
 
 @pytest.mark.parametrize(
-    ("precision", "micro_batch", "tolerance"), [("fp32", 0, 1e-5), ("bf16", 0, 1e-3), ("bf16", 6, 1e-3)]
+    ("precision", "micro_batch", "tolerance"),
+    [("fp32", 0, 1e-5), ("bf16", 0, 1e-3), ("bf16", 6, 1e-3)],
 )
-def test_checkpointing_gives_same_gradient(precision: str, micro_batch: int, tolerance: float) -> None:
+def test_checkpointing_gives_same_gradient(
+    precision: str, micro_batch: int, tolerance: float
+) -> None:
     """Autocast caches cast weights; one cast without a graph must not be reused in a pass with one."""
     changes = {"train.precision": precision, "train.micro_batch": micro_batch}
     setup, plain = make(changes)
@@ -110,12 +128,18 @@ def make_with_dropout(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
     for tower in (plain.model.image_tower, plain.model.text_tower):
         tower.thin = nn.Dropout(0.5)
         tower.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    return setup, TrainStep(plain.model, setup.config, setup.device, setup.precision, setup.preprocess)
+    return setup, TrainStep(
+        plain.model, setup.config, setup.device, setup.precision, setup.preprocess
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) -> None:
-    changes = {"model.grad_checkpointing": checkpointing, "train.text_contrast": 0.0, "train.micro_batch": 6}
+    changes = {
+        "model.grad_checkpointing": checkpointing,
+        "train.text_contrast": 0.0,
+        "train.micro_batch": 6,
+    }
     setup, update = make_with_dropout(changes)
     batch = setup.training[0]
     loss, found = gradients(update, batch)
@@ -141,9 +165,15 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
     captions_per_image = len(batch.tokens) // len(pixels)
     for at in range(0, len(batch.tokens), captions_per_image * micro_batch):
         update.parts.encoder._seed_dropout(3, 2 * at + 1)
-        text.append(update.model.encode_text(batch.texts(slice(at, at + captions_per_image * micro_batch))))
-    features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
-    return update.parts.loss.value(features, Ids(batch.sample_ids, batch.caption_ids, batch.image_index))
+        text.append(
+            update.model.encode_text(batch.texts(slice(at, at + captions_per_image * micro_batch)))
+        )
+    features = Features(
+        torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias
+    )
+    return update.parts.loss.value(
+        features, Ids(batch.sample_ids, batch.caption_ids, batch.image_index)
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [0, 8])
@@ -167,7 +197,9 @@ def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
             sum((found[name] - value).norm() for name, value in wanted.items())
             / sum(value.norm() for value in wanted.values())
         )
-        assert all(value.abs().sum() > 0 for value in found.values()), "a cast without a graph was reused"
+        assert all(value.abs().sum() > 0 for value in found.values()), (
+            "a cast without a graph was reused"
+        )
     assert errors[0] > 0
     assert errors[5] < 1.5 * errors[0]
 
@@ -220,14 +252,18 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
             return gradient
 
     inputs, weight = torch.randn(10, 7), torch.ones(7, requires_grad=True)
-    tower = ChunkedTower(lambda rows: Count.apply(inputs[rows] * weight), split(slice(0, 10), 4), idle_calls=2)
+    tower = ChunkedTower(
+        lambda rows: Count.apply(inputs[rows] * weight), split(slice(0, 10), 4), idle_calls=2
+    )
     with torch.no_grad():
         features = tower.features_only()
         assert torch.equal(features, inputs)
     encoded = EncodedInChunks([features], [tower], ignore_mark, nullcontext, nullcontext)
     passes: list[bool] = []
     encoded.backward([torch.ones(10, 7)], passes.append)
-    assert passes == [False, False, False, False, True], "three chunks and two calls without a result"
+    assert passes == [False, False, False, False, True], (
+        "three chunks and two calls without a result"
+    )
     assert (alive, most) == (0, 4)
     torch.testing.assert_close(weight.grad, inputs.sum(dim=0))
 
@@ -262,7 +298,9 @@ def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
-def test_loss_in_blocks_gives_same_gradient(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_in_blocks_gives_same_gradient(
+    micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {"train.micro_batch": micro_batch, "train.text_contrast": 0.3}
     setup, whole = make(changes)
     batch = setup.training[0]
@@ -294,4 +332,7 @@ def test_probe_sees_the_gradients_of_the_batch_before_the_update(micro_batch: in
     assert any(not torch.equal(p, before[name]) for name, p in update.model.named_parameters())
     _, unprobed = make({"train.micro_batch": micro_batch})
     unprobed(batch, 0)
-    assert all(torch.equal(p, unprobed.model.get_parameter(name)) for name, p in update.model.named_parameters())
+    assert all(
+        torch.equal(p, unprobed.model.get_parameter(name))
+        for name, p in update.model.named_parameters()
+    )

@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import assert_same_bits, losses_of, prepared, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import (
+    assert_same_bits,
+    losses_of,
+    prepared,
+    resume_quietly,
+    run_small,
+    screen,
+    small_config,
+    tensors_of,
+)
 from tower_run import frozen_config, patch_towers
 
 import m1clip
@@ -56,8 +65,17 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tuned(first: Path, **changes: Any) -> Any:
     """The config of a run that starts from another one."""
-    values = {"transfer.init": str(first), "train.steps": 4, "optim.optimizer": "adamw", "train.save_every": 2}
-    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.synthetic_images": 40}
+    values = {
+        "transfer.init": str(first),
+        "train.steps": 4,
+        "optim.optimizer": "adamw",
+        "train.save_every": 2,
+    }
+    values |= {
+        "data.cache_dir": str(first.parent / "cache"),
+        "train.batch_size": 8,
+        "data.synthetic_images": 40,
+    }
     return small_config({**values, **changes})
 
 
@@ -103,26 +121,36 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = m1clip.load(run), setup.splits["test"]
     image, text, *_ = encode_split(model, data)
     images = list(data.images.read(np.arange(4)))
-    np.testing.assert_allclose(model.encode_image(images), image[:4], atol=2e-3, rtol=0)  # stored as float16
+    np.testing.assert_allclose(
+        model.encode_image(images), image[:4], atol=2e-3, rtol=0
+    )  # stored as float16
     captions = [caption for sample in data.samples for caption in sample.captions][:4]
     np.testing.assert_allclose(model.encode_text(captions), text[:4], atol=2e-3, rtol=0)
 
     # A checkpoint contains what changes, and references the frozen towers by hash.
     kept = tensors_of(run, 6)
-    assert not [name for name in kept if name.startswith(("weights:image_tower.", "weights:text_tower."))]
+    assert not [
+        name for name in kept if name.startswith(("weights:image_tower.", "weights:text_tower."))
+    ]
     assert {"weights:image_head.project.weight", "weights:logit_scale"} <= kept.keys()
 
     # A second run and a resume find every feature.
-    monkeypatch.setattr(FeatureCache, "towers", property(lambda self: pytest.fail("features were recomputed")))
+    monkeypatch.setattr(
+        FeatureCache, "towers", property(lambda self: pytest.fail("features were recomputed"))
+    )
     train_config(config, tmp_path / "again", screen())
     assert_same_bits(tensors_of(tmp_path / "again", 6), kept)
     assert_resumes_exactly(run, 6)
 
-    other = {name: tensor + 1 for name, tensor in registry.package_weights("efficientnet-lite0").items()}
+    other = {
+        name: tensor + 1 for name, tensor in registry.package_weights("efficientnet-lite0").items()
+    }
     real = registry.package_weights
     monkeypatch.undo()
     patch_towers(monkeypatch)
-    monkeypatch.setattr(registry, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    monkeypatch.setattr(
+        registry, "package_weights", lambda name: real(name) if name == "minilm" else dict(other)
+    )
     with pytest.raises(UserError, match="the frozen weights have changed since the run started"):
         resume_quietly(run)
 
@@ -138,42 +166,56 @@ def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> Non
     (folder / "captions.csv").write_text("\n".join(rows) + "\n")
     changes = {"data.source": [str(folder)], "data.max_unreadable": 0.5, "train.batch_size": 4}
     setup = prepared(frozen_config(tmp_path, **changes))
-    assert [sample.id for sample in setup.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
+    assert [sample.id for sample in setup.splits["train"].samples] == [
+        f"{n}.png" for n in range(8) if n != 3
+    ]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
         prepared(frozen_config(tmp_path, **{**changes, "data.max_unreadable": 0.0}))
 
 
 def test_trainable_parts(scratch: Path, frozen: Path) -> None:
     """--unfreeze-image and --unfreeze-text, for our own and for pretrained towers."""
-    own = trainable(prepared(tuned(scratch, **{"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1})))
+    own = trainable(
+        prepared(tuned(scratch, **{"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1}))
+    )
     assert not [name for name in own if name.startswith("image_tower.")]
     assert {name.split(".")[3] for name in own if ".blocks." in name} == {"1"}
     assert {"image_head.weight", "text_tower.norm.weight", "logit_scale"} <= own
-    found = trainable(prepared(tuned(frozen, **{"transfer.unfreeze_image": 1, "transfer.unfreeze_text": 2})))
+    found = trainable(
+        prepared(tuned(frozen, **{"transfer.unfreeze_image": 1, "transfer.unfreeze_text": 2}))
+    )
     assert {name.split(".")[2] for name in found if name.startswith("image_tower.stages.")} == {"6"}
     assert {name.split(".")[2] for name in found if name.startswith("text_tower.")} == {"4", "5"}
     assert "text_head.up.weight" in found
 
 
-def test_frozen_tower_of_a_finetuning_run_uses_cached_features(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_tower_of_a_finetuning_run_uses_cached_features(
+    frozen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = prepared(tuned(frozen, **{"transfer.unfreeze_text": 0}))
     assert setup.splits["val"].captions.features is not None
     assert setup.splits["val"].image_features is None
     batch = setup.training[0]
     assert (batch.images.dtype, batch.text_features.dtype) == (torch.uint8, torch.float32)
-    monkeypatch.setattr(TowerRunner, "files", lambda *_: pytest.fail("features of the frozen run were not found"))
+    monkeypatch.setattr(
+        TowerRunner, "files", lambda *_: pytest.fail("features of the frozen run were not found")
+    )
     prepared(tuned(frozen, **{"transfer.unfreeze_image": 0}))
 
 
 @pytest.mark.parametrize("kind", ["scratch", "frozen"])
-def test_last_block_is_trained_and_resumes_exactly(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_last_block_is_trained_and_resumes_exactly(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     first, run = request.getfixturevalue(kind), tmp_path / "run"
     last = {"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
     train_config(tuned(first, **last), run, screen())
     moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
     block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
     assert moved
-    assert all(name.startswith((block, "text_tower.norm")) for name in moved)  # what follows the blocks, too
+    assert all(
+        name.startswith((block, "text_tower.norm")) for name in moved
+    )  # what follows the blocks, too
     assert_resumes_exactly(run, 4)
 
 
@@ -197,20 +239,31 @@ def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
         ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
     ],
 )
-def test_impossible_settings(kind: str, changes: dict[str, Any], message: str, request: pytest.FixtureRequest) -> None:
+def test_impossible_settings(
+    kind: str, changes: dict[str, Any], message: str, request: pytest.FixtureRequest
+) -> None:
     with pytest.raises(UserError, match=message):
         prepared(tuned(request.getfixturevalue(kind), **changes)).build_model()
 
 
-def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(scratch: Path) -> None:
+def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(
+    scratch: Path,
+) -> None:
     setup = prepared(tuned(scratch))
     start = weights(scratch, "best")
-    assert all(torch.equal(tensor, start[name]) for name, tensor in setup.build_model().state_dict().items())
+    assert all(
+        torch.equal(tensor, start[name])
+        for name, tensor in setup.build_model().state_dict().items()
+    )
     data, train = setup.config.data, setup.config.train
     assert (data.word_dropout, data.patch_dropout, train.text_contrast) == (0.0, 0.0, 0.0)
     given = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
     config = prepared(tuned(scratch, **given)).config
-    assert (config.data.word_dropout, config.data.patch_dropout, config.train.text_contrast) == (0.1, 0.2, 0.3)
+    assert (config.data.word_dropout, config.data.patch_dropout, config.train.text_contrast) == (
+        0.1,
+        0.2,
+        0.3,
+    )
 
 
 def test_initial_model_stays_best_if_training_makes_it_worse(
@@ -227,9 +280,15 @@ def test_initial_model_stays_best_if_training_makes_it_worse(
     assert_same_bits(weights(run, "best"), weights(scratch, "best"))
 
 
-def test_wise_ft_keeps_the_interpolation_that_is_best_on_validation(scratch: Path, tmp_path: Path) -> None:
+def test_wise_ft_keeps_the_interpolation_that_is_best_on_validation(
+    scratch: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    changes = {"optim.lr": 0.02, "transfer.wise_ft": "search", "train.eval_every": 0}  # evaluates the last model only
+    changes = {
+        "optim.lr": 0.02,
+        "transfer.wise_ft": "search",
+        "train.eval_every": 0,
+    }  # evaluates the last model only
     train_config(tuned(scratch, **changes), run, screen())
     tried = [record for record in read_log(run) if record["kind"] == "wise_ft"]
     scores = {record["new_fraction"]: record["val_mean_recall"] for record in tried}
@@ -247,7 +306,9 @@ def test_distillation_loss() -> None:
     features = Features(image, text, torch.tensor(5.0), None)
     assert float(distillation(features, 5.0 * image @ text.T)) == pytest.approx(0.0, abs=1e-6)
     # One image, two captions: the student's probabilities are equal, the teacher's 3 : 1.
-    even = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor(1.0), None)
+    even = Features(
+        torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor(1.0), None
+    )
     by_image = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)
     target = torch.tensor([[np.log(3.0), 0.0]], dtype=torch.float32)
     assert float(distillation(even, target)) == pytest.approx(by_image / 2, abs=1e-6)
@@ -255,20 +316,28 @@ def test_distillation_loss() -> None:
     def loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return distillation(Features(image, text, scale, None), logits)
 
-    image, text, logits = (torch.randn(n, m, dtype=torch.double) for n, m in ((3, 4), (5, 4), (3, 5)))
+    image, text, logits = (
+        torch.randn(n, m, dtype=torch.double) for n, m in ((3, 4), (5, 4), (3, 5))
+    )
     scale = torch.tensor(2.0, dtype=torch.double)
     assert torch.autograd.gradcheck(loss, tuple(t.requires_grad_() for t in (image, text, scale)))
 
 
 def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Teacher logits of each batch; the same gradient in micro-batches; the student approaches the teacher."""
-    changes = {"transfer.teacher": str(scratch), "data.cache_dir": str(tmp_path / "cache"), "optim.lr": 2e-3}
+    changes = {
+        "transfer.teacher": str(scratch),
+        "data.cache_dir": str(tmp_path / "cache"),
+        "optim.lr": 2e-3,
+    }
     gradients = []
     for micro_batch in (0, 5):
         setup = prepared(small_config({**changes, "train.micro_batch": micro_batch}))
         step = setup.make_step()
         step.compute_gradients(setup.training[0], 0)
-        gradients.append({n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None}
+        )
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3)
 
@@ -276,9 +345,14 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     batch, train = setup.training[1], setup.splits["train"]
     model = m1clip.load(scratch)
     captions = [caption for sample in train.samples for caption in sample.captions]
-    texts = [captions[int(np.flatnonzero(train.captions.caption_ids == key)[0])] for key in batch.caption_ids]
+    texts = [
+        captions[int(np.flatnonzero(train.captions.caption_ids == key)[0])]
+        for key in batch.caption_ids
+    ]
     images = [train.samples[int(number)].image.open() for number in batch.sample_ids]
-    expected = float(model.clip.scale().detach()) * model.encode_image(images) @ model.encode_text(texts).T
+    expected = (
+        float(model.clip.scale().detach()) * model.encode_image(images) @ model.encode_text(texts).T
+    )
     found = setup.teacher.logits(batch.sample_ids, batch.caption_ids)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
 

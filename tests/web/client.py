@@ -21,7 +21,9 @@ def running(server: Server) -> Iterator[Server]:
         thread.join(timeout=300)
 
 
-def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+def ask(
+    server: Server, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers of the answer to a GET, or with a body to a POST."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=300)
     headers = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -22,9 +22,12 @@ CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), Non
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("playwright") is None, reason="needs Playwright (pip install playwright)"
+        importlib.util.find_spec("playwright") is None,
+        reason="needs Playwright (pip install playwright)",
     ),
-    pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium in the PATH ({', '.join(BROWSERS)})"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason=f"needs a Chromium in the PATH ({', '.join(BROWSERS)})"
+    ),
 ]
 TIMEOUT = 300.0  # seconds for anything the page should do
 
@@ -51,7 +54,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000)
+        made = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000
+        )
         yield made
         made.close()
 
@@ -72,7 +77,9 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
                 problems.append(f"request to {request.url}")
 
         site = Site(places)
-        context = browser.new_context(locale="en-US", viewport={"width": 1200, "height": 800}, **options)
+        context = browser.new_context(
+            locale="en-US", viewport={"width": 1200, "height": 800}, **options
+        )
         closes.extend((context.close, site.stop))
         page = context.new_page()
         page.set_default_timeout(1000 * TIMEOUT)
@@ -97,7 +104,10 @@ def until(page: Any, true: str) -> None:
 
 
 def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
-    until(page, f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}")
+    until(
+        page,
+        f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}",
+    )
 
 
 def test_live_run_updates_without_reload(visit: Any, tmp_path: Path) -> None:
@@ -141,7 +151,9 @@ def test_zoom_by_mouse_and_by_key_applies_to_all_plots(visit: Any, tmp_path: Pat
     page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 60, steps=5)
     page.mouse.up()
     until(page, "Zoom.range !== null")
-    low, high = page.evaluate("[plots.lr.u.scales.x.min, plots.lr.u.scales.x.max]")  # another plot follows
+    low, high = page.evaluate(
+        "[plots.lr.u.scales.x.min, plots.lr.u.scales.x.max]"
+    )  # another plot follows
     assert before[0] < low < high < before[1]
     page.dblclick("[data-plot=loss] .u-over")
     until(page, "Zoom.range === null")
@@ -189,7 +201,9 @@ def test_page_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) 
     )
     assert nameless == []
     label = page.get_attribute("[data-plot=loss] .plot", "aria-label")
-    assert label.startswith("Loss. demo: now 1.33, first 3.85, lowest 1.33, highest 3.85, 50 points")
+    assert label.startswith(
+        "Loss. demo: now 1.33, first 3.85, lowest 1.33, highest 3.85, 50 points"
+    )
     assert page.get_attribute("#progress", "aria-valuenow") == "100"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the run"

@@ -93,17 +93,23 @@ def test_page_library_and_results(server: Server, library: Path) -> None:
     assert found["matches"] == len(same.matches)
     assert found["searched"] == facts["images"]
     assert "file" not in found["results"][0]  # the page need not know where the folder is
-    assert {each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]} == {"a"}
+    assert {
+        each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]
+    } == {"a"}
     assert read(server, "/api/search", text="dog", since="2999")["results"] == []
     excluded = read(server, "/api/search", text='dog -"a beach" -night')
     expected = Index(library).search(("dog",), 60, exclude=["a beach", "night"])
     assert [each["id"] for each in excluded["results"]] == [each.id for each in expected.nearest]
     number = ids(server)["sideways.jpg"]
     assert read(server, "/api/search", like=number)["results"][0]["id"] == number
-    assert json.loads(ask(server, "/api/search?since=tomorrow")[1])["error"].startswith("--since tomorrow")
+    assert json.loads(ask(server, "/api/search?since=tomorrow")[1])["error"].startswith(
+        "--since tomorrow"
+    )
 
 
-def test_thumbnails_are_upright_bounded_without_exif_and_made_once(server: Server, library: Path) -> None:
+def test_thumbnails_are_upright_bounded_without_exif_and_made_once(
+    server: Server, library: Path
+) -> None:
     number = ids(server)["sideways.jpg"]
     status, small, headers = ask(server, f"/photo/small?id={number}")
     assert (status, headers["Content-Type"], opened(small).size) == (200, "image/jpeg", (60, 90))
@@ -134,9 +140,14 @@ def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path)
     update_index(library)
 
 
-def test_thumbnail_is_that_of_the_indexed_content_and_no_link(server: Server, library: Path) -> None:
+def test_thumbnail_is_that_of_the_indexed_content_and_no_link(
+    server: Server, library: Path
+) -> None:
     path, number = library / "b/0001.jpg", ids(server)["b/0001.jpg"]
-    original, cached = path.read_bytes(), library / ".m1clip-index" / thumbnail(Index(library).sha256(number))
+    original, cached = (
+        path.read_bytes(),
+        library / ".m1clip-index" / thumbnail(Index(library).sha256(number)),
+    )
     try:
         path.write_bytes((library.parent / "secret.jpg").read_bytes())
         assert ask(server, f"/photo/small?id={number}")[0] == 200
@@ -169,7 +180,9 @@ def test_few_images_are_decoded_at_a_time(shared: Photos, monkeypatch: pytest.Mo
     assert max(most) <= photos_module.DECODERS
 
 
-def test_files_are_read_only_while_they_are_decoded(shared: Photos, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_only_while_they_are_decoded(
+    shared: Photos, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file may have 256 MiB, and a page requests many at a time."""
     read_small = photos_module.read_small
     decoders = threading.Semaphore(1)
@@ -191,9 +204,24 @@ def test_files_are_read_only_while_they_are_decoded(shared: Photos, monkeypatch:
 
 def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:
     number = ids(server)["a/0000.jpg"]
-    for value in ("../secret.jpg", "0", "-1", "999999999999", "1e3", "²", "", f"{number}/../../secret.jpg"):
+    for value in (
+        "../secret.jpg",
+        "0",
+        "-1",
+        "999999999999",
+        "1e3",
+        "²",
+        "",
+        f"{number}/../../secret.jpg",
+    ):
         assert ask(server, f"/photo?{urlencode({'id': value})}")[0] == 404, value
-    for path in ("/secret.jpg", "/photo/../secret.jpg", "/a/0000.jpg", "/.m1clip-index/index.sqlite", "/photo"):
+    for path in (
+        "/secret.jpg",
+        "/photo/../secret.jpg",
+        "/a/0000.jpg",
+        "/.m1clip-index/index.sqlite",
+        "/photo",
+    ):
         assert ask(server, path)[0] == 404, path
     folder, aside = library / "a", library / "aside"
     folder.rename(aside)
@@ -214,9 +242,13 @@ def test_only_indexed_files_inside_the_folder_are_served(server: Server, library
 def test_names_are_text_without_control_characters(server: Server) -> None:
     (path,) = (path for path in ids(server) if path.startswith("<img"))
     assert path == "<img src=x onerror=alert(1)>\\u202e.jpg"
-    scripts = [ask(server, f"/{name}")[1].decode() for name in ("search.js", "common.js", "search.html")]
+    scripts = [
+        ask(server, f"/{name}")[1].decode() for name in ("search.js", "common.js", "search.html")
+    ]
     assert all(
-        word not in text for text in scripts for word in ("innerHTML", "insertAdjacent", "document.write", "eval(")
+        word not in text
+        for text in scripts
+        for word in ("innerHTML", "insertAdjacent", "document.write", "eval(")
     )
 
 
@@ -234,7 +266,9 @@ def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> No
         for path in ("/api/mark", "/api/upload"):
             assert ask(server, path, mark, **headers)[0] == 403, headers
     for path in ("/api/library", "/api/search", "/photo?id=1"):
-        assert ask(server, path, Host="evil.example")[0] == ask(server, path, Origin="null")[0] == 403
+        assert (
+            ask(server, path, Host="evil.example")[0] == ask(server, path, Origin="null")[0] == 403
+        )
     assert "token" not in read(server, "/api/library")["words"]
     assert ask(server, "/api/mark", mark, X_M1clip_Token=token)[0] == 200
     assert "token" in read(server, "/api/library")["words"]
@@ -246,19 +280,32 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
         return [each["id"] for each in read(server, "/api/search", text="red beach")["results"]]
 
     def mark(id_: int, good: bool | None) -> None:
-        assert post(server, "/api/mark", json.dumps({"text": "red beach", "id": id_, "good": good}).encode())[0] == 200
+        assert (
+            post(
+                server,
+                "/api/mark",
+                json.dumps({"text": "red beach", "id": id_, "good": good}).encode(),
+            )[0]
+            == 200
+        )
 
     before = places()
     mark(before[0], False)
     assert places() == before[1:]
-    wrong = read(server, "/api/search", text="red beach", count=1)["wrong"]  # listed apart, to remove the mark
+    wrong = read(server, "/api/search", text="red beach", count=1)[
+        "wrong"
+    ]  # listed apart, to remove the mark
     assert [(each["id"], each["mark"]) for each in wrong] == [(before[0], False)]
     assert read(server, "/api/search", text="dog")["wrong"] == []
     mark(before[0], None)
     assert places() == before
     mark(before[-1], True)
     assert places()[0] == before[-1]
-    (marked,) = (each for each in read(server, "/api/search", text="Red  beach")["results"] if each["mark"] is not None)
+    (marked,) = (
+        each
+        for each in read(server, "/api/search", text="Red  beach")["results"]
+        if each["mark"] is not None
+    )
     assert (marked["id"], marked["mark"]) == (before[-1], True)
     mark(before[-1], None)
 
@@ -268,7 +315,8 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
     st.one_of(
         st.binary(max_size=200),
         st.recursive(
-            st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)
+            st.none() | st.booleans() | st.integers() | st.text(),
+            lambda inner: st.lists(inner, max_size=3),
         ).map(lambda value: json.dumps({"text": value, "id": value, "good": value}).encode()),
     )
 )
@@ -281,7 +329,11 @@ def test_any_other_body_is_an_error_of_one_line(shared: Photos, body: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "body", ['{"text": "a\\ud800", "id": 1, "good": true}', f'{{"text": "a", "id": {10**30}, "good": true}}']
+    "body",
+    [
+        '{"text": "a\\ud800", "id": 1, "good": true}',
+        f'{{"text": "a", "id": {10**30}, "good": true}}',
+    ],
 )
 def test_mark_that_no_database_can_store_is_a_bad_request(shared: Photos, body: str) -> None:
     answer = shared.post("/api/mark", body.encode())
@@ -305,7 +357,9 @@ def test_unexpected_error_is_answered(server: Server, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Server, "handle_error", lambda *_: None)  # would print the traceback
     status, body, _ = ask(server, "/api/search")
     assert status == 500
-    assert json.loads(body)["error"] == "internal error (ZeroDivisionError: a\\nb); please report it"
+    assert (
+        json.loads(body)["error"] == "internal error (ZeroDivisionError: a\\nb); please report it"
+    )
 
 
 def test_model_of_a_run_is_shown_by_the_name_of_the_run(tmp_path: Path) -> None:
@@ -323,7 +377,10 @@ def test_model_of_a_run_is_shown_by_the_name_of_the_run(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(["text", "since", "until", "under", "orientation", "like", "upload", "count"]), st.text()
+        st.sampled_from(
+            ["text", "since", "until", "under", "orientation", "like", "upload", "count"]
+        ),
+        st.text(),
     )
 )
 def test_any_query_is_answered(shared: Photos, values: dict[str, str]) -> None:
@@ -363,10 +420,15 @@ def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library:
     for _ in range(40):
         post(server, "/api/upload", (library / "a" / "0000.jpg").read_bytes())
     status, body, _ = ask(server, f"/api/search?upload={made['upload']}")
-    assert (status, json.loads(body)["error"]) == (400, "the image to search by is no longer there; drop it again")
+    assert (status, json.loads(body)["error"]) == (
+        400,
+        "the image to search by is no longer there; drop it again",
+    )
 
 
-def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_uploads_do_not_stop_the_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     token = read(server, "/api/library")["token"]
@@ -375,7 +437,9 @@ def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest
     for client in slow:
         client.sendall(head.encode())
     deadline = time.monotonic() + 300
-    while ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503:  # until all four are being received
+    while (
+        ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503
+    ):  # until all four are being received
         assert time.monotonic() < deadline
     assert read(server, "/api/search", text="dog")["results"]
     mark = {"text": "slow", "id": ids(server)["a/0000.jpg"]}
@@ -396,7 +460,9 @@ def test_locked_database_blocks_no_other_request(
     number = ids(server)["a/0000.jpg"]
     waiting, released = threading.Barrier(5), threading.Event()
 
-    def wait_together(_: float) -> None:  # all requests get here at the same time: none holds a lock that others need
+    def wait_together(
+        _: float,
+    ) -> None:  # all requests get here at the same time: none holds a lock that others need
         if not released.is_set():
             waiting.wait(timeout=60)
             released.wait(timeout=60)
@@ -424,7 +490,10 @@ def test_locked_database_is_an_answer_after_a_limited_time(
     for name in (DATABASE, "concepts.sqlite"):
         with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / name)) as other:
             other.execute("BEGIN EXCLUSIVE")
-            for answer in (shared.get("/api/search", {"text": "a"}), shared.post("/api/mark", mark)):
+            for answer in (
+                shared.get("/api/search", {"text": "a"}),
+                shared.post("/api/mark", mark),
+            ):
                 assert answer is not None
                 assert answer[0] == 503
                 assert "another program has locked it" in json.loads(answer[2])["error"]
@@ -456,7 +525,9 @@ def test_photo_replaced_by_a_link_during_a_request_is_not_served(
     assert ask(server, f"/photo?id={number}")[0] == 200
 
 
-def test_thumbnails_are_not_written_through_a_link(server: Server, library: Path, tmp_path: Path) -> None:
+def test_thumbnails_are_not_written_through_a_link(
+    server: Server, library: Path, tmp_path: Path
+) -> None:
     number = ids(server)["b/0005.jpg"]
     thumbnails = library / ".m1clip-index" / "thumbnails"
     thumbnails.mkdir(exist_ok=True)
@@ -512,8 +583,10 @@ def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
 async def client(port: int, deadline: float, random: Random, answered: list[int]) -> None:
     """One of many clients until a deadline: searches, photos, wrong bytes, and connections that send nothing."""
     kinds = {
-        "search": b"GET /api/search?text=dog%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % random.randrange(10**6),
-        "photo": b"GET /photo/small?id=%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % random.randrange(1, 9),
+        "search": b"GET /api/search?text=dog%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        % random.randrange(10**6),
+        "photo": b"GET /photo/small?id=%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        % random.randrange(1, 9),
         "upload": b"POST /api/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
         + random.randbytes(99),
         "half": b"GET /api/lib",
@@ -531,18 +604,34 @@ async def client(port: int, deadline: float, random: Random, answered: list[int]
 
 
 @pytest.mark.long("Many clients of the search page")
-def test_200_clients_for_ten_minutes(library: Path, tmp_path: Path, counts: dict[str, float]) -> None:
-    minutes, samples, answered = float(os.environ.get("SOAK_MINUTES", "10")), dict[str, list[tuple[float, float]]](), []
+def test_200_clients_for_ten_minutes(
+    library: Path, tmp_path: Path, counts: dict[str, float]
+) -> None:
+    minutes, samples, answered = (
+        float(os.environ.get("SOAK_MINUTES", "10")),
+        dict[str, list[tuple[float, float]]](),
+        [],
+    )
     (tmp_path / "runs").mkdir()
     process = Command("serve", str(library), "--port", "0", "--no-browser", cwd=tmp_path / "runs")
     process.wait_until(lambda: "http://" in process.read()[0])
-    port, server = int(process.read()[0].partition("127.0.0.1:")[2].partition("/")[0]), psutil.Process(process.pid)
+    port, server = (
+        int(process.read()[0].partition("127.0.0.1:")[2].partition("/")[0]),
+        psutil.Process(process.pid),
+    )
 
     async def soak() -> None:
         deadline = time.monotonic() + 60 * minutes
-        clients = [asyncio.create_task(client(port, deadline, Random(number), answered)) for number in range(200)]
+        clients = [
+            asyncio.create_task(client(port, deadline, Random(number), answered))
+            for number in range(200)
+        ]
         while time.monotonic() < deadline:
-            figures = {"rss": server.memory_info().rss, "fds": server.num_fds(), "threads": server.num_threads()}
+            figures = {
+                "rss": server.memory_info().rss,
+                "fds": server.num_fds(),
+                "threads": server.num_threads(),
+            }
             for name, value in figures.items():
                 samples.setdefault(name, []).append((time.monotonic(), value))
             await asyncio.sleep(60 * minutes / 200)
@@ -555,6 +644,12 @@ def test_200_clients_for_ten_minutes(library: Path, tmp_path: Path, counts: dict
     assert connection.getresponse().status == 200
     assert growth(samples["rss"]) <= ALLOWED["rss"], samples["rss"]
     for name in ("fds", "threads"):  # one of each for a connection, and those of the process
-        assert max(value for _, value in samples[name]) <= server_module.CONNECTIONS + 50, samples[name]
-    counts |= {"minutes of 200 clients": minutes, "connections": len(answered), "searches and photos": sum(answered)}
+        assert max(value for _, value in samples[name]) <= server_module.CONNECTIONS + 50, samples[
+            name
+        ]
+    counts |= {
+        "minutes of 200 clients": minutes,
+        "connections": len(answered),
+        "searches and photos": sum(answered),
+    }
     counts["MB of growth"] = round(growth(samples["rss"]) / 1e6, 1)

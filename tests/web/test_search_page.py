@@ -35,7 +35,9 @@ def opened_page(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
     update_index(photos, save_model(tmp_path / "model"))
     server = Server(Store([]), 0, Photos(photos))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    context = browser.new_context(locale="en-US", viewport={"width": 1200, "height": 800}, **options)
+    context = browser.new_context(
+        locale="en-US", viewport={"width": 1200, "height": 800}, **options
+    )
     made, problems = context.new_page(), list[str]()
     made.set_default_timeout(1000 * TIMEOUT)
     made.on("pageerror", lambda error: problems.append(str(error)))
@@ -47,7 +49,12 @@ def opened_page(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
             problems.append(message.text)
 
     made.on("console", note)
-    made.on("request", lambda each: None if each.url.startswith((server.url, "data:")) else problems.append(each.url))
+    made.on(
+        "request",
+        lambda each: (
+            None if each.url.startswith((server.url, "data:")) else problems.append(each.url)
+        ),
+    )
     made.goto(server.url)
     yield made
     context.close()
@@ -57,7 +64,9 @@ def opened_page(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
 
 
 def test_type_open_mark_similar_and_clear_by_keyboard(page: Any) -> None:
-    until(page, "document.querySelectorAll('.photo').length === 9")  # the near-duplicate is not listed
+    until(
+        page, "document.querySelectorAll('.photo').length === 9"
+    )  # the near-duplicate is not listed
     assert page.inner_text("#status") == "Newest photos"
     page.keyboard.type("a red dog")
     until(page, "document.querySelector('#status').textContent.includes('of 10 in')")
@@ -66,7 +75,10 @@ def test_type_open_mark_similar_and_clear_by_keyboard(page: Any) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Space")
-    until(page, "document.querySelector('#large').open && document.querySelector('#large-image').naturalWidth > 0")
+    until(
+        page,
+        "document.querySelector('#large').open && document.querySelector('#large-image').naturalWidth > 0",
+    )
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
     assert page.evaluate("state.large") == 1
@@ -77,7 +89,9 @@ def test_type_open_mark_similar_and_clear_by_keyboard(page: Any) -> None:
     page.keyboard.press("r")
     until(page, f"state.results[0].id === {before[1]} && state.results[0].mark === true")
     page.keyboard.press("s")
-    until(page, "document.querySelector('#likes img') && document.querySelector('#text').value === ''")
+    until(
+        page, "document.querySelector('#likes img') && document.querySelector('#text').value === ''"
+    )
     until(page, "document.querySelector('#clear').hidden === false && state.text === ''")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "text"
@@ -99,7 +113,10 @@ def shown_ids(page: Any) -> list[int]:
 def type_query(page: Any, text: str) -> None:
     until(page, "document.querySelectorAll('.photo').length === 9")
     page.keyboard.type(text)
-    until(page, f"state.text === {text!r} && document.querySelector('#status').textContent.includes('of 10 in')")
+    until(
+        page,
+        f"state.text === {text!r} && document.querySelector('#status').textContent.includes('of 10 in')",
+    )
 
 
 def wait_for_marks(page: Any, expected: dict[int, bool]) -> None:
@@ -129,7 +146,10 @@ def test_focus_and_places_stay_after_a_mark(page: Any) -> None:
     assert focused_id(page) == before[1]
     page.keyboard.press("n")
     page.keyboard.press("r")
-    until(page, "document.querySelector('#rerank').hidden && !document.querySelector('#wrong-head').hidden")
+    until(
+        page,
+        "document.querySelector('#rerank').hidden && !document.querySelector('#wrong-head').hidden",
+    )
     assert focused_id(page) == before[1]  # the photo moved, with the focus
     assert shown_ids(page)[-1] == before[1]
     page.keyboard.press("n")  # it can still be taken back
@@ -155,14 +175,19 @@ def test_large_view_stays_at_its_photo_after_a_mark(page: Any) -> None:
     wait_for_marks(page, {before[1]: True, before[2]: False})
     page.evaluate("state.library.token = 'other'")  # the server was restarted
     page.keyboard.press("y")
-    until(page, "document.querySelector('#large-error').textContent.startsWith('The mark was not stored')")
+    until(
+        page,
+        "document.querySelector('#large-error').textContent.startsWith('The mark was not stored')",
+    )
     until(page, "current().mark === false")
     page.keyboard.press("Escape")
     until(page, "state.large === null")
     assert focused_id(page) == before[2]
 
 
-def test_photos_that_are_indexed_meanwhile_do_not_move_what_is_marked(page: Any, tmp_path: Path) -> None:
+def test_photos_that_are_indexed_meanwhile_do_not_move_what_is_marked(
+    page: Any, tmp_path: Path
+) -> None:
     type_query(page, "a red dog")
     before = shown_ids(page)
     page.keyboard.press("ArrowDown")
@@ -173,7 +198,10 @@ def test_photos_that_are_indexed_meanwhile_do_not_move_what_is_marked(page: Any,
     assert shown_ids(page) == before
     assert focused_id(page) == before[0]
     page.click("#rerank")
-    until(page, "state.results.length === 10 && document.querySelector('#status').textContent.includes('of 11 in')")
+    until(
+        page,
+        "state.results.length === 10 && document.querySelector('#status').textContent.includes('of 11 in')",
+    )
     assert page.inner_text("#link-text").startswith("11 photos")
     assert page.evaluate("document.activeElement.closest('.photo') !== null")
 
@@ -188,7 +216,10 @@ def test_bad_date_is_explained_and_not_used(page: Any) -> None:
     until(page, "document.querySelector('#status').textContent.includes('of 10 in')")
     page.fill("#since", "2999-02")
     assert page.inner_text("#date-error") == ""
-    until(page, "document.querySelector('#message-text').textContent === 'No photo passes the filters.'")
+    until(
+        page,
+        "document.querySelector('#message-text').textContent === 'No photo passes the filters.'",
+    )
     page.fill("#until", "x")
     page.click("#clear")
     assert page.inner_text("#date-error") == ""
@@ -214,7 +245,10 @@ def test_answers_are_shown_while_the_index_grows_and_queries_are_slow(page: Any)
 
 
 def test_first_click_on_the_theme_changes_it(browser: Any, tmp_path: Path) -> None:
-    for scheme, others in (("light", ["dark", "light", "light"]), ("dark", ["light", "dark", "dark"])):
+    for scheme, others in (
+        ("light", ["dark", "light", "light"]),
+        ("dark", ["light", "dark", "dark"]),
+    ):
         with opened_page(browser, tmp_path / scheme, color_scheme=scheme) as page:
             assert page.evaluate("document.documentElement.dataset.theme") == scheme
             for theme in others:
@@ -233,7 +267,10 @@ def test_dropped_image_hostile_name_filters_and_phone_width(page: Any, tmp_path:
     until(page, "document.querySelector('#message-text').textContent.includes('not an image')")
     page.click("#clear")
     page.select_option("#under", "b")
-    until(page, "state.results.length === 4 && state.results.every((each) => each.path.startsWith('b/'))")
+    until(
+        page,
+        "state.results.length === 4 && state.results.every((each) => each.path.startsWith('b/'))",
+    )
     page.set_viewport_size({"width": 360, "height": 700})
     until(page, "document.documentElement.scrollWidth <= 360")
     assert page.locator("nav, main, header").count() >= 2

@@ -4,14 +4,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m1clip.data.sources import shards
-from m1clip.data.sources.base import DEFAULT, DataFormat, DataPath, DataSource, MixedSource, Options, user_error
+from m1clip.data.sources.base import (
+    DEFAULT,
+    DataFormat,
+    DataPath,
+    DataSource,
+    MixedSource,
+    Options,
+    user_error,
+)
 from m1clip.data.sources.formats import FORMATS, detect_format
 from m1clip.data.sources.remote import is_remote
 from m1clip.data.sources.stream import WEBDATASET, StreamedSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 
-__all__ = ["FORMATS", "DataFormat", "DataPath", "DataSource", "MixedSource", "Options", "open_source", "open_sources"]
+__all__ = [
+    "FORMATS",
+    "DataFormat",
+    "DataPath",
+    "DataSource",
+    "MixedSource",
+    "Options",
+    "open_source",
+    "open_sources",
+]
 
 
 def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> Source:
@@ -61,5 +78,7 @@ def _open(data: DataPath) -> DataSource | StreamedSource:
     if stream is not None:
         return stream
     if data.options.stream:
-        raise user_error(f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS writes them")
+        raise user_error(
+            f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS writes them"
+        )
     return DataSource(path, data_format, data.options)

@@ -52,7 +52,9 @@ class Row(NamedTuple):
 class DataPath:
     """A path to data, as formats see it when they are asked whether it is theirs."""
 
-    def __init__(self, path: Path, options: Options = DEFAULT, format_name: str | None = None) -> None:
+    def __init__(
+        self, path: Path, options: Options = DEFAULT, format_name: str | None = None
+    ) -> None:
         self.path = path
         self.options = options
         self.format_name = format_name  # if the user named the format, as in csv:PATH
@@ -85,7 +87,9 @@ class DataFormat:
     matches: Callable[[DataPath], bool] | None = None
     priority: int = 100  # where several formats match, the lowest wins
     class_captions: bool = False  # whether captions are made from class names
-    locate: Callable[[DataPath], Path] = same_path  # what to read, such as the only table in a folder
+    locate: Callable[[DataPath], Path] = (
+        same_path  # what to read, such as the only table in a folder
+    )
     # The data as a stream, if it is too large to load; None: it is always loaded.
     open_stream: Callable[[DataPath], StreamedSource | None] | None = None
 
@@ -149,7 +153,9 @@ class DataSource(Source):
         split_of, notes = splits.assign(given, class_of)
         self.notes += map(one_line, notes)
         for id_, image in images.items():
-            self.by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))
+            self.by_split.setdefault(split_of[id_], []).append(
+                Sample(image, tuple(captions[id_]), id_)
+            )
 
 
 class MixedSource(Source):
@@ -158,7 +164,9 @@ class MixedSource(Source):
     def __init__(self, parts: Sequence[DataSource]) -> None:
         if not parts:
             raise UserError("no data: give at least one source")
-        super().__init__(", ".join(source.name for source in parts), [source.path for source in parts])
+        super().__init__(
+            ", ".join(source.name for source in parts), [source.path for source in parts]
+        )
         self.parts = tuple(parts)
         self.class_captions = all(source.class_captions for source in parts)
         for number, source in enumerate(parts):
@@ -166,7 +174,8 @@ class MixedSource(Source):
             self.notes += source.notes
             for split in source.splits():
                 self.by_split.setdefault(split, []).extend(
-                    Sample(sample.image, sample.captions, f"{number}/{sample.id}") for sample in source.samples(split)
+                    Sample(sample.image, sample.captions, f"{number}/{sample.id}")
+                    for sample in source.samples(split)
                 )
 
     def origin(self, id_: str, caption: int = 0) -> str:
@@ -179,14 +188,18 @@ def _shown(place: Place) -> str:
     return one_line(f"{name} row {row}" if row else name)
 
 
-MAX_CAPTION = 2**17  # characters, as in a cell of a CSV file; a compressed table may contain far more
+MAX_CAPTION = (
+    2**17
+)  # characters, as in a cell of a CSV file; a compressed table may contain far more
 
 
 def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
     """The captions in a value, and what is wrong with it, if anything. Empty items of a list are skipped."""
     if isinstance(value, str) and len(value) > MAX_CAPTION:
         return [], f"the caption is too long ({len(value):,} characters; at most {MAX_CAPTION:,})"
-    if isinstance(value, str) and value.startswith('["'):  # a list inside one cell, as in exports of Flickr30k
+    if isinstance(value, str) and value.startswith(
+        '["'
+    ):  # a list inside one cell, as in exports of Flickr30k
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, Mapping) and isinstance(value.get("raw"), str):
@@ -203,7 +216,9 @@ def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
         return [], "the lists of captions are nested too deeply"
     parts = [captions_of(item, depth - 1) for item in value]
     found = [text for texts, _ in parts for text in texts]
-    return found, next((what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION)
+    return found, next(
+        (what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION
+    )
 
 
 def walk_images(root: Path) -> Iterator[str]:

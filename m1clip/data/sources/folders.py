@@ -23,7 +23,9 @@ _COUNTER = re.compile(r"[\s_.-]*\(?\d*\)?$")  # of files with otherwise equal na
 
 def has_text_files(path: Path) -> bool:
     """Whether one of the first images has a .txt file."""
-    return path.is_dir() and any(_text_file(path, name) for name in islice(walk_images(path), _IMAGES_CHECKED))
+    return path.is_dir() and any(
+        _text_file(path, name) for name in islice(walk_images(path), _IMAGES_CHECKED)
+    )
 
 
 def text_file_rows(source: DataSource) -> Iterator[Row]:
@@ -34,11 +36,17 @@ def text_file_rows(source: DataSource) -> Iterator[Row]:
             source.problem((name, 0), "no .txt file next to it", "empty-caption")
             continue
         try:
-            lines = read_small(source.path / text, MAX_TEXT_BYTES).decode("utf-8-sig", "replace").splitlines()
+            lines = (
+                read_small(source.path / text, MAX_TEXT_BYTES)
+                .decode("utf-8-sig", "replace")
+                .splitlines()
+            )
         except OSError:
             source.problem((name, 0), f"{text} cannot be read as a caption")
             continue
-        yield Row((text, 0), lines, _split_of(name), FileImage(os.path.join(source.path, name)), name)
+        yield Row(
+            (text, 0), lines, _split_of(name), FileImage(os.path.join(source.path, name)), name
+        )
 
 
 def _text_file(root: Path, name: str) -> str | None:
@@ -70,8 +78,12 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
         classes[label] = None
         image = FileImage(os.path.join(source.path, name))
         yield Row((name, 0), TEMPLATE.format(label), _split_of(name), image, name)
-    names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (", ..." if len(classes) > _CLASSES_SHOWN else "")
-    source.note(f"captions are generated from the names of {plural(len(classes), 'folder')}: {names}")
+    names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (
+        ", ..." if len(classes) > _CLASSES_SHOWN else ""
+    )
+    source.note(
+        f"captions are generated from the names of {plural(len(classes), 'folder')}: {names}"
+    )
     for table in text_tables(source.path) if classes else ():
         source.note(f"{table} was not read; if it contains the captions, use --data {table}")
 
@@ -93,7 +105,9 @@ def has_words_as_names(path: Path) -> bool:
     """Whether most images have names of two or more words, and different ones."""
     names = list(islice(walk_images(path), _IMAGES_CHECKED))
     texts = {_words(name) for name in names}
-    return 2 * sum(sum(word.isalpha() and len(word) > 2 for word in text.split()) > 1 for text in texts) > len(names)
+    return 2 * sum(
+        sum(word.isalpha() and len(word) > 2 for word in text.split()) > 1 for text in texts
+    ) > len(names)
 
 
 def _words(name: str) -> str:
@@ -125,5 +139,7 @@ CLASS_FOLDERS = DataFormat(
     class_captions=True,
 )
 FILE_NAMES = DataFormat(
-    name="filenames", help="images whose file names are the captions; only if you name it", read=file_name_rows
+    name="filenames",
+    help="images whose file names are the captions; only if you name it",
+    read=file_name_rows,
 )

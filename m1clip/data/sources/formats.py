@@ -21,7 +21,14 @@ from m1clip.errors import UserError
 # One entry per format; its module has its name, help, detection and priority.
 FORMATS: dict[str, DataFormat] = {
     data_format.name: data_format
-    for data_format in (*TABLE_FORMATS, HUGGING_FACE, WEBDATASET, TEXT_FILES, CLASS_FOLDERS, FILE_NAMES)
+    for data_format in (
+        *TABLE_FORMATS,
+        HUGGING_FACE,
+        WEBDATASET,
+        TEXT_FILES,
+        CLASS_FOLDERS,
+        FILE_NAMES,
+    )
 }
 FOLDERS_CHECKED = 100  # a folder of datasets has few, one of classes may have thousands
 
@@ -93,7 +100,9 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
         explain_columns(tables[0], options)
     if tables:
         what = f"{len(tables)} tables ({_listing(tables)})"
-        return user_error(f"{path}: contains {what}; choose the one with captions: --data {tables[0]}")
+        return user_error(
+            f"{path}: contains {what}; choose the one with captions: --data {tables[0]}"
+        )
     if next(walk_images(path), None) is None:
         return None
     if workbooks := spreadsheets(path):

@@ -22,7 +22,11 @@ _READ_ERRORS = (
 
 def is_saved_dataset(path: Path) -> bool:
     """A folder that `save_to_disk` wrote."""
-    names = [name for name in ("dataset_dict.json", "state.json", "dataset_info.json") if (path / name).is_file()]
+    names = [
+        name
+        for name in ("dataset_dict.json", "state.json", "dataset_info.json")
+        if (path / name).is_file()
+    ]
     return "dataset_dict.json" in names or len(names) == 2
 
 
@@ -41,13 +45,18 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
         # The name of a single split is not informative.
         given = splits.from_value(split) if len(tables) > 1 else None
         columns = choose_columns(data.column_names, source.options, str(source.path))
-        yield from rows_of(source, split, columns, _records(name, split, data, columns), (source.path,), given)
+        yield from rows_of(
+            source, split, columns, _records(name, split, data, columns), (source.path,), given
+        )
 
 
 def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Record]:
     feature = data.features[columns.image]
     # The column has the images themselves, not file names.
-    embedded = type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
+    embedded = type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {
+        "binary",
+        "large_binary",
+    }
     wanted = {*columns.captions, columns.split, None if embedded else columns.image}
     narrow = data.select_columns([column for column in data.column_names if column in wanted])
     for row, cells in enumerate(narrow):
@@ -58,7 +67,11 @@ def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Rec
 def open_dataset(name: str) -> dict[str, Any]:
     """Split -> table with undecoded images. `datasets` downloads what is on the hub once, into its cache."""
     datasets = require("datasets", "A Hugging Face dataset")
-    found = datasets.load_dataset(name.removeprefix(HUB)) if name.startswith(HUB) else datasets.load_from_disk(name)
+    found = (
+        datasets.load_dataset(name.removeprefix(HUB))
+        if name.startswith(HUB)
+        else datasets.load_from_disk(name)
+    )
     tables = dict(found) if isinstance(found, Mapping) else {str(found.split or "train"): found}
     if not tables:
         raise user_error(f"{name}: the dataset has no splits")
@@ -84,7 +97,11 @@ class HubImage(ImageRef):
             value = open_dataset(self.name)[self.split][self.row][self.column]
         except _READ_ERRORS as error:
             raise BadImage(str(self), f"cannot be read ({error})") from error
-        if isinstance(value, dict) and value.get("bytes") is None and isinstance(value.get("path"), str):
+        if (
+            isinstance(value, dict)
+            and value.get("bytes") is None
+            and isinstance(value.get("path"), str)
+        ):
             return FileImage(value["path"]).read()
         return bytes_in(value, str(self))
 

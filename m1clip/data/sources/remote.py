@@ -16,16 +16,22 @@ from m1clip.extras import require
 from m1clip.io import open_regular
 
 TRIES, TRY_SECONDS, BACKOFF_SECONDS = 3, 15.0, 0.5
-BROKEN_AFTER = 3  # failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS
+BROKEN_AFTER = (
+    3  # failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS
+)
 PAUSE_SECONDS = 300.0
 SCAN_BYTES = 2**22  # read ahead while a file is read from start to end
-MAX_WHOLE_BYTES = 2**25  # of what is read without a range: an index of a shard, the list of a folder, an error
+MAX_WHOLE_BYTES = (
+    2**25
+)  # of what is read without a range: an index of a shard, the list of a folder, an error
 MAX_REMOTE_FILE = 2**40  # a larger one never ends
 _REFUSED = (401, 403)  # HTTP: the next try would give the same
 _OK, _PARTIAL, _NO_SUCH_RANGE = 200, 206, 416
 
 _lock = threading.Lock()
-_failures: dict[str, tuple[int, float]] = {}  # of each file in this process: how many in a row, and when the last was
+_failures: dict[
+    str, tuple[int, float]
+] = {}  # of each file in this process: how many in a row, and when the last was
 
 
 def is_remote(path: str) -> bool:
@@ -63,7 +69,9 @@ def read_range(path: str, offset: int, size: int) -> bytes:
     if is_broken(path):
         raise OSError(f"skipped after {BROKEN_AFTER} failed reads")
     try:
-        data = _tried(lambda fs: fs.cat_file(path, start=offset, end=offset + size, **_limit(fs)), path)
+        data = _tried(
+            lambda fs: fs.cat_file(path, start=offset, end=offset + size, **_limit(fs)), path
+        )
     except OSError:
         with _lock:
             _failures[path] = _failures.get(path, (0, 0.0))[0] + 1, time.monotonic()
@@ -75,7 +83,9 @@ def read_range(path: str, offset: int, size: int) -> bytes:
 
 
 def _no_ranges(path: str) -> UserError:
-    return UserError(f"{shown(path)}: the server ignores range requests; copy the shards to one that supports them")
+    return UserError(
+        f"{shown(path)}: the server ignores range requests; copy the shards to one that supports them"
+    )
 
 
 def is_broken(path: str) -> bool:
@@ -87,8 +97,15 @@ def is_broken(path: str) -> bool:
 def read_file(path: str) -> bytes | None:
     """All bytes of a small remote file; None if there is none, or if it is empty or too large."""
     try:
-        data = bytes(_tried(lambda fs: fs.cat_file(path, start=0, end=MAX_WHOLE_BYTES + 1, **_limit(fs)), path))
-    except (FileNotFoundError, PermissionError):  # S3 answers 403 for a missing key without the right to list
+        data = bytes(
+            _tried(
+                lambda fs: fs.cat_file(path, start=0, end=MAX_WHOLE_BYTES + 1, **_limit(fs)), path
+            )
+        )
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ):  # S3 answers 403 for a missing key without the right to list
         return None
     except OSError as error:
         if str(error) == f"HTTP {_NO_SUCH_RANGE}":  # the file is empty
@@ -99,7 +116,9 @@ def read_file(path: str) -> bytes | None:
 
 def open_file(path: str) -> BinaryIO:
     """A file to read from start to end; a remote one is read in blocks."""
-    return io.BufferedReader(_RemoteFile(path), SCAN_BYTES) if is_remote(path) else open_regular(path)
+    return (
+        io.BufferedReader(_RemoteFile(path), SCAN_BYTES) if is_remote(path) else open_regular(path)
+    )
 
 
 class _RemoteFile(io.RawIOBase):
@@ -108,7 +127,11 @@ class _RemoteFile(io.RawIOBase):
         read_range(path, 0, 1)  # which has clearer errors than `size`
         self.size: int = _tried(lambda fs: fs.size(path), path) or 0
         if not 0 < self.size <= MAX_REMOTE_FILE:
-            raise OSError(f"{self.size >> 30:,} GiB is too large" if self.size else "the server reports no size")
+            raise OSError(
+                f"{self.size >> 30:,} GiB is too large"
+                if self.size
+                else "the server reports no size"
+            )
 
     def readable(self) -> bool:
         return True
@@ -129,14 +152,20 @@ class _RemoteFile(io.RawIOBase):
 
 def matching(pattern: str) -> list[str]:
     """The URLs that match a pattern with *, sorted."""
-    return sorted(_tried(lambda fs: [fs.unstrip_protocol(name) for name in fs.glob(pattern)], pattern))
+    return sorted(
+        _tried(lambda fs: [fs.unstrip_protocol(name) for name in fs.glob(pattern)], pattern)
+    )
 
 
 def _tried(work: Any, path: str) -> Any:
     """What `work` returns for the file system of a path; an OSError without URLs after several tries."""
     for attempt in range(TRIES):
         try:
-            return work(_file_system(path.partition("://")[0], re.split(r"(?<=[^:/])/", path)[0], os.getpid()))
+            return work(
+                _file_system(
+                    path.partition("://")[0], re.split(r"(?<=[^:/])/", path)[0], os.getpid()
+                )
+            )
         except FileNotFoundError:
             raise FileNotFoundError("no such file") from None
         except UserError:
@@ -147,7 +176,9 @@ def _tried(work: Any, path: str) -> Any:
                 raise PermissionError("no access; check the credentials") from None
             if attempt == TRIES - 1:
                 name = type(error).__name__
-                raise OSError(f"HTTP {status}" if status else shown(f"{name} {error}".strip())) from None
+                raise OSError(
+                    f"HTTP {status}" if status else shown(f"{name} {error}".strip())
+                ) from None
         time.sleep(BACKOFF_SECONDS * 2**attempt * random.SystemRandom().uniform(0.5, 1.5))
     raise AssertionError
 
@@ -160,7 +191,11 @@ def _limit(fs: Any) -> dict[str, float]:
 def _file_system(protocol: str, root: str, process: int) -> Any:
     """One per process, as connections do not survive a fork; shared by its threads, to use connections again."""
     core = require("fsspec.core", "data at a URL", extra="remote")
-    options = {"client_kwargs": {"response_class": _limited_response()}} if protocol in ("http", "https") else {}
+    options = (
+        {"client_kwargs": {"response_class": _limited_response()}}
+        if protocol in ("http", "https")
+        else {}
+    )
     try:
         return core.url_to_fs(f"{root}/", **options)[0]
     except (ImportError, ValueError) as error:
@@ -203,7 +238,9 @@ def _limited_response() -> type:
                     break
                 if asked:
                     raise _no_ranges(str(self.url))
-                raise UserError(f"{shown(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?")
+                raise UserError(
+                    f"{shown(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?"
+                )
             return bytes(body)
 
     return LimitedResponse

@@ -25,7 +25,9 @@ MAX_SHARDS = 100_000
 MAX_TEXT_BYTES = 2**20
 _MAX_PARTS = 256  # files of one sample; more are not read
 _MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
-_KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # webdataset: everything up to the first dot of the file name
+_KEY = re.compile(
+    r"((?:.*/)?[^./][^./]*)\.([^/]*)"
+)  # webdataset: everything up to the first dot of the file name
 
 
 class TruncatedTar(Exception):
@@ -56,7 +58,9 @@ def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
         except (tarfile.HeaderError, ValueError, OverflowError) as error:
-            raise TruncatedTar("cut short, or no tar header follows" if offset else "not a tar file") from error
+            raise TruncatedTar(
+                "cut short, or no tar header follows" if offset else "not a tar file"
+            ) from error
         start = offset + tarfile.BLOCKSIZE
         is_extension = header.type in (b"L", b"K", b"x", b"g", b"X")
         size = header.size if is_extension else int(extended.get("size", header.size))
@@ -115,13 +119,17 @@ class TarImage(ImageRef):
 
     def read(self) -> bytes:
         if self.size > MAX_MEMBER_BYTES:
-            raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
+            raise BadImage(
+                str(self), f"{self.size >> 20} MiB is too large for an image", "too-large"
+            )
         try:
             data = read_range(self.path, self.offset, self.size)
         except OSError as error:
             raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
         if len(data) < self.size:
-            raise BadImage(str(self), "truncated: the shard ends before the end of the image", "truncated")
+            raise BadImage(
+                str(self), "truncated: the shard ends before the end of the image", "truncated"
+            )
         return data
 
     def stamp(self) -> str:
@@ -147,12 +155,20 @@ def shard_rows(source: DataSource) -> Iterator[Row]:
                 split = texts.split or split_of(path)
                 # Two shards may have the same keys, so the shard is part of the id.
                 id_ = texts.id or f"{os.path.basename(path)}/{image.name}"
-                yield Row(place, texts.captions, split, TarImage(path, image.name, image.offset, image.size), id_)
+                yield Row(
+                    place,
+                    texts.captions,
+                    split,
+                    TarImage(path, image.name, image.offset, image.size),
+                    id_,
+                )
 
 
 def split_of(path: str) -> str | None:
     """The split in the name of a shard or of its folder."""
-    return splits.from_file_name(os.path.basename(path)) or splits.from_folder(os.path.basename(os.path.dirname(path)))
+    return splits.from_file_name(os.path.basename(path)) or splits.from_folder(
+        os.path.basename(os.path.dirname(path))
+    )
 
 
 def samples_in(
@@ -165,26 +181,34 @@ def samples_in(
             if suffix in parts or len(parts) < _MAX_PARTS:
                 parts[suffix] = member
         place = (f"{path}: {key}", 0)
-        image = next((parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None)
+        image = next(
+            (parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None
+        )
         if image is None:
             problem(place, "no image", "no-image")
         else:
             yield place, image, parts
 
 
-def _named(path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]) -> Iterator[tuple[str, str, Member]]:
+def _named(
+    path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]
+) -> Iterator[tuple[str, str, Member]]:
     """(key, suffix, member) of each usable member."""
     try:
         for member in members(file, file.seek(0, os.SEEK_END)):
             name = _KEY.fullmatch(member.name)
             if member.refused:
-                problem((path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member")
+                problem(
+                    (path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member"
+                )
             elif name:
                 yield name.group(1), name.group(2).lower(), member
     except TruncatedTar as error:
         file.seek(0)
         if file.read(2) == b"\x1f\x8b":
-            raise user_error(f"{path}: a compressed tar; decompress it to a .tar file (gunzip)") from error
+            raise user_error(
+                f"{path}: a compressed tar; decompress it to a .tar file (gunzip)"
+            ) from error
         problem((path, 0), str(error), "shard")
 
 
@@ -209,12 +233,18 @@ def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
 
     metadata = _metadata(read("json"))
     captions, is_json = _json_captions(metadata), True
-    if "txt" in parts and not (isinstance(metadata.get("captions"), list) and captions_of(captions)[0]):
+    if "txt" in parts and not (
+        isinstance(metadata.get("captions"), list) and captions_of(captions)[0]
+    ):
         captions, is_json = read("txt"), False
     is_packed = metadata.get("format") == PACKED and isinstance(metadata.get("id"), str)
     id_ = clean_text(metadata["id"]) if is_packed else None
     return Texts(
-        captions, parts.get("json" if is_json else "txt"), is_json, splits.from_value(metadata.get("split")), id_
+        captions,
+        parts.get("json" if is_json else "txt"),
+        is_json,
+        splits.from_value(metadata.get("split")),
+        id_,
     )
 
 
@@ -237,18 +267,31 @@ def _json_captions(metadata: dict[str, Any]) -> Any:
 
 
 def _in_folder(folder: Path) -> list[str]:
-    folders = [folder, *(below for below in sorted(folder.iterdir()) if splits.from_folder(below.name))]
+    folders = [
+        folder,
+        *(below for below in sorted(folder.iterdir()) if splits.from_folder(below.name)),
+    ]
     return [os.fspath(path) for each in folders for path in sorted(each.glob("*.tar"))]
 
 
 def shard_paths(path: Path) -> list[str]:
     """The shards of a path, a folder or a pattern; each must exist."""
-    found = _in_folder(path) if path.is_dir() else [os.fspath(path)] if path.exists() else expand(os.fspath(path))
-    found = [name for part in found for name in (sorted(glob.glob(part)) if "*" in part else [part])]
+    found = (
+        _in_folder(path)
+        if path.is_dir()
+        else [os.fspath(path)]
+        if path.exists()
+        else expand(os.fspath(path))
+    )
+    found = [
+        name for part in found for name in (sorted(glob.glob(part)) if "*" in part else [part])
+    ]
     if not found:
         raise user_error(f"{path}: no .tar file there")
     if missing := [name for name in found if not os.path.isfile(name)]:
-        raise user_error(f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the pattern")
+        raise user_error(
+            f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the pattern"
+        )
     return found
 
 

@@ -57,7 +57,9 @@ def assign(
     notes = []
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
-        notes.append(f"{plural(unnamed, 'image')} without a split although others have one: assigned to train")
+        notes.append(
+            f"{plural(unnamed, 'image')} without a split although others have one: assigned to train"
+        )
     if unused := sorted(names - set(SPLITS)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
@@ -69,11 +71,16 @@ def assign(
     return split_of, notes
 
 
-def _by_hash(ids: list[str], test_fraction: float, class_of: Mapping[str, str] | None) -> dict[str, str]:
+def _by_hash(
+    ids: list[str], test_fraction: float, class_of: Mapping[str, str] | None
+) -> dict[str, str]:
     unit = {id_: hash_unit(id_) for id_ in ids}
     held_out = VAL_FRACTION + test_fraction
     if class_of is None:
-        split_of = {id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train" for id_, u in unit.items()}
+        split_of = {
+            id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train"
+            for id_, u in unit.items()
+        }
     else:
         split_of = {}
         members: dict[str, list[str]] = {}
@@ -82,7 +89,9 @@ def _by_hash(ids: list[str], test_fraction: float, class_of: Mapping[str, str] |
         for name, of_class in members.items():
             of_class.sort(key=lambda id_: (unit[id_], id_))
             val_count = _count_of_class(name, "val", len(of_class), VAL_FRACTION, len(of_class) - 1)
-            test_count = _count_of_class(name, "test", len(of_class), test_fraction, len(of_class) - 1 - val_count)
+            test_count = _count_of_class(
+                name, "test", len(of_class), test_fraction, len(of_class) - 1 - val_count
+            )
             split_of |= dict.fromkeys(of_class, "train")
             split_of |= dict.fromkeys(of_class[:val_count], "val")
             split_of |= dict.fromkeys(of_class[val_count : val_count + test_count], "test")

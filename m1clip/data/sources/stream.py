@@ -20,9 +20,25 @@ import numpy as np
 from filelock import FileLock
 
 from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp, one_line
-from m1clip.data.sources.base import NO_CAPTION, DataFormat, DataPath, Options, Place, captions_of, user_error
+from m1clip.data.sources.base import (
+    NO_CAPTION,
+    DataFormat,
+    DataPath,
+    Options,
+    Place,
+    captions_of,
+    user_error,
+)
 from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
-from m1clip.data.sources.shards import captions_in, is_shards, read_texts, samples_in, shard_paths, shard_rows, split_of
+from m1clip.data.sources.shards import (
+    captions_in,
+    is_shards,
+    read_texts,
+    samples_in,
+    shard_paths,
+    shard_rows,
+    split_of,
+)
 from m1clip.data.sources.tables import TABLE_NAMES, find_tables
 from m1clip.data.types import Problem, Sample, Source
 from m1clip.errors import UserError
@@ -41,7 +57,9 @@ PROBLEMS = 100  # kept of each shard
 MAX_SAMPLES = 2**21  # of a shard, whose index is made in memory
 MAX_HEADER = 2**20  # bytes of the first line of an index
 MAX_NAMES = 2**28  # bytes of the names in an index
-ROW = np.dtype([("image", "<u8"), ("image_size", "<u4"), ("text", "<u8"), ("text_size", "<u4"), ("json", "?")])
+ROW = np.dtype(
+    [("image", "<u8"), ("image_size", "<u4"), ("text", "<u8"), ("text_size", "<u4"), ("json", "?")]
+)
 
 
 Problems = tuple[tuple[str, str, str], ...]  # where, what, kind
@@ -65,7 +83,12 @@ class Shard:
 
 def make_index(path: str) -> bytes:
     """Read a shard from start to end; a damaged one gives what is before the damage."""
-    rows, names, counts, problems = list[Any](), list[str](), list[int](), list[tuple[str, str, str]]()
+    rows, names, counts, problems = (
+        list[Any](),
+        list[str](),
+        list[int](),
+        list[tuple[str, str, str]](),
+    )
 
     def problem(place: Place, what: str, kind: str) -> None:
         if len(problems) < PROBLEMS:
@@ -85,12 +108,32 @@ def make_index(path: str) -> bytes:
                     raise user_error(
                         f"{shown(path)}: more than {MAX_SAMPLES:,} images in one shard; use smaller shards"
                     )
-                rows.append((image.offset, image.size, texts.member.offset, texts.member.size, texts.is_json))
+                rows.append(
+                    (
+                        image.offset,
+                        image.size,
+                        texts.member.offset,
+                        texts.member.size,
+                        texts.is_json,
+                    )
+                )
                 names.append(one_line(image.name))
                 counts.append(len(captions))
-    header: dict[str, Any] = {"format": FORMAT, "bytes": size, "samples": len(rows), "captions": sum(counts)}
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "bytes": size,
+        "samples": len(rows),
+        "captions": sum(counts),
+    }
     header |= {"fewest": min(counts, default=0), "problems": problems}
-    return b"".join([json.dumps(header).encode(), b"\n", np.array(rows, ROW).tobytes(), "\n".join(names).encode()])
+    return b"".join(
+        [
+            json.dumps(header).encode(),
+            b"\n",
+            np.array(rows, ROW).tobytes(),
+            "\n".join(names).encode(),
+        ]
+    )
 
 
 @lru_cache(maxsize=256)
@@ -111,7 +154,9 @@ def read_index(path: str, index: Path | None = None) -> Shard | None:
             facts, ours = None if is_remote(path) else os.stat(path), os.fstat(file.fileno())
         problems = tuple((str(a), str(b), str(c)) for a, b, c in header["problems"])
         shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
-        fresh = facts is None or (facts.st_size == shard.bytes and facts.st_mtime_ns <= ours.st_mtime_ns)
+        fresh = facts is None or (
+            facts.st_size == shard.bytes and facts.st_mtime_ns <= ours.st_mtime_ns
+        )
         complete = 0 <= shard.samples * ROW.itemsize <= ours.st_size
         return shard if fresh and complete and header["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -136,7 +181,10 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
             cache.mkdir(parents=True, exist_ok=True)
             options.progress(0, len(missing))
             with FileLock(cache / "shards.lock"):
-                made = pool.map(make, *zip(*((paths[number], places[number]) for number in missing), strict=True))
+                made = pool.map(
+                    make,
+                    *zip(*((paths[number], places[number]) for number in missing), strict=True),
+                )
                 for done, (number, shard) in enumerate(zip(missing, made, strict=True), start=1):
                     found[number] = shard
                     options.progress(done, len(missing))
@@ -153,11 +201,17 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
     """Make the index of a shard, or copy the one that lies next to a remote shard."""
     try:
         url, mark, query = path.partition("?")
-        data = (read_file(f"{url}{INDEX}{mark}{query}") if is_remote(path) else None) or make_index(path)
+        data = (read_file(f"{url}{INDEX}{mark}{query}") if is_remote(path) else None) or make_index(
+            path
+        )
     except FileNotFoundError as error:
-        raise user_error(f"{shown(path)}: {error.strerror or error}; check the pattern of the shards") from None
+        raise user_error(
+            f"{shown(path)}: {error.strerror or error}; check the pattern of the shards"
+        ) from None
     except OSError as error:
-        return Shard(path, indexes[-1], ((shown(path), one_line(error.strerror or str(error)), "shard"),))
+        return Shard(
+            path, indexes[-1], ((shown(path), one_line(error.strerror or str(error)), "shard"),)
+        )
     index = first_written(indexes, data)
     if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
         os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
@@ -185,17 +239,24 @@ class ShardSamples(Sequence[Sample]):
     """The samples of some shards, or those of them `chosen` by number, or all but those `left_out` (sorted numbers)."""
 
     def __init__(
-        self, shards: Sequence[Shard], chosen: np.ndarray | None = None, left_out: np.ndarray | None = None
+        self,
+        shards: Sequence[Shard],
+        chosen: np.ndarray | None = None,
+        left_out: np.ndarray | None = None,
     ) -> None:
         self.shards = tuple(shards)
         self.starts = np.cumsum([0, *(shard.samples for shard in shards)])
         self.chosen = chosen
         self.left_out = np.empty(0, np.int64) if left_out is None else left_out
         self.threads = _threads([shard.path for shard in shards[:1]])
-        self._captions: dict[int, tuple[str, ...]] = {}  # of images that were read, until they are asked for
+        self._captions: dict[
+            int, tuple[str, ...]
+        ] = {}  # of images that were read, until they are asked for
 
     def __len__(self) -> int:
-        return int(self.starts[-1]) - len(self.left_out) if self.chosen is None else len(self.chosen)
+        return (
+            int(self.starts[-1]) - len(self.left_out) if self.chosen is None else len(self.chosen)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_captions": {}}
@@ -224,7 +285,9 @@ class ShardSamples(Sequence[Sample]):
             index = int(self.chosen[index])
         elif len(self.left_out):
             # left_out[k] - k samples come before the k-th one that is left out.
-            index += int(np.searchsorted(self.left_out - np.arange(len(self.left_out)), index, side="right"))
+            index += int(
+                np.searchsorted(self.left_out - np.arange(len(self.left_out)), index, side="right")
+            )
         place = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.shards[place], index - int(self.starts[place])
 
@@ -235,7 +298,9 @@ class ShardSamples(Sequence[Sample]):
     def blocks(self) -> np.ndarray:
         """Sizes of the groups of neighbours that the order of an epoch keeps together at first."""
         counts = np.diff(self.starts) - np.diff(np.searchsorted(self.left_out, self.starts))
-        return np.concatenate([np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist() if count])
+        return np.concatenate(
+            [np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist() if count]
+        )
 
     def captions(self, index: int) -> tuple[str, ...]:
         """The captions of a sample; those of an image that was just read need no second read."""
@@ -245,7 +310,9 @@ class ShardSamples(Sequence[Sample]):
             try:
                 found = captions_in(read_range(shard.path, text, size), is_json)
             except OSError as error:
-                raise user_error(f"{shard.name}: captions cannot be read ({error.strerror or error})") from None
+                raise user_error(
+                    f"{shard.name}: captions cannot be read ({error.strerror or error})"
+                ) from None
         return found
 
     def _row(self, index: int) -> tuple[Shard, int, int, int, int, bool]:
@@ -264,7 +331,10 @@ class ShardSamples(Sequence[Sample]):
             data = read_range(shard.path, first, last - first)
             pixels, texts = data[image - first :][:size], data[text - first :][:text_size]
         else:
-            pixels, texts = read_range(shard.path, image, size), read_range(shard.path, text, text_size)
+            pixels, texts = (
+                read_range(shard.path, image, size),
+                read_range(shard.path, text, text_size),
+            )
         captions = captions_in(texts, is_json)
         if len(pixels) < size or not captions:
             raise OSError("the shard has changed since it was indexed; run m1clip data index")
@@ -300,7 +370,11 @@ class ShardImage(ImageRef):
 
     def __str__(self) -> str:
         shard, _ = self.samples.find(self.index)
-        return shard.name if is_broken(shard.path) else os.path.join(os.path.dirname(shard.name), self.id)
+        return (
+            shard.name
+            if is_broken(shard.path)
+            else os.path.join(os.path.dirname(shard.name), self.id)
+        )
 
 
 class ShardImages(Sequence[ShardImage]):
@@ -320,12 +394,16 @@ class StreamedSource(Source):
     streamed = True
 
     def __init__(self, name: str, paths: Sequence[str], options: Options) -> None:
-        super().__init__(shown(name), [Path(path).parent for path in paths[:1] if not is_remote(path)])
+        super().__init__(
+            shown(name), [Path(path).parent for path in paths[:1] if not is_remote(path)]
+        )
         self.shards, _ = open_shards(paths, options)
         self.problems = [Problem(*problem) for shard in self.shards for problem in shard.problems]
         if not any(shard.samples for shard in self.shards):
             why = f"; the first problem: {self.problems[0]}" if self.problems else ""
-            raise user_error(f"{self.name}: no images with captions in {plural(len(self.shards), 'shard')}{why}")
+            raise user_error(
+                f"{self.name}: no images with captions in {plural(len(self.shards), 'shard')}{why}"
+            )
         split_names = {split_of(shard.name) for shard in self.shards} - {None}
         in_split: dict[str, list[Shard]] = {}
         for shard in self.shards:
@@ -336,9 +414,17 @@ class StreamedSource(Source):
         self.by_split.update(self.parts)
         remote, total = any(map(is_remote, paths)), sum(shard.bytes for shard in self.shards)
         self.threads = THREADS if remote else 0
-        reason = "remote" if remote else "--cache stream" if options.stream else f"more than {size(STREAM_BYTES)}"
+        reason = (
+            "remote"
+            if remote
+            else "--cache stream"
+            if options.stream
+            else f"more than {size(STREAM_BYTES)}"
+        )
         what = f"{plural(len(self.shards), 'shard')}, {size(total)}"
-        self.notes.append(f"{self.name}: {what}, streamed: read during training, not cached ({reason})")
+        self.notes.append(
+            f"{self.name}: {what}, streamed: read during training, not cached ({reason})"
+        )
 
     def _hold_out(self, names: Sequence[str]) -> None:
         """Move evenly spread samples of train to other splits."""
@@ -349,7 +435,9 @@ class StreamedSource(Source):
         for place, name in enumerate(names):
             self.parts[name] = ShardSamples(train.shards, chosen=numbers[place :: len(names)])
         text = " and ".join(plural(len(self.parts[name]), f"{name} image") for name in names)
-        self.notes.append(f"the shards' names contain no val split: {text} held out of {len(train):,}")
+        self.notes.append(
+            f"the shards' names contain no val split: {text} held out of {len(train):,}"
+        )
 
     def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
         return self.parts[split].some(indices)
@@ -362,8 +450,12 @@ class StreamedSource(Source):
 
     def _spread(self, split: str, most: int) -> list[Sample]:
         total = len(self.parts[split])
-        picked = self.pick(split, [place * total // min(most, total) for place in range(min(most, total))])
-        return [sample for sample in picked if sample.captions]  # without shards that cannot be read
+        picked = self.pick(
+            split, [place * total // min(most, total) for place in range(min(most, total))]
+        )
+        return [
+            sample for sample in picked if sample.captions
+        ]  # without shards that cannot be read
 
     def caption_count(self) -> int:
         return sum(shard.captions for shard in self.shards)
@@ -373,7 +465,10 @@ class StreamedSource(Source):
 
     def fingerprint(self, samples: Sequence[Sample]) -> str:
         """Of the names, sizes and counts of all shards."""
-        facts = [[os.path.basename(shard.name), *(getattr(shard, name) for name in COUNTS)] for shard in self.shards]
+        facts = [
+            [os.path.basename(shard.name), *(getattr(shard, name) for name in COUNTS)]
+            for shard in self.shards
+        ]
         return hashlib.sha256(json.dumps([facts, len(samples)]).encode()).hexdigest()
 
 

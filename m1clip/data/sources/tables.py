@@ -17,23 +17,57 @@ from typing import Any, NamedTuple
 
 from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, DataFormat, DataPath, DataSource, Options, Row, user_error
+from m1clip.data.sources.base import (
+    DEFAULT,
+    DataFormat,
+    DataPath,
+    DataSource,
+    Options,
+    Row,
+    user_error,
+)
 from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.io import open_regular, read_small, read_start
 
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (
-    *("image", "image_path", "filepath", "file_path", "file_name", "filename", "image_name", "path", "img"),
+    *(
+        "image",
+        "image_path",
+        "filepath",
+        "file_path",
+        "file_name",
+        "filename",
+        "image_name",
+        "path",
+        "img",
+    ),
     *("img_path", "image_file", "file", "picture", "photo", "jpg", "png", "jpeg", "webp"),
 )
 CAPTION_NAMES = (
-    *("captions", "caption", "text", "texts", "title", "description", "sentences", "sentence", "comment"),
+    *(
+        "captions",
+        "caption",
+        "text",
+        "texts",
+        "title",
+        "description",
+        "sentences",
+        "sentence",
+        "comment",
+    ),
     *("alt_text", "alt", "prompt", "txt", "raw"),
 )
 _IMAGE_FOLDERS = (
     *("", "images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
-    *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
+    *(
+        "Flicker8k_Dataset",
+        "Flickr8k_Dataset",
+        "flickr8k-images",
+        "flickr30k-images",
+        "flickr30k_images",
+    ),
 )
 SPLIT_NAMES = ("split", "partition", "subset", "set")
 _ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
@@ -46,7 +80,14 @@ MAX_JSON = 2**30  # ten times the captions of COCO; parsed, it takes about ten t
 
 # In a folder, the first of these is the data.
 TABLE_NAMES = (
-    *("captions.csv", "captions.jsonl", "captions.tsv", "captions.parquet", "captions.json", "captions.txt"),
+    *(
+        "captions.csv",
+        "captions.jsonl",
+        "captions.tsv",
+        "captions.parquet",
+        "captions.json",
+        "captions.txt",
+    ),
     *("metadata.csv", "metadata.jsonl", "metadata.tsv", "metadata.parquet"),
     *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json"),
 )
@@ -74,7 +115,10 @@ _SPREADSHEETS = (
     ((".ods", ".ots"), (b"opendocument.spreadsheet",), "an OpenDocument spreadsheet"),
     ((".numbers",), (b"Index/Document.iwa",), "a Numbers spreadsheet"),
 )
-SPREADSHEET_SUFFIXES = {".xls", *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes)}
+SPREADSHEET_SUFFIXES = {
+    ".xls",
+    *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes),
+}
 _BYTES_FOR_KIND = 4096
 
 
@@ -107,30 +151,52 @@ def check_is_text(path: Path) -> None:
         raise user_error(f"{path}: is {kind}")
 
 
-def find_tables(path: Path, options: Options = DEFAULT, wanted: str | None = None, nested: bool = True) -> list[Path]:
+def find_tables(
+    path: Path, options: Options = DEFAULT, wanted: str | None = None, nested: bool = True
+) -> list[Path]:
     """The tables (in the wanted format) with the captions of a folder: a usual name, several parts, or the only one."""
     if not path.is_dir():
         return [path] if path.is_file() and table_format(path) else []
 
     def usable(files: Iterable[Path]) -> list[Path]:
-        return [file for file in files if (kind := table_format(file)) and wanted in (None, kind) and file.is_file()]
+        return [
+            file
+            for file in files
+            if (kind := table_format(file)) and wanted in (None, kind) and file.is_file()
+        ]
 
     parts = ("annotations/captions_*.json", "captions_*.json", "*.parquet", "data/*.parquet")
-    for files in ([path / name] for name in TABLE_NAMES), (sorted(path.glob(pattern)) for pattern in parts):
+    for files in (
+        ([path / name] for name in TABLE_NAMES),
+        (sorted(path.glob(pattern)) for pattern in parts),
+    ):
         if found := next(filter(None, map(usable, files)), None):
             return found
     alone = text_tables(path)
     # A single table of another name may be about something else, unless its columns fit.
     if len(alone) == 1 and (table_format(alone[0]) == "jsonl" or has_columns(alone[0], options)):
         return usable(alone)
-    below = [folder for folder in sorted(path.iterdir()) if splits.from_folder(folder.name)] if nested else []
-    return [table for folder in below if folder.is_dir() for table in find_tables(folder, options, wanted, False)]
+    below = (
+        [folder for folder in sorted(path.iterdir()) if splits.from_folder(folder.name)]
+        if nested
+        else []
+    )
+    return [
+        table
+        for folder in below
+        if folder.is_dir()
+        for table in find_tables(folder, options, wanted, False)
+    ]
 
 
 def text_tables(folder: Path) -> list[Path]:
     """The CSV, TSV and JSONL files in a folder."""
     suffixes = {".csv", ".tsv", ".jsonl"}
-    return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in suffixes and path.is_file()]
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in suffixes and path.is_file()
+    ]
 
 
 def explain_columns(path: Path, options: Options) -> None:
@@ -142,7 +208,9 @@ def explain_columns(path: Path, options: Options) -> None:
 
 def spreadsheets(folder: Path) -> list[Path]:
     """The files in a folder that only a spreadsheet program reads."""
-    files = (path for path in sorted(folder.iterdir()) if path.suffix.lower() in SPREADSHEET_SUFFIXES)
+    files = (
+        path for path in sorted(folder.iterdir()) if path.suffix.lower() in SPREADSHEET_SUFFIXES
+    )
     return [path for path in files if path.is_file() and binary_kind(path)]
 
 
@@ -152,7 +220,9 @@ class Columns(NamedTuple):
     split: str | None
 
 
-Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]  # row number, cells (or what is wrong), image in the row
+Record = tuple[
+    int, Mapping[str, Any] | str, ImageRef | None
+]  # row number, cells (or what is wrong), image in the row
 Records = Callable[[Columns], Iterator[Record]]
 Opened = tuple[Sequence[str], Records]  # column names, rows
 
@@ -165,15 +235,22 @@ def table_rows(source: DataSource) -> Iterator[Row]:
         prefix = f"{path.parent.name}/" if split else ""
         if source.format in {"json", "parquet"}:
             split = split or splits.from_file_name(path.name)
-        part, up = path.stem.removeprefix("captions_"), path.parent.parent  # COCO: train2017 of captions_train2017
+        part, up = (
+            path.stem.removeprefix("captions_"),
+            path.parent.parent,
+        )  # COCO: train2017 of captions_train2017
         folders = [path.parent, path.parent / part]
-        if path.parent.name == "annotations" or root in path.parent.parents:  # never in a dataset beside this one
+        if (
+            path.parent.name == "annotations" or root in path.parent.parents
+        ):  # never in a dataset beside this one
             folders += [up / part, up / "images" / part, up]
         if source.format != "parquet":
             check_is_text(path)
         header, records = READERS[source.format](path, source)
         columns = choose_columns(header, source.options, str(path))
-        yield from rows_of(source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix)
+        yield from rows_of(
+            source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix
+        )
 
 
 def rows_of(
@@ -197,10 +274,22 @@ def rows_of(
         if wrong:
             source.problem(place, wrong, "no-image")
             continue
-        id_ = id_prefix + posixpath.normpath(name.replace("\\", "/")) if stored is None else f"{table_name}#{number}"
+        id_ = (
+            id_prefix + posixpath.normpath(name.replace("\\", "/"))
+            if stored is None
+            else f"{table_name}#{number}"
+        )
         captions = [cells.get(column) for column in columns.captions]
-        split = splits.from_value(cells.get(columns.split) if columns.split else None) or table_split
-        yield Row(place, captions if len(captions) > 1 else captions[0], split, stored or find_image(name), id_)
+        split = (
+            splits.from_value(cells.get(columns.split) if columns.split else None) or table_split
+        )
+        yield Row(
+            place,
+            captions if len(captions) > 1 else captions[0],
+            split,
+            stored or find_image(name),
+            id_,
+        )
 
 
 def _path_problem(name: Any) -> str | None:
@@ -249,7 +338,9 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
     numbered = [name for name in header if _NUMBERED.fullmatch(_key(name))]
     captions = find(options.caption_columns) or numbered or find(CAPTION_NAMES)[:1]
     if not image and any(_ENDS_AS_IMAGE.search(_key(name)) for name in header):
-        raise user_error(f"{where}: the first row is an image, not column names; add a row such as image,caption")
+        raise user_error(
+            f"{where}: the first row is an image, not column names; add a row such as image,caption"
+        )
     if missing := [name for name, found in (("image", image), ("caption", captions)) if not found]:
         flags = " and ".join(f"--{name}-column" for name in missing)
         what = f"no {' and no '.join(missing)} column among {_listing(header)}"
@@ -270,13 +361,17 @@ def text_lines(path: Path, source: DataSource | None = None) -> Iterator[str]:
     """The lines of a text file with their ends, in its encoding; bytes that do not fit are replaced."""
     encoding = _find_encoding(path)
     if source and encoding == "cp1252":
-        source.note(f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong")
+        source.note(
+            f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong"
+        )
     with io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="") as file:
         number = 0
         while line := file.readline(MAX_LINE):
             number += 1
             if len(line) >= MAX_LINE:
-                raise user_error(f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?")
+                raise user_error(
+                    f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?"
+                )
             yield line
 
 
@@ -306,7 +401,9 @@ def read_header(path: Path, options: Options) -> tuple[str, list[str], bool]:
     headers: dict[str, list[str]] = {}
     for delimiter in "\t" if FORMAT_OF_SUFFIX.get(path.suffix.lower()) == "tsv" else ",\t;|":
         try:
-            headers[delimiter] = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+            headers[delimiter] = [
+                name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])
+            ]
             choose_columns(headers[delimiter], options, "")
             return delimiter, headers[delimiter], True
         except (UserError, csv.Error):
@@ -323,7 +420,9 @@ def _read_csv(path: Path, source: DataSource) -> Opened:
         number = 0
         try:
             # Rows are numbered as a spreadsheet does: the column names are row 1.
-            for number, cells in enumerate(csv.reader(text_lines(path, source), delimiter=delimiter), start=1):
+            for number, cells in enumerate(
+                csv.reader(text_lines(path, source), delimiter=delimiter), start=1
+            ):
                 if len(cells) > len(header) and number > 1:
                     what = f"{len(cells)} cells under {len(header)} columns"
                     yield number, f"{what}: put quotes around captions with {delimiter!r}", None
@@ -331,7 +430,9 @@ def _read_csv(path: Path, source: DataSource) -> Opened:
                     # Not strict: cells missing at the end of a row read as None.
                     yield number, dict(zip(header, cells, strict=False)), None
         except csv.Error as error:
-            raise user_error(f"{path} row {number + 1}: {error}; check for an unclosed quote") from error
+            raise user_error(
+                f"{path} row {number + 1}: {error}; check for an unclosed quote"
+            ) from error
 
     return header, records
 
@@ -354,10 +455,14 @@ def _read_json(path: Path, source: DataSource) -> Opened:
     """A list of JSON objects, COCO captions, or Karpathy's list of images with sentences."""
     try:
         if (size := path.stat().st_size) > MAX_JSON:
-            raise user_error(f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line")
+            raise user_error(
+                f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line"
+            )
         document = json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise user_error(f"{path}: not valid JSON ({error}); write it again or check its end") from error
+        raise user_error(
+            f"{path}: not valid JSON ({error}); write it again or check its end"
+        ) from error
     rows = document
     if isinstance(document, dict):
         rows, annotations = document.get("images"), document.get("annotations")
@@ -366,7 +471,9 @@ def _read_json(path: Path, source: DataSource) -> Opened:
         elif isinstance(rows, list):
             rows = [_karpathy_row(row) if isinstance(row, dict) else row for row in rows]
     if not isinstance(rows, list):
-        raise user_error(f"{path}: neither a list of objects such as {_EXAMPLE} nor captions of COCO or Karpathy")
+        raise user_error(
+            f"{path}: neither a list of objects such as {_EXAMPLE} nor captions of COCO or Karpathy"
+        )
     return _json_table(path, lambda: enumerate(rows, start=1))
 
 
@@ -376,9 +483,14 @@ def _coco_rows(images: list[Any], annotations: list[Any]) -> list[Any]:
     def key(item: dict[str, Any], name: str) -> str | None:
         return str(item[name]) if isinstance(item.get(name), int | str) else None
 
-    names = {key(image, "id"): image.get("file_name") for image in images if isinstance(image, dict)} | {None: None}
+    names = {
+        key(image, "id"): image.get("file_name") for image in images if isinstance(image, dict)
+    } | {None: None}
     dicts = ((each, each if isinstance(each, dict) else {}) for each in annotations)
-    return [{"image": names.get(key(d, "image_id")), "caption": d.get("caption")} if d else each for each, d in dicts]
+    return [
+        {"image": names.get(key(d, "image_id")), "caption": d.get("caption")} if d else each
+        for each, d in dicts
+    ]
 
 
 def _karpathy_row(image: dict[str, Any]) -> dict[str, Any]:
@@ -410,7 +522,10 @@ def _read_parquet(path: Path, source: DataSource) -> Opened:
 
     def records(columns: Columns) -> Iterator[Record]:
         type_ = str(schema.field(columns.image).type)  # bytes, or the {bytes, path} of `datasets`
-        embedded = type_.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in type_
+        embedded = (
+            type_.startswith(("binary", "large_binary", "fixed_size_binary"))
+            or "bytes: binary" in type_
+        )
         names = [*columns.captions, columns.split, None if embedded else columns.image]
         with _readable(path), parquet.ParquetFile(path) as file:
             number = 0
@@ -419,7 +534,11 @@ def _read_parquet(path: Path, source: DataSource) -> Opened:
                 wanted = [name for name in names if name]
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
                     for cells in batch.to_pylist():
-                        image = ParquetImage(str(path), columns.image, group, number - start) if embedded else None
+                        image = (
+                            ParquetImage(str(path), columns.image, group, number - start)
+                            if embedded
+                            else None
+                        )
                         number += 1
                         yield number, cells, image
 
@@ -432,8 +551,18 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     # pyarrow's own errors derive from these; its decoders raise them for any bytes.
-    except (ArithmeticError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError) as error:
-        raise user_error(f"{path}: not a readable Parquet file ({error}); write it again") from error
+    except (
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        NotImplementedError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise user_error(
+            f"{path}: not a readable Parquet file ({error}); write it again"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +575,9 @@ class ParquetImage(ImageRef):
     def read(self) -> bytes:
         """The bytes; their row group stays in memory, because the next image is most likely in it."""
         try:
-            value = _row_group(self.path, file_stamp(self.path), self.column, self.group)[self.row].as_py()
+            value = _row_group(self.path, file_stamp(self.path), self.column, self.group)[
+                self.row
+            ].as_py()
         except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
             raise BadImage(str(self), f"cannot be read ({error})") from error
         return bytes_in(value, str(self))
@@ -500,11 +631,17 @@ class TableFormat(NamedTuple):
 
 
 TABLES = (
-    TableFormat("csv", (".csv",), _read_csv, "a table with column names; the delimiter is detected"),
+    TableFormat(
+        "csv", (".csv",), _read_csv, "a table with column names; the delimiter is detected"
+    ),
     TableFormat("tsv", (".tsv", ".tab"), _read_csv, "a table with column names, separated by tabs"),
     TableFormat("jsonl", (".jsonl", ".ndjson"), _read_jsonl, "one JSON object per line"),
-    TableFormat("json", (".json",), _read_json, "a list of objects, or captions of COCO or Karpathy"),
-    TableFormat("parquet", (".parquet", ".pq"), _read_parquet, "image paths, or the images themselves"),
+    TableFormat(
+        "json", (".json",), _read_json, "a list of objects, or captions of COCO or Karpathy"
+    ),
+    TableFormat(
+        "parquet", (".parquet", ".pq"), _read_parquet, "image paths, or the images themselves"
+    ),
 )
 READERS = {table.name: table.read for table in TABLES}
 FORMAT_OF_SUFFIX = {suffix: table.name for table in TABLES for suffix in table.suffixes}

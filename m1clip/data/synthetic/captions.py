@@ -9,7 +9,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from m1clip.data.synthetic.scene import CAPTIONS, KINDS, NEGATIVES, TABLES, VALUES, Scene, Thing, generator
+from m1clip.data.synthetic.scene import (
+    CAPTIONS,
+    KINDS,
+    NEGATIVES,
+    TABLES,
+    VALUES,
+    Scene,
+    Thing,
+    generator,
+)
 
 FITS = 75  # characters: 77 tokens without start and end
 ATTRIBUTES = tuple(VALUES)
@@ -25,11 +34,19 @@ def _phrase(thing: Thing, style: int) -> str:
 def paraphrases(scene: Scene) -> tuple[str, ...]:
     """All captions of a scene. Caption i has the same wording for every scene with as many things."""
     first, last, time = scene.things[0], scene.things[-1], scene.time
-    (at, left), (bt, right) = TABLES["positions"][first.position], TABLES["positions"][last.position]
+    (at, left), (bt, right) = (
+        TABLES["positions"][first.position],
+        TABLES["positions"][last.position],
+    )
     a_time = f"an {time}" if time == "evening" else f"a {time}"
     words = {"at": at, "bt": bt, "left": left, "right": right, "time": time, "a_time": a_time}
     return tuple(
-        template.format(a=_phrase(first, style), b=_phrase(last, style), when=TABLES["times"][time]["when"], **words)
+        template.format(
+            a=_phrase(first, style),
+            b=_phrase(last, style),
+            when=TABLES["times"][time]["when"],
+            **words,
+        )
         for style in (0, 1)
         for template in TABLES["templates"]["one" if len(scene.things) == 1 else "two"]
     )
@@ -62,10 +79,16 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
     if attribute == "time":
         return replace(scene, time=_other(rng, VALUES["time"], [scene.time]))
     things = list(scene.things)
-    if attribute == "position" and len(things) == 2:  # they swap places, which a bag of words cannot see
+    if (
+        attribute == "position" and len(things) == 2
+    ):  # they swap places, which a bag of words cannot see
         first, second = things
         return replace(
-            scene, things=(replace(second, position=first.position), replace(first, position=second.position))
+            scene,
+            things=(
+                replace(second, position=first.position),
+                replace(first, position=second.position),
+            ),
         )
     thing = things[index]
     choices: Sequence[str] = VALUES[attribute]
@@ -80,11 +103,16 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
 def negatives(scene: Scene, seed: int) -> list[Negative]:
     """One negative per attribute, in the wording of one true caption, so that only that attribute differs."""
     rng = generator(NEGATIVES, seed)
-    wrong = [_change(scene, attribute, int(rng.integers(len(scene.things))), rng) for attribute in ATTRIBUTES]
+    wrong = [
+        _change(scene, attribute, int(rng.integers(len(scene.things))), rng)
+        for attribute in ATTRIBUTES
+    ]
     wordings = list(zip(*(paraphrases(each) for each in (scene, *wrong)), strict=True))
     longest = [max(map(len, wording)) for wording in wordings]
     # A truncated caption might lose the word that was changed.
     limit = max(FITS, min(longest))
-    fitting = [wording for wording, length in zip(wordings, longest, strict=True) if length <= limit]
+    fitting = [
+        wording for wording, length in zip(wordings, longest, strict=True) if length <= limit
+    ]
     truth, *texts = fitting[int(rng.integers(len(fitting)))]
     return [Negative(*each, truth) for each in zip(wrong, texts, ATTRIBUTES, strict=True)]

@@ -7,7 +7,17 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw
 
-from m1clip.data.synthetic.scene import COLORS, KINDS, OUTLINE, PLACEMENT, TABLES, Rgb, Scene, Thing, generator
+from m1clip.data.synthetic.scene import (
+    COLORS,
+    KINDS,
+    OUTLINE,
+    PLACEMENT,
+    TABLES,
+    Rgb,
+    Scene,
+    Thing,
+    generator,
+)
 
 # Increase it when the same scene and seed give other pixels: it is part of cache keys.
 VERSION = 1
@@ -46,7 +56,9 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     def weight(mask: Image.Image) -> np.ndarray:
         return np.asarray(mask.reduce(factor), np.float32)[:, :, None] / 255
 
-    body, dark, light = (weight(layers.point(lambda v, k=k: 255 if v == k else 0)) for k in (1, 2, 3))
+    body, dark, light = (
+        weight(layers.point(lambda v, k=k: 255 if v == k else 0)) for k in (1, 2, 3)
+    )
     cover = weight(grown)
     rim = np.clip(cover - body - dark - light, 0, 1)
     tones = np.array((*TABLES["tones"].values(), outline), np.float32)
@@ -56,7 +68,18 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
 
 VARIANTS = 4  # heights of the horizon
 _SUPERSAMPLING = 4
-_STARS = ((8, 10), (22, 30), (35, 8), (47, 22), (58, 44), (66, 12), (90, 34), (12, 50), (78, 52), (40, 46))
+_STARS = (
+    (8, 10),
+    (22, 30),
+    (35, 8),
+    (47, 22),
+    (58, 44),
+    (66, 12),
+    (90, 34),
+    (12, 50),
+    (78, 52),
+    (40, 46),
+)
 
 
 def _mix(a: Rgb, b: Rgb, fraction: float) -> Rgb:
@@ -69,7 +92,10 @@ def _draw_sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: f
     sky, unit = TABLES["times"][time], side / 100
 
     def disc(x: float, y: float, radius: float, color: Rgb) -> None:
-        canvas.ellipse([(x - radius) * unit, (y - radius) * unit, (x + radius) * unit, (y + radius) * unit], color)
+        canvas.ellipse(
+            [(x - radius) * unit, (y - radius) * unit, (x + radius) * unit, (y + radius) * unit],
+            color,
+        )
 
     if time == "night":
         for x, y in _STARS:
@@ -84,7 +110,9 @@ def _draw_sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: f
             disc(x, level * 100, radius, _mix(sky["horizon"], (255, 250, 224), strength))
 
 
-def _draw_ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float) -> None:
+def _draw_ground(
+    canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float
+) -> None:
     base, mark = (_mix((0, 0, 20), color, light) for color in TABLES["grounds"][category])
     y, unit = level * side, side / 100
     depth = side - y
@@ -93,8 +121,13 @@ def _draw_ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: f
         for row in range(3):
             for column in range(-1, 11):
                 x, foot = (column * 10 + row * 4) * unit, y + depth * (0.28 + 0.3 * row)
-                canvas.polygon([(x, foot), (x + 1.5 * unit, foot - 5 * unit), (x + 3 * unit, foot)], mark)
-                canvas.polygon([(x + 2 * unit, foot), (x + 5 * unit, foot - 4 * unit), (x + 5 * unit, foot)], mark)
+                canvas.polygon(
+                    [(x, foot), (x + 1.5 * unit, foot - 5 * unit), (x + 3 * unit, foot)], mark
+                )
+                canvas.polygon(
+                    [(x + 2 * unit, foot), (x + 5 * unit, foot - 4 * unit), (x + 5 * unit, foot)],
+                    mark,
+                )
     elif category == "animals":  # furrows that meet at the horizon
         for step in range(-8, 9):
             x = side / 2 + step * 6 * unit
@@ -108,12 +141,15 @@ def _draw_ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: f
     else:  # a checked cloth, wider towards the viewer
         for row in range(4):
             (far, far_width), (near, near_width) = (
-                (y + depth * (edge / 4) ** 1.3, 9 + 7 * (edge / 4) ** 1.3) for edge in (row, row + 1)
+                (y + depth * (edge / 4) ** 1.3, 9 + 7 * (edge / 4) ** 1.3)
+                for edge in (row, row + 1)
             )
             for column in range(-8 + row % 2, 8, 2):
                 ends = [(column, far, far_width), (column + 1, far, far_width)]
                 ends += [(column + 1, near, near_width), (column, near, near_width)]
-                canvas.polygon([(side / 2 + c * width * unit, foot) for c, foot, width in ends], mark)
+                canvas.polygon(
+                    [(side / 2 + c * width * unit, foot) for c, foot, width in ends], mark
+                )
 
 
 @lru_cache(maxsize=256)
@@ -138,7 +174,10 @@ _COLOR_NOISE = 9
 _MARGIN = 0.01
 _GAP = 0.012  # between two circles; four large ones in a zigzag still have it
 _REACH = 0.22
-_MAX_ACROSS, _MAX_ALONG = 0.3, 0.12  # how close the center of a group may be to the diagonals of the image
+_MAX_ACROSS, _MAX_ALONG = (
+    0.3,
+    0.12,
+)  # how close the center of a group may be to the diagonals of the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +208,9 @@ def _readable(centers: list[tuple[float, float]], distance: float) -> bool:
     across, along = (sum(axis) / number for axis in zip(*centers, strict=True))
     if across > _MAX_ACROSS or abs(along - 0.5) > _MAX_ALONG:
         return False
-    return all(math.dist(centers[i], centers[j]) >= distance for i in range(number) for j in range(i))
+    return all(
+        math.dist(centers[i], centers[j]) >= distance for i in range(number) for j in range(i)
+    )
 
 
 def _centers(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
@@ -200,8 +241,12 @@ def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
     instances: list[Instance] = []
     for thing, rows in zip(scene.things, noise, strict=False):
         diameter = DIAMETER[thing.size] * (1 + SIZE_JITTER * rows[0][5])
-        for (x, y), row in zip(_centers(thing, diameter, [r[:2] for r in rows]), rows, strict=False):
-            shifted = (c + _COLOR_NOISE * n for c, n in zip(COLORS[thing.color], row[2:5], strict=True))
+        for (x, y), row in zip(
+            _centers(thing, diameter, [r[:2] for r in rows]), rows, strict=False
+        ):
+            shifted = (
+                c + _COLOR_NOISE * n for c, n in zip(COLORS[thing.color], row[2:5], strict=True)
+            )
             rgb = tuple(min(255.0, max(0.0, value)) for value in shifted)
             instances.append(Instance(thing.kind, x, y, diameter, rgb))
     return variant, instances
@@ -213,7 +258,11 @@ def sprite_at(instance: Instance, time: str, size: int) -> tuple[Sprite, slice, 
     top, left = round(instance.y * size - diameter / 2), round(instance.x * size - diameter / 2)
     # Rounding may push an object at the edge one pixel out.
     top, left = (min(max(edge, 0), size - diameter) for edge in (top, left))
-    return sprite(instance.kind, diameter, OUTLINE[time]), slice(top, top + diameter), slice(left, left + diameter)
+    return (
+        sprite(instance.kind, diameter, OUTLINE[time]),
+        slice(top, top + diameter),
+        slice(left, left + diameter),
+    )
 
 
 def draw(scene: Scene, size: int, seed: int) -> np.ndarray:

@@ -11,7 +11,9 @@ import numpy as np
 Point = tuple[float, float]
 Polygon = tuple[Point, ...]
 Rgb = tuple[int, int, int]
-TABLES: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("scene.toml").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = tomllib.loads(
+    resources.files(__package__).joinpath("scene.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,17 @@ class Kind:
 
 def _read_kind(plural: str, category: str, shapes: str) -> Kind:
     words = [shape.split() for shape in shapes.split(";")]
-    polygons = [(layer, polygon) for layer, form, *numbers in words for polygon in _polygons(form, numbers)]
+    polygons = [
+        (layer, polygon) for layer, form, *numbers in words for polygon in _polygons(form, numbers)
+    ]
     # Scaled into the unit circle, so that objects whose circles do not touch do not overlap.
     xs, ys = zip(*(point for _, polygon in polygons for point in polygon), strict=True)
     x0, y0 = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
     radius = max(math.hypot(x - x0, y - y0) for x, y in zip(xs, ys, strict=True))
-    fitted = ((layer, tuple(((x - x0) / radius, (y - y0) / radius) for x, y in polygon)) for layer, polygon in polygons)
+    fitted = (
+        (layer, tuple(((x - x0) / radius, (y - y0) / radius) for x, y in polygon))
+        for layer, polygon in polygons
+    )
     return Kind(plural, category, tuple(fitted))
 
 
@@ -39,7 +46,9 @@ def _polygons(form: str, words: list[str]) -> list[Polygon]:
     if form == "petals":
         count, x, y, reach, radius = values
         angles = [math.tau * i / count - math.pi / 2 for i in range(int(count))]
-        return [_oval(x + reach * math.cos(a), y + reach * math.sin(a), radius, radius) for a in angles]
+        return [
+            _oval(x + reach * math.cos(a), y + reach * math.sin(a), radius, radius) for a in angles
+        ]
     if form == "oval":
         return [_oval(*values)]
     if form == "line":

@@ -42,7 +42,9 @@ def split_of(kind: str, color: str) -> str:
 @cache
 def looks(split: str) -> tuple[Look, ...]:
     """The combinations of kind and color of a split."""
-    return tuple(look for look in product(VALUES["kind"], VALUES["color"]) if split_of(*look) == split)
+    return tuple(
+        look for look in product(VALUES["kind"], VALUES["color"]) if split_of(*look) == split
+    )
 
 
 @cache
@@ -55,15 +57,34 @@ def _axes(split: str, things: int) -> tuple[Sequence[Any], ...]:
     pairs = list(product(looks(split), looks("train")))
     if split != "train":
         pairs += [(right, left) for left, right in pairs]
-    return [(a, b) for a, b in pairs if a[0] != b[0] and a[1] != b[1]], count, size, count, size, AXES, time
+    return (
+        [(a, b) for a, b in pairs if a[0] != b[0] and a[1] != b[1]],
+        count,
+        size,
+        count,
+        size,
+        AXES,
+        time,
+    )
 
 
 def _scene(values: Sequence[Any]) -> Scene:
     if len(values) == 5:
         (kind, color), count, size, position, time = values
         return Scene((Thing(kind, color, count, size, position),), time)
-    ((kind1, color1), (kind2, color2)), count1, size1, count2, size2, (position1, position2), time = values
-    first, second = Thing(kind1, color1, count1, size1, position1), Thing(kind2, color2, count2, size2, position2)
+    (
+        ((kind1, color1), (kind2, color2)),
+        count1,
+        size1,
+        count2,
+        size2,
+        (position1, position2),
+        time,
+    ) = values
+    first, second = (
+        Thing(kind1, color1, count1, size1, position1),
+        Thing(kind2, color2, count2, size2, position2),
+    )
     return Scene((first, second), time)
 
 
@@ -76,14 +97,19 @@ def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
     """`count` different scenes of a split, half of them with two things as far as there are enough."""
     singles, doubles = scenes_available(split, 1), scenes_available(split, 2)
     if count > singles + doubles:
-        raise UserError(f"{count} {split} scenes requested; there are {singles + doubles:,} different ones")
+        raise UserError(
+            f"{count} {split} scenes requested; there are {singles + doubles:,} different ones"
+        )
     with_one = max(min(round(count / 2), singles), count - doubles)
     rng = scenes.generator(scenes.SCENES, SPLITS.index(split), seed)
     found: list[Scene] = []
     for things, number in ((1, with_one), (2, count - with_one)):
         axes = _axes(split, things)
         chosen = rng.choice(scenes_available(split, things), size=number, replace=False)
-        rows = zip(*(index.tolist() for index in np.unravel_index(chosen, [len(axis) for axis in axes])), strict=True)
+        rows = zip(
+            *(index.tolist() for index in np.unravel_index(chosen, [len(axis) for axis in axes])),
+            strict=True,
+        )
         found += [_scene([axis[i] for axis, i in zip(axes, row, strict=True)]) for row in rows]
     return [found[i] for i in rng.permutation(count)]
 
@@ -106,7 +132,9 @@ class SyntheticImage(ImageRef):
         return stream.getvalue()
 
     def stamp(self) -> str:
-        things = ";".join(f"{t.kind},{t.color},{t.count},{t.size},{t.position}" for t in self.scene.things)
+        things = ";".join(
+            f"{t.kind},{t.color},{t.count},{t.size},{t.position}" for t in self.scene.things
+        )
         return f"synthetic-{VERSION}|{things}|{self.scene.time}|{self.size}|{self.seed}"
 
     def __str__(self) -> str:
@@ -116,9 +144,13 @@ class SyntheticImage(ImageRef):
 class SyntheticSource(Source):
     """Scenes with captions; val and test show combinations of kind and color that train never shows."""
 
-    def __init__(self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0) -> None:
+    def __init__(
+        self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0
+    ) -> None:
         if not SMALLEST <= image_size <= LARGEST:
-            raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}")
+            raise UserError(
+                f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}"
+            )
         if seed < 0:
             raise UserError(f"the seed must be at least 0, not {seed}")
         super().__init__("synthetic")
@@ -150,7 +182,9 @@ def write_folder(
         raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)
     rows = [("image", "caption", "split")]
-    for done, (split, sample) in enumerate(((s, sample) for s in SPLITS for sample in source.samples(s)), start=1):
+    for done, (split, sample) in enumerate(
+        ((s, sample) for s in SPLITS for sample in source.samples(s)), start=1
+    ):
         name = f"images/{sample.id}.png"
         (folder / name).write_bytes(sample.image.read())
         rows += [(name, caption, split) for caption in sample.captions]

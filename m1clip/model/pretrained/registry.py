@@ -5,7 +5,12 @@ from typing import Any
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.io import read_small
-from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
+from m1clip.model.presets import (
+    PretrainedImageConfig,
+    PretrainedTextConfig,
+    TextTowerConfig,
+    VisionTowerConfig,
+)
 from m1clip.model.pretrained.efficientnet import LITE, LITE0, ConcatTower, EfficientNetLite
 from m1clip.model.pretrained.minilm import MINILM, BertTower
 from m1clip.model.pretrained.packages import PACKAGES, package_weights, wordpieces
@@ -61,7 +66,9 @@ def load_image_tower(
     settings, weights, _ = load_transformers(name, "vision", download)
     file = tower_file(name, "preprocessor_config.json", download)
     preprocess = _preprocess(read_json(file) if file else {}, image_size)
-    config = PretrainedImageConfig(kind="transformers", name=name, settings=settings, image_size=preprocess.image_size)
+    config = PretrainedImageConfig(
+        kind="transformers", name=name, settings=settings, image_size=preprocess.image_size
+    )
     return config, weights, preprocess
 
 
@@ -76,7 +83,9 @@ def load_text_tower(
         settings, weights, pad_id = load_transformers(name, "text", download)
         file = tower_file(name, "tokenizer.json", download)
         if file is None:
-            raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
+            raise UserError(
+                f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first"
+            )
         try:
             tokenizer = FastTokenizer(read_small(file, MAX_BYTES).decode("utf-8"), pad_id)
         except ValueError as error:
@@ -97,4 +106,9 @@ def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
     size = found.get("crop_size", found.get("size"))
     size = next(iter(size.values()), None) if isinstance(size, dict) else size
     mean, std = (tuple(found.get(key, HALF)) for key in ("image_mean", "image_std"))
-    return Preprocess(image_size=size if isinstance(size, int) else image_size, mean=mean, std=std, resize="squash")
+    return Preprocess(
+        image_size=size if isinstance(size, int) else image_size,
+        mean=mean,
+        std=std,
+        resize="squash",
+    )

@@ -38,7 +38,9 @@ def _transformers_model(settings: str) -> nn.Module:
         config = library.AutoConfig.for_model(values.pop("model_type"), **values)
         model: nn.Module = library.AutoModel.from_config(config)
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"transformers cannot build this tower: {str(error).splitlines()[0][:120]}") from None
+        raise UserError(
+            f"transformers cannot build this tower: {str(error).splitlines()[0][:120]}"
+        ) from None
     return model
 
 
@@ -57,7 +59,9 @@ class TransformersImageTower(Tower):
         size = size if isinstance(size, int) else size[0]
         rows: list[int] = []
         hooks = [
-            layer.register_forward_pre_hook(lambda layer, inputs: rows.append(inputs[0].numel() // layer.in_features))
+            layer.register_forward_pre_hook(
+                lambda layer, inputs: rows.append(inputs[0].numel() // layer.in_features)
+            )
             for layer in self.modules()
             if isinstance(layer, nn.Linear)
         ]
@@ -95,12 +99,16 @@ class TransformersTextTower(Tower):
         return mean
 
 
-MODULE_COUNT = re.compile("layers|depth|blocks|stages|groups|experts")  # settings that create one module each
+MODULE_COUNT = re.compile(
+    "layers|depth|blocks|stages|groups|experts"
+)  # settings that create one module each
 SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
 MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
 
 
-def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str) -> None:
+def check_settings(
+    config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str
+) -> None:
     """Raise UserError for sizes in a library's settings that do not match the weights, before building the tower."""
     try:
         settings = json.loads(config.settings)
@@ -127,22 +135,34 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
 NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 
-def load_transformers(name: str, part: Literal["vision", "text"], download: bool) -> tuple[str, Tensors, int]:
+def load_transformers(
+    name: str, part: Literal["vision", "text"], download: bool
+) -> tuple[str, Tensors, int]:
     """(settings, weights, padding id) from a folder, or by a name on the hub; for a CLIP, only the requested part."""
     library, local = transformers(), {"local_files_only": not download}
     try:
         config = library.AutoConfig.from_pretrained(name, **local)
         config = getattr(config, f"{part}_config", None) or config
         # Safetensors alone: other weight files could run code when they are read.
-        model = library.AutoModel.from_pretrained(name, config=config, use_safetensors=True, **local)
+        model = library.AutoModel.from_pretrained(
+            name, config=config, use_safetensors=True, **local
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         hint = "" if download or Path(name).is_dir() else "; --download fetches it from the hub"
-        raise UserError(f"{name}: no {part} tower that transformers can load ({reason}){hint}") from None
+        raise UserError(
+            f"{name}: no {part} tower that transformers can load ({reason}){hint}"
+        ) from None
     values = json.loads(model.config.to_json_string(use_diff=False))
-    settings = {key: value for key, value in values.items() if key not in NOT_SETTINGS and value is not None}
+    settings = {
+        key: value for key, value in values.items() if key not in NOT_SETTINGS and value is not None
+    }
     weights = {f"model.{key}": tensor.float() for key, tensor in model.state_dict().items()}
-    return json.dumps(settings, sort_keys=True), weights, getattr(model.config, "pad_token_id", None) or 0
+    return (
+        json.dumps(settings, sort_keys=True),
+        weights,
+        getattr(model.config, "pad_token_id", None) or 0,
+    )
 
 
 def tower_file(name: str, file: str, download: bool) -> Path | None:

@@ -40,5 +40,8 @@ def shard_samples(count: int) -> list[tuple[str, bytes]]:
     return [
         member
         for number in range(count)
-        for member in ((f"{number:05d}.jpg", image_bytes(number)), (f"{number:05d}.txt", f"caption {number}".encode()))
+        for member in (
+            (f"{number:05d}.jpg", image_bytes(number)),
+            (f"{number:05d}.txt", f"caption {number}".encode()),
+        )
     ]

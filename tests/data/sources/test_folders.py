@@ -28,7 +28,12 @@ def test_text_file_for_each_image(images: Write) -> None:
 
 def test_class_folders(images: Write) -> None:
     root = images(
-        [f"{split}/{name}/{n}.jpg" for split in ("train", "dev") for name in ("tabby_cat", "dog") for n in (1, 2)]
+        [
+            f"{split}/{name}/{n}.jpg"
+            for split in ("train", "dev")
+            for name in ("tabby_cat", "dog")
+            for n in (1, 2)
+        ]
     )
     source = open_source(str(root))
     assert source.format == "classes"
@@ -39,12 +44,16 @@ def test_class_folders(images: Write) -> None:
 def test_imagefolder_with_metadata_in_each_split(images: Write) -> None:
     root = images(["train/a.jpg", "test/a.jpg"])
     for split in ("train", "test"):
-        (root / split / "metadata.jsonl").write_text(json.dumps({"file_name": "a.jpg", "text": split}))
+        (root / split / "metadata.jsonl").write_text(
+            json.dumps({"file_name": "a.jpg", "text": split})
+        )
     source = open_source(str(root))
     assert source.splits() == ("train", "test")
     assert source.samples("test")[0].captions == ("test",)
     assert source.origin("test/a.jpg") == "test/metadata.jsonl row 1"
-    (root / "test/metadata.csv").write_text("file_name,text\na.jpg,test\n")  # would hide the other table
+    (root / "test/metadata.csv").write_text(
+        "file_name,text\na.jpg,test\n"
+    )  # would hide the other table
     with pytest.raises(UserError, match="tables in 2 formats; choose one"):
         open_source(str(root))
     assert open_source(f"jsonl:{root}").splits() == ("train", "test")
@@ -53,10 +62,17 @@ def test_imagefolder_with_metadata_in_each_split(images: Write) -> None:
 def test_karpathy_json(images: Write) -> None:
     root = images(["images/a.jpg", "images/b.jpg", "images/c.jpg"])
     entries = [
-        {"filename": f"{name}.jpg", "split": split, "sentences": [{"raw": f"{name} {n}"} for n in range(2)]}
+        {
+            "filename": f"{name}.jpg",
+            "split": split,
+            "sentences": [{"raw": f"{name} {n}"} for n in range(2)],
+        }
         for name, split in (("a", "train"), ("b", "restval"), ("c", "val"))
     ]
-    document = {"images": [*entries, {"filename": "d.jpg", "sentences": []}, 5], "dataset": "flickr8k"}
+    document = {
+        "images": [*entries, {"filename": "d.jpg", "sentences": []}, 5],
+        "dataset": "flickr8k",
+    }
     (root / "dataset_flickr8k.json").write_text(json.dumps(document))
     for spec in (root, root / "dataset_flickr8k.json"):
         source = open_source(str(spec))
@@ -69,8 +85,12 @@ def test_karpathy_json(images: Write) -> None:
 
 def coco(names: Iterable[str]) -> str:
     images = [{"id": n, "file_name": name} for n, name in enumerate(names)]
-    captions = [{"image_id": n, "caption": f"{name} {i}"} for n, name in enumerate(names) for i in (0, 1)]
-    return json.dumps({"images": images, "annotations": [*captions, {"image_id": 99, "caption": "x"}]})
+    captions = [
+        {"image_id": n, "caption": f"{name} {i}"} for n, name in enumerate(names) for i in (0, 1)
+    ]
+    return json.dumps(
+        {"images": images, "annotations": [*captions, {"image_id": 99, "caption": "x"}]}
+    )
 
 
 def test_coco_folder_and_file(images: Write) -> None:
@@ -87,7 +107,10 @@ def test_coco_folder_and_file(images: Write) -> None:
     alone = open_source(str(root / "annotations/captions_train2017.json"))
     assert len(alone.samples("train")) + len(alone.samples("val")) == 20
     assert "no val split" in alone.notes[0]
-    boxes = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "bbox": []}]}
+    boxes = {
+        "images": [{"id": 1, "file_name": "a.jpg"}],
+        "annotations": [{"image_id": 1, "bbox": []}],
+    }
     (root / "instances.json").write_text(json.dumps(boxes))
     with pytest.raises(UserError, match="no caption"):
         open_source(str(root / "instances.json"))

@@ -31,7 +31,9 @@ Write = Callable[[Iterable[str]], Path]
         (".", "unknown format"),
     ],
 )
-def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
+def test_missing_and_unknown_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         open_source(spec)
@@ -47,7 +49,9 @@ def test_large_file_of_one_byte_is_a_one_line_error(tmp_path: Path, byte: bytes,
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
-def test_missing_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_names_remedy(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(module: str, *rest: Any) -> Any:
         if module.partition(".")[0] in {"pyarrow", "datasets"}:
             raise ModuleNotFoundError(module)
@@ -68,7 +72,9 @@ def test_importing_sources_loads_no_optional_library() -> None:
 
 
 def test_hugging_face_folder(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is an extra: pip install 'm1clip[data]'")
+    datasets = pytest.importorskip(
+        "datasets", reason="datasets is an extra: pip install 'm1clip[data]'"
+    )
 
     def part(count: int) -> Any:
         cells = {
@@ -98,12 +104,19 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
 
 def test_images_without_captions_error_names_remedy(images: Write) -> None:
     folder = images(["images/IMG_1.jpg", "images/IMG_2.jpg", "images/1000268201_693b08cb0e.jpg"])
-    with pytest.raises(UserError, match=f"m1clip data template {folder} makes, .* one folder per class$"):
+    with pytest.raises(
+        UserError, match=f"m1clip data template {folder} makes, .* one folder per class$"
+    ):
         open_source(str(folder))
-    words = images(["words/two-dogs_on a beach (2).jpg", "words/an old red bus.jpg", "words/IMG_7.jpg"]) / "words"
+    words = (
+        images(["words/two-dogs_on a beach (2).jpg", "words/an old red bus.jpg", "words/IMG_7.jpg"])
+        / "words"
+    )
     with pytest.raises(UserError, match=f"--data filenames:{words}$"):
         open_source(str(words))
-    captions = {sample.captions for sample in everything(open_source(f"filenames:{words}")).values()}
+    captions = {
+        sample.captions for sample in everything(open_source(f"filenames:{words}")).values()
+    }
     assert captions == {("two dogs on a beach",), ("an old red bus",), ("IMG",)}
 
 
@@ -117,7 +130,9 @@ def test_template_names_every_image_and_is_read_once_it_has_captions(
         return "".join(capsys.readouterr())
 
     assert "3 images" in template(0)
-    with pytest.raises(UserError, match=r"no caption in any of its 3 rows \(the first: captions.csv row 2\)"):
+    with pytest.raises(
+        UserError, match=r"no caption in any of its 3 rows \(the first: captions.csv row 2\)"
+    ):
         open_source(str(folder))
     table = folder / "captions.csv"
     rows = table.read_text(encoding="utf-8-sig").splitlines()
@@ -133,13 +148,17 @@ def test_template_names_every_image_and_is_read_once_it_has_captions(
 def test_unknown_columns_error_names_columns_and_options(images: Write) -> None:
     folder = images(["a.jpg", "b.jpg"])
     (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
-    with pytest.raises(UserError, match=r"list\.csv: no image and no caption column among which, words") as caught:
+    with pytest.raises(
+        UserError, match=r"list\.csv: no image and no caption column among which, words"
+    ) as caught:
         open_source(str(folder))
     assert "--image-column and --caption-column" in str(caught.value)
     named = open_source(str(folder), options=Options("which", ("words",)))
     assert (named.format, len(everything(named))) == ("csv", 2)
     (folder / "other.csv").write_text("image,caption\na.jpg,x\n")
-    with pytest.raises(UserError, match=r"contains 2 tables \(list\.csv, other\.csv\); .*--data .*list\.csv"):
+    with pytest.raises(
+        UserError, match=r"contains 2 tables \(list\.csv, other\.csv\); .*--data .*list\.csv"
+    ):
         open_source(str(folder))
 
 
@@ -149,7 +168,10 @@ def test_class_folders_note_tables_that_were_not_read(images: Write) -> None:
     source = open_source(str(folder))
     assert source.format == "classes"
     assert "captions are generated from the names of 2 folders: cat, dog" in source.notes
-    assert f"{folder}/list.csv was not read; if it contains the captions, use --data {folder}/list.csv" in source.notes
+    assert (
+        f"{folder}/list.csv was not read; if it contains the captions, use --data {folder}/list.csv"
+        in source.notes
+    )
 
 
 @pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
@@ -176,7 +198,9 @@ def has_sidecar(data: DataPath) -> bool:
 
 
 def add_format(monkeypatch: pytest.MonkeyPatch, priority: int) -> None:
-    toy = DataFormat(name="toy", help="a toy", read=sidecar_rows, matches=has_sidecar, priority=priority)
+    toy = DataFormat(
+        name="toy", help="a toy", read=sidecar_rows, matches=has_sidecar, priority=priority
+    )
     monkeypatch.setitem(FORMATS, toy.name, toy)
 
 
@@ -191,7 +215,10 @@ def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
     for spec in (str(folder), f"toy:{folder}"):
         source = open_source(spec)
         assert source.format == "toy"
-        assert {sample.captions for sample in everything(source).values()} == {("a dog",), ("a cat",)}
+        assert {sample.captions for sample in everything(source).values()} == {
+            ("a dog",),
+            ("a cat",),
+        }
     with pytest.raises(UserError, match=r"a folder of datasets \(set\)"):
         open_source(str(folder.parent))
     (folder.parent / "empty").mkdir()

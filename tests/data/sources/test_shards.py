@@ -19,7 +19,12 @@ def test_pattern_folder_and_file(tmp_path: Path) -> None:
     for shard in range(3):
         write_tar(tmp_path / f"shard-{shard:03d}.tar", shard_samples(4))
     (tmp_path / "shard-000.parquet").write_bytes(b"what img2dataset leaves next to each shard")
-    for spec, count in (("shard-{000..001}.tar", 8), ("shard-0*{1..2}.tar", 8), ("shard-000.tar", 4), ("", 12)):
+    for spec, count in (
+        ("shard-{000..001}.tar", 8),
+        ("shard-0*{1..2}.tar", 8),
+        ("shard-000.tar", 4),
+        ("", 12),
+    ):
         assert len(everything(open_source(str(tmp_path / spec)))) == count
     sample = everything(open_source(str(tmp_path)))["shard-002.tar/00003.jpg"]
     assert sample.captions == ("caption 3",)
@@ -31,7 +36,10 @@ def test_split_from_folder_name_and_json(tmp_path: Path) -> None:
     write_tar(tmp_path / "train/0.tar", shard_samples(2))
     write_tar(tmp_path / "val-000.tar", shard_samples(1))
     about = json.dumps({"captions": ["x", "y"], "split": "test"}).encode()
-    write_tar(tmp_path / "more.tar", [("k.png", image_bytes(kind="PNG")), ("k.txt", b"x"), ("k.json", about)])
+    write_tar(
+        tmp_path / "more.tar",
+        [("k.png", image_bytes(kind="PNG")), ("k.txt", b"x"), ("k.json", about)],
+    )
     source = open_source(str(tmp_path))
     assert [len(source.samples(split)) for split in source.splits()] == [2, 1, 1]
     assert source.samples("test")[0].captions == ("x", "y")
@@ -39,7 +47,12 @@ def test_split_from_folder_name_and_json(tmp_path: Path) -> None:
 
 def test_json_caption_and_incomplete_samples(tmp_path: Path) -> None:
     entries = [("a.webp", image_bytes(kind="WEBP")), ("a.json", b'{"caption": "from json"}')]
-    entries += [("b.jpg", image_bytes()), ("c.txt", b"alone"), ("d.jpg", image_bytes()), ("d.json", b"{bad")]
+    entries += [
+        ("b.jpg", image_bytes()),
+        ("c.txt", b"alone"),
+        ("d.jpg", image_bytes()),
+        ("d.json", b"{bad"),
+    ]
     source = open_source(str(write_tar(tmp_path / "s.tar", entries)))
     assert [sample.captions for sample in everything(source).values()] == [("from json",)]
     assert [problem.what for problem in source.problems] == ["no caption", "no image", "no caption"]
@@ -90,7 +103,13 @@ def test_no_command_is_run() -> None:
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_agree_with_tarfile(form: int) -> None:
     stream = io.BytesIO()
-    names = ["a.jpg", "d/" * 40 + "b.jpg", "é" * 30 + ".txt", "x" * 99, "n" * (99 if form == 0 else 300)]
+    names = [
+        "a.jpg",
+        "d/" * 40 + "b.jpg",
+        "é" * 30 + ".txt",
+        "x" * 99,
+        "n" * (99 if form == 0 else 300),
+    ]
     with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
         for number, name in enumerate(names):
             add_member(tar, name, bytes([number]) * number * 300)
@@ -104,5 +123,12 @@ def test_members_agree_with_tarfile(form: int) -> None:
 def test_shards_written_by_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "w.tar")) as writer:
-        writer.write({"__key__": "k", "jpg": image_bytes(3), "txt": "hello", "json": {"captions": ["a", "b"]}})
+        writer.write(
+            {
+                "__key__": "k",
+                "jpg": image_bytes(3),
+                "txt": "hello",
+                "json": {"captions": ["a", "b"]},
+            }
+        )
     assert everything(open_source(str(tmp_path / "w.tar")))["w.tar/k.jpg"].captions == ("a", "b")

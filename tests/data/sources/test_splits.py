@@ -60,7 +60,9 @@ def test_small_classes_add_up_to_the_fraction_and_keep_a_training_image() -> Non
 
 def test_val_of_class_folders_is_taken_from_each_class_of_train() -> None:
     class_of = class_ids(5, 40)
-    split_of, (note,) = assign({id_: "test" if id_.endswith("/0.jpg") else "train" for id_ in class_of}, class_of)
+    split_of, (note,) = assign(
+        {id_: "test" if id_.endswith("/0.jpg") else "train" for id_ in class_of}, class_of
+    )
     assert counts_by_class(class_of, split_of, "test") == [1] * 5
     assert set(counts_by_class(class_of, split_of, "val")) <= {1, 2}
     assert "the data has no val split" in note
@@ -70,11 +72,15 @@ def test_val_is_taken_from_train_with_a_note(tmp_path: Path) -> None:
     source = open_source(str(table(tmp_path, "t" * 40 + "e" * 10)))
     assert len(source.samples("test")) == 10
     assert len(source.samples("train")) + len(source.samples("val")) == 40
-    assert source.notes == [f"the data has no val split: {len(source.samples('val'))} of 40 train images moved there"]
+    assert source.notes == [
+        f"the data has no val split: {len(source.samples('val'))} of 40 train images moved there"
+    ]
 
 
 def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("image,caption,split\na.jpg,x,train\nb.jpg,z,val\na.jpg,y,test\n")
+    (tmp_path / "t.csv").write_text(
+        "image,caption,split\na.jpg,x,train\nb.jpg,z,val\na.jpg,y,test\n"
+    )
     source = open_source(str(tmp_path / "t.csv"))
     assert source.samples("train")[0].captions == ("x", "y")
     assert source.problems[0].kind == "split-conflict"
@@ -84,8 +90,20 @@ def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
 
 def test_split_names() -> None:
     values = ("dev", " Valid", "validation", "restval", "odd", "", None, 3)
-    assert [from_value(value) for value in values] == ["val"] * 3 + ["train", "odd", None, None, None]
-    names = ("captions_train2017.json", "val-00001.tar", "trainer.csv", "cc_test.parquet", "constrain.tar")
+    assert [from_value(value) for value in values] == ["val"] * 3 + [
+        "train",
+        "odd",
+        None,
+        None,
+        None,
+    ]
+    names = (
+        "captions_train2017.json",
+        "val-00001.tar",
+        "trainer.csv",
+        "cc_test.parquet",
+        "constrain.tar",
+    )
     assert [from_file_name(name) for name in names] == ["train", "val", None, "test", None]
 
 

@@ -56,22 +56,33 @@ def streamed(path: Path | str, **options: Any) -> StreamedSource:
     return source
 
 
-def training(*paths: Path | str, part: tuple[int, int] = (0, 1), **augmentation: float) -> TrainingSet:
+def training(
+    *paths: Path | str, part: tuple[int, int] = (0, 1), **augmentation: float
+) -> TrainingSet:
     config = DataConfig(source=tuple(map(str, paths)), cache="stream")
     source = open_data(config, 24, 0)
     assert isinstance(source, StreamedSource)
-    split = stream_split(source, config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
+    split = stream_split(
+        source, config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan()
+    )
     assert split.lazy_captions is not None
     order = BatchPlan(len(split.samples), 8, 5, part, split.samples.blocks())  # type: ignore[attr-defined]
     return TrainingSet(
-        split.images, split.lazy_captions, order, Augmentation(0.6, 0.5, 0.2, **augmentation), captions_per_image=2
+        split.images,
+        split.lazy_captions,
+        order,
+        Augmentation(0.6, 0.5, 0.2, **augmentation),
+        captions_per_image=2,
     )
 
 
 # Samples
 
 
-@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(sum), fraction=st.floats(0, 0.5))
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(sum),
+    fraction=st.floats(0, 0.5),
+)
 def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fraction: float) -> None:
     shards = [Shard(f"{n}.tar", Path(f"{n}"), (), samples=count) for n, count in enumerate(counts)]
     total = sum(counts)
@@ -87,7 +98,9 @@ def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fractio
         assert (blocks.sum(), blocks.min() > 0, blocks.max() <= 16) == (len(train), True, True)
         starts = np.cumsum(blocks) - blocks
         for start, size in zip(starts.tolist(), blocks.tolist(), strict=True):
-            assert train.find(start)[0] == train.find(start + size - 1)[0], "a block is in one shard"
+            assert train.find(start)[0] == train.find(start + size - 1)[0], (
+                "a block is in one shard"
+            )
 
 
 def test_samples_equal_those_that_are_loaded(packed: Path) -> None:
@@ -95,7 +108,9 @@ def test_samples_equal_those_that_are_loaded(packed: Path) -> None:
     for split in ("train", "val", "test"):
         ours, theirs = found.samples(split), loaded.samples(split)
         assert [sample.captions for sample in ours] == [sample.captions for sample in theirs]
-        assert [sample.image.read() for sample in ours] == [sample.image.read() for sample in theirs]
+        assert [sample.image.read() for sample in ours] == [
+            sample.image.read() for sample in theirs
+        ]
     assert found.caption_count() == loaded.caption_count() == 2 * 86
     assert str(found.samples("train")[13].image) == f"{packed}/train-000001.tar: 000000013.jpg"
     assert found.samples("val")[-1:][0].captions == loaded.samples("val")[-1].captions
@@ -106,7 +121,11 @@ def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
     for number in range(4):
         write_tar(tmp_path / f"{number:05d}.tar", shard_samples(15))
     source = streamed(tmp_path)
-    assert {split: len(source.samples(split)) for split in source.splits()} == {"train": 54, "val": 3, "test": 3}
+    assert {split: len(source.samples(split)) for split in source.splits()} == {
+        "train": 54,
+        "val": 3,
+        "test": 3,
+    }
     ids = [sample.id for split in source.splits() for sample in source.samples(split)]
     assert len(set(ids)) == 60
     assert "3 val images and 3 test images held out of 60" in source.notes[0]
@@ -124,10 +143,16 @@ def test_large_local_shards_are_streamed(packed: Path, monkeypatch: pytest.Monke
         streamed(packed.parent / "set")
 
 
-def test_lint_checks_a_sample_of_streamed_shards(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lint_checks_a_sample_of_streamed_shards(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("m1clip.data.lint.STREAMED", 20)
     report = lint(streamed(packed))
-    assert (report.images, report.captions, report.checked) == ({"train": 70, "val": 8, "test": 8}, 172, 20)
+    assert (report.images, report.captions, report.checked) == (
+        {"train": 70, "val": 8, "test": 8},
+        172,
+        20,
+    )
     assert report.verdict == "ok"
     assert report.facts["captions_per_image"]["median"] == 2
 
@@ -159,12 +184,19 @@ def test_index_of_a_folder_that_cannot_be_written_is_in_the_cache(tmp_path: Path
 
 def test_index_leaves_out_and_names_what_cannot_be_used(tmp_path: Path) -> None:
     good = shard_samples(6)
-    write_tar(tmp_path / "train-0.tar", [*good[:6], ("x.jpg", image_bytes()), ("y.txt", b"alone"), *good[6:]])
+    write_tar(
+        tmp_path / "train-0.tar",
+        [*good[:6], ("x.jpg", image_bytes()), ("y.txt", b"alone"), *good[6:]],
+    )
     cut = write_tar(tmp_path / "train-1.tar", good)
     cut.write_bytes(cut.read_bytes()[: 512 * 4 * 3 + 700])
     (tmp_path / "train-2.tar").write_bytes(b"hello" * 1000)
     source = streamed(tmp_path)
-    assert Counter(problem.kind for problem in source.problems) == {"empty-caption": 2, "no-image": 1, "shard": 2}
+    assert Counter(problem.kind for problem in source.problems) == {
+        "empty-caption": 2,
+        "no-image": 1,
+        "shard": 2,
+    }
     assert f"{tmp_path}/train-2.tar: not a tar file" in map(str, source.problems)
     assert [shard.samples for shard in source.shards] == [6, 2, 0]
     assert all(sample.image.open() for sample in source.samples("train"))
@@ -181,7 +213,9 @@ def test_shard_that_changes_during_a_run_is_reported(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(data=st.binary(max_size=200), place=st.integers(0, 400))
-def test_damaged_index_is_no_crash(tmp_path_factory: pytest.TempPathFactory, data: bytes, place: int) -> None:
+def test_damaged_index_is_no_crash(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, place: int
+) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     path = write_tar(folder / "train-0.tar", shard_samples(4))
     (shard,), _ = open_shards([str(path)], Options(cache_dir=str(folder)))
@@ -204,15 +238,27 @@ def test_batches_do_not_depend_on_ranks_workers_and_start(packed: Path) -> None:
     for one, other in zip(alone[5:13], helped, strict=True):
         assert_same_batch(one, other)
     for step in (0, 9):
-        parts = [training(packed, part=(rank, 3), patch_dropout=0.5, word_dropout=0.4)[step] for rank in range(3)]
+        parts = [
+            training(packed, part=(rank, 3), patch_dropout=0.5, word_dropout=0.4)[step]
+            for rank in range(3)
+        ]
         for name in ("sample_ids", "images", "views"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(alone[step], name)), name
-        captions = [list(zip(b.caption_ids.tolist(), map(tuple, b.tokens.tolist()), strict=True)) for b in parts]  # type: ignore[union-attr]
+            assert torch.equal(
+                torch.cat([getattr(part, name) for part in parts]), getattr(alone[step], name)
+            ), name
+        captions = [
+            list(zip(b.caption_ids.tolist(), map(tuple, b.tokens.tolist()), strict=True))
+            for b in parts
+        ]  # type: ignore[union-attr]
         ours = {id_: _stripped(tokens) for part in captions for id_, tokens in part}
         tokens = alone[step].tokens
         assert tokens is not None
         assert ours == dict(
-            zip(alone[step].caption_ids.tolist(), [_stripped(tuple(row)) for row in tokens.tolist()], strict=True)
+            zip(
+                alone[step].caption_ids.tolist(),
+                [_stripped(tuple(row)) for row in tokens.tolist()],
+                strict=True,
+            )
         )
 
 
@@ -229,7 +275,10 @@ def test_epoch_has_each_image_at_most_once_with_its_own_captions(packed: Path) -
     texts, batch = BpeTokenizer(), data[3]
     assert batch.tokens is not None
     for row, caption in zip(batch.image_index.tolist(), batch.tokens.tolist(), strict=True):
-        expected = [texts.tokenize([text], 32)[0].tolist() for text in loaded[int(batch.sample_ids[row])].captions]
+        expected = [
+            texts.tokenize([text], 32)[0].tolist()
+            for text in loaded[int(batch.sample_ids[row])].captions
+        ]
         assert caption in [tokens[: len(caption)] for tokens in expected]
 
 
@@ -280,7 +329,9 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.server.lengths and not wanted:
             length, data = self.server.lengths[name], b""
             self.send_response(200)
-            self.send_header(*(("Content-Length", str(length)) if length else ("Connection", "close")))
+            self.send_header(
+                *(("Content-Length", str(length)) if length else ("Connection", "close"))
+            )
             self.end_headers()
             self.close_connection = True
             return
@@ -357,11 +408,19 @@ def test_remote_shards_give_the_batches_of_local_ones(tmp_path: Path, indexed: b
 
 
 def test_object_store_with_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec = pytest.importorskip("fsspec", reason="fsspec is an extra: pip install 'm1clip[remote]'")
+    fsspec = pytest.importorskip(
+        "fsspec", reason="fsspec is an extra: pip install 'm1clip[remote]'"
+    )
     store = fsspec.filesystem("memory")
     read = type(store).cat_file
 
-    def as_s3fs(self: Any, path: str, version_id: None = None, start: int | None = None, end: int | None = None) -> Any:
+    def as_s3fs(
+        self: Any,
+        path: str,
+        version_id: None = None,
+        start: int | None = None,
+        end: int | None = None,
+    ) -> Any:
         assert version_id is None
         return read(self, path, start, end)
 
@@ -370,7 +429,9 @@ def test_object_store_with_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for file in (tmp_path / "shards").glob("*.tar"):
         store.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
     source, local = open_source(f"memory://{tmp_path.name}/*.tar"), streamed(tmp_path / "shards")
-    assert [s.image.read() for s in source.samples("train")] == [s.image.read() for s in local.samples("train")]
+    assert [s.image.read() for s in source.samples("train")] == [
+        s.image.read() for s in local.samples("train")
+    ]
     assert open_source(f"memory://{tmp_path.name}").caption_count() == local.caption_count()
     with pytest.raises(UserError, match=r"memory://none/\*\.tar: no \.tar file there"):
         open_source("memory://none/*.tar")
@@ -391,11 +452,15 @@ def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
         data, url = training(*remote_data(server)), server.url("train-002.tar")
         server.always["train-002.tar"] = 500
         opened, warnings, records = len(server.log), list[str](), list[str]()
-        report = FailureLog(120, 0.5, lambda kind, **more: records.append(more["where"]), warnings.append)
+        report = FailureLog(
+            120, 0.5, lambda kind, **more: records.append(more["where"]), warnings.append
+        )
         for step in range(15):
             batch = data[step]
             report(batch.failed)
-            assert not {int(number) // 30 for number in batch.sample_ids} & {2}, "replaced by images of other shards"
+            assert not {int(number) // 30 for number in batch.sample_ids} & {2}, (
+                "replaced by images of other shards"
+            )
         assert url in records
         assert len(records) < 10, "the shard once, and the images before it was found to be broken"
         assert any(line.startswith(f"skipped {url}: cannot be read (") for line in warnings)
@@ -410,7 +475,11 @@ def test_slow_shard_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(remote, "TRIES", 1)
         monkeypatch.setattr(remote, "TRY_SECONDS", 1.0)
         server.always["train-002.tar"] = 1
-        failed = {failure.where.partition(".tar")[0][-3:] for step in range(5) for failure in data[step].failed}
+        failed = {
+            failure.where.partition(".tar")[0][-3:]
+            for step in range(5)
+            for failure in data[step].failed
+        }
         assert "002" in failed  # on a busy machine, others may be slow too
 
 
@@ -426,7 +495,9 @@ def test_missing_shard_and_server_without_ranges_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("status", [200, 206, 404])
 @pytest.mark.parametrize("name", ["train-000.tar", "train-000.tar.index", ""])
-def test_endless_answer_is_not_read(tmp_path: Path, name: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_answer_is_not_read(
+    tmp_path: Path, name: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shard, an index and the list of a folder: after the limit, the connection is closed."""
     monkeypatch.setattr(remote, "MAX_WHOLE_BYTES", 2**18)
     write_shards(tmp_path / "shards")
@@ -434,13 +505,21 @@ def test_endless_answer_is_not_read(tmp_path: Path, name: str, status: int, monk
         server.endless[name] = status
         if name == "train-000.tar":
             (tmp_path / "shards" / f"{name}.index").unlink()
-        expected = pytest.raises(UserError, match=rf"{name}: (the server ignores|longer than|no such file|no \.tar)")
-        with contextlib.nullcontext() if (name, status) == ("train-000.tar.index", 404) else expected:
-            assert len(open_source(server.url("train-000.tar" if name else "")).samples("train")) == 9
+        expected = pytest.raises(
+            UserError, match=rf"{name}: (the server ignores|longer than|no such file|no \.tar)"
+        )
+        with (
+            contextlib.nullcontext() if (name, status) == ("train-000.tar.index", 404) else expected
+        ):
+            assert (
+                len(open_source(server.url("train-000.tar" if name else "")).samples("train")) == 9
+            )
         assert server.sent < 2**26, "what the sockets buffer, not what the client would take"
 
 
-@pytest.mark.parametrize(("size", "reason"), [(0, "the server reports no size"), (2**50, "1,048,576 GiB is too large")])
+@pytest.mark.parametrize(
+    ("size", "reason"), [(0, "the server reports no size"), (2**50, "1,048,576 GiB is too large")]
+)
 def test_shard_without_an_end_is_refused(tmp_path: Path, size: int, reason: str) -> None:
     write_tar(tmp_path / "shards" / "train-000.tar", shard_samples(3))
     with serve(tmp_path / "shards") as server:
@@ -454,7 +533,9 @@ def test_index_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stream, "MAX_SAMPLES", 9)
     assert stream.make_index(str(path))
     monkeypatch.setattr(stream, "MAX_SAMPLES", 8)
-    with pytest.raises(UserError, match=r"a\.tar: more than 8 images in one shard; use smaller shards"):
+    with pytest.raises(
+        UserError, match=r"a\.tar: more than 8 images in one shard; use smaller shards"
+    ):
         stream.make_index(str(path))
     write_tar(tmp_path / "b.tar", [(f"x.{n}", b"") for n in range(300)])
     with open(tmp_path / "b.tar", "rb") as file:
@@ -470,7 +551,10 @@ def test_credentials_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with serve(tmp_path / "shards") as server:
         server.password = "Basic bWU6czNjcmV0"
         url = server.url("train-{000..003}.tar${QUERY}").replace("http://", "http://${LOGIN}")
-        for bad in (url.replace("${LOGIN}", "me:s3cret@"), url.replace("${QUERY}", "?signature=s3cret")):
+        for bad in (
+            url.replace("${LOGIN}", "me:s3cret@"),
+            url.replace("${QUERY}", "?signature=s3cret"),
+        ):
             with pytest.raises(UserError, match="put them into a variable") as caught:
                 open_source(bad)
             assert "s3cret" not in str(caught.value)

@@ -32,7 +32,9 @@ def test_csv_joins_rows_and_respects_splits(images: Write) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
 def test_delimiters_and_encodings(images: Write, delimiter: str, encoding: str) -> None:
     root = images(["ä.jpg"])
-    (root / "t.csv").write_bytes(f"File_Name{delimiter}Title\r\nä.jpg{delimiter}café\r\n".encode(encoding))
+    (root / "t.csv").write_bytes(
+        f"File_Name{delimiter}Title\r\nä.jpg{delimiter}café\r\n".encode(encoding)
+    )
     sample = everything(open_source(str(root)))["ä.jpg"]
     assert sample.captions == ("café",)
     assert sample.image.open().mode == "RGB"
@@ -47,7 +49,9 @@ def test_columns_can_be_named_or_numbered(images: Write) -> None:
     found = open_source(str(table), options=Options(image_column="bar"))
     assert everything(found)["a.jpg"].captions == ("one",)
     assert found.problems == []
-    named = open_source(str(table), options=Options(image_column="BAR", caption_columns=("foo", "caption_0")))
+    named = open_source(
+        str(table), options=Options(image_column="BAR", caption_columns=("foo", "caption_0"))
+    )
     assert everything(named)["a.jpg"].captions == ("x", "one")
     with pytest.raises(UserError, match="no column 'nope'"):
         open_source(str(table), options=Options(image_column="nope"))
@@ -59,7 +63,9 @@ def test_bad_rows_are_problems_with_their_row(images: Write) -> None:
         "image,caption\na.jpg,fine\na.jpg,\n,text\na.jpg,one,two\nx\0y.jpg,zero\nhttp://x/y.jpg,net\nshort\n"
     )
     source = open_source(str(root / "t.csv"))
-    assert [problem.where for problem in source.problems] == [f"t.csv row {n}" for n in (3, 4, 5, 6, 7, 8)]
+    assert [problem.where for problem in source.problems] == [
+        f"t.csv row {n}" for n in (3, 4, 5, 6, 7, 8)
+    ]
     assert "quotes" in source.problems[2].what
     assert "img2dataset" in source.problems[4].what
 
@@ -67,7 +73,10 @@ def test_bad_rows_are_problems_with_their_row(images: Write) -> None:
 def test_giant_caption_is_a_problem_in_every_format(images: Write) -> None:
     """A Parquet file of some kB may contain gigabytes of text, which would be tokenized for minutes."""
     root = images(["a.jpg", "b.jpg"])
-    rows = [{"image": "a.jpg", "caption": "x" * (2**17 + 1)}, {"image": "b.jpg", "caption": "a dog"}]
+    rows = [
+        {"image": "a.jpg", "caption": "x" * (2**17 + 1)},
+        {"image": "b.jpg", "caption": "a dog"},
+    ]
     (root / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = open_source(str(root / "t.jsonl"))
     assert list(everything(source)) == ["b.jpg"]
@@ -94,13 +103,24 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
 
 def test_jsonl_lists_and_bad_lines(images: Write) -> None:
     root = images(["a.jpg", "b.jpg"])
-    lines = ['{"image": "a.jpg", "captions": ["x", "y"]}', "{bad", "[1]", '{"image": 3, "captions": "z"}']
-    lines += ['{"image": "b.jpg", "captions": [{"raw": "r"}, 5]}', "", '{"image": "b.jpg", "captions": "\\ud800 s"}']
+    lines = [
+        '{"image": "a.jpg", "captions": ["x", "y"]}',
+        "{bad",
+        "[1]",
+        '{"image": 3, "captions": "z"}',
+    ]
+    lines += [
+        '{"image": "b.jpg", "captions": [{"raw": "r"}, 5]}',
+        "",
+        '{"image": "b.jpg", "captions": "\\ud800 s"}',
+    ]
     (root / "captions.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
     source = open_source(str(root))
     assert everything(source)["a.jpg"].captions == ("x", "y")
     assert everything(source)["b.jpg"].captions == ("r", "? s")
-    assert [problem.where for problem in source.problems] == [f"captions.jsonl row {n}" for n in (2, 3, 4, 5)]
+    assert [problem.where for problem in source.problems] == [
+        f"captions.jsonl row {n}" for n in (2, 3, 4, 5)
+    ]
 
 
 def test_json_list_and_list_in_a_cell(images: Write) -> None:
@@ -113,7 +133,10 @@ def test_json_list_and_list_in_a_cell(images: Write) -> None:
 
 def test_order_of_tables_in_a_folder(images: Write) -> None:
     root = images(["Images/a.jpg"])
-    for name, start in (("captions.txt", "image,caption\na.jpg,txt"), ("captions.csv", "image,caption\na.jpg,csv")):
+    for name, start in (
+        ("captions.txt", "image,caption\na.jpg,txt"),
+        ("captions.csv", "image,caption\na.jpg,csv"),
+    ):
         (root / name).write_text(start)  # Kaggle's Flickr8k is a captions.txt next to Images/
         sample = everything(open_source(str(root)))["a.jpg"]
         assert sample.captions == (name[-3:],)
@@ -126,7 +149,10 @@ def test_order_of_tables_in_a_folder(images: Write) -> None:
 def test_parquet_paths_and_bytes(images: Write) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     root = images(["a.jpg"])
-    parquet.write_table(pa.table({"filepath": ["a.jpg", None], "texts": [["x", "y"], ["z"]]}), root / "paths.parquet")
+    parquet.write_table(
+        pa.table({"filepath": ["a.jpg", None], "texts": [["x", "y"], ["z"]]}),
+        root / "paths.parquet",
+    )
     source = open_source(str(root / "paths.parquet"))
     assert everything(source)["a.jpg"].captions == ("x", "y")
     assert source.problems[0].where == "paths.parquet row 2"
@@ -164,11 +190,15 @@ def workbook(path: Path) -> Path:
 
 @pytest.mark.parametrize("prefix", ["", "csv:", "tsv:", "jsonl:", "json:"])
 @pytest.mark.parametrize("name", ["captions.xlsx", "captions.csv"])
-def test_excel_workbook_error_says_how_to_save_it_as_csv(tmp_path: Path, prefix: str, name: str) -> None:
+def test_excel_workbook_error_says_how_to_save_it_as_csv(
+    tmp_path: Path, prefix: str, name: str
+) -> None:
     path = workbook(tmp_path / name)
     with pytest.raises(UserError) as caught:
         open_source(f"{prefix}{path}")
-    assert str(caught.value).startswith(f"{path}: is an Excel workbook; open it in a spreadsheet program and save it")
+    assert str(caught.value).startswith(
+        f"{path}: is an Excel workbook; open it in a spreadsheet program and save it"
+    )
 
 
 def test_images_beside_a_spreadsheet_error_names_it(images: Write) -> None:
@@ -181,7 +211,10 @@ def test_images_beside_a_spreadsheet_error_names_it(images: Write) -> None:
 @pytest.mark.parametrize(
     ("start", "expected"),
     [
-        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is an old Excel workbook; open it in a spreadsheet program"),
+        (
+            b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+            "is an old Excel workbook; open it in a spreadsheet program",
+        ),
         (b"PK\x03\x04", "is a zip archive; unpack it first"),
         (b"PAR1", "is a Parquet file; use parquet:"),
         (b"\x1f\x8b\x08", "is a gzip archive; unpack it first"),
@@ -190,7 +223,9 @@ def test_images_beside_a_spreadsheet_error_names_it(images: Write) -> None:
         (b"any\0thing", "is a binary file, not a table; use a CSV"),
     ],
 )
-def test_binary_file_given_as_a_table_is_a_one_line_error(tmp_path: Path, start: bytes, expected: str) -> None:
+def test_binary_file_given_as_a_table_is_a_one_line_error(
+    tmp_path: Path, start: bytes, expected: str
+) -> None:
     for name in ("t.csv", "t.jsonl", "t.json", "t.dat"):
         (tmp_path / name).write_bytes(start + bytes(range(256)) * 20)
         with pytest.raises(UserError) as caught:

@@ -15,18 +15,29 @@ def scenes(draw: st.DrawFn) -> Scene:
         return draw(st.sampled_from(VALUES[name]))
 
     def different(name: str) -> list[str]:
-        return draw(st.lists(st.sampled_from(VALUES[name]), min_size=len(places), max_size=len(places), unique=True))
+        return draw(
+            st.lists(
+                st.sampled_from(VALUES[name]),
+                min_size=len(places),
+                max_size=len(places),
+                unique=True,
+            )
+        )
 
     places = draw(st.sampled_from(AXES)) if draw(st.booleans()) else (value("position"),)
     things = zip(different("kind"), different("color"), places, strict=True)
     return Scene(
-        tuple(Thing(kind, color, value("count"), value("size"), at) for kind, color, at in things), value("time")
+        tuple(Thing(kind, color, value("count"), value("size"), at) for kind, color, at in things),
+        value("time"),
     )
 
 
 def is_valid(scene: Scene) -> bool:
     """Whether all values exist, and two things face each other and differ in kind and color."""
-    values = [*((n, getattr(t, n)) for t in scene.things for n in VALUES if n != "time"), ("time", scene.time)]
+    values = [
+        *((n, getattr(t, n)) for t in scene.things for n in VALUES if n != "time"),
+        ("time", scene.time),
+    ]
     if not all(value in VALUES[name] for name, value in values):
         return False
     if len(scene.things) == 1:

@@ -13,8 +13,17 @@ from m1clip.data.synthetic.source import sample_scenes
 
 _NUMBERS = {"a": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 _SIZES = {"small": "small", "little": "small", "large": "large", "big": "large"}
-_PLACES = {"left": "left", "right": "right", "top": "top", "above": "top", "bottom": "bottom", "below": "bottom"}
-_NOUNS = {(name, True): name for name in KINDS} | {(kind.plural, False): name for name, kind in KINDS.items()}
+_PLACES = {
+    "left": "left",
+    "right": "right",
+    "top": "top",
+    "above": "top",
+    "bottom": "bottom",
+    "below": "bottom",
+}
+_NOUNS = {(name, True): name for name in KINDS} | {
+    (kind.plural, False): name for name, kind in KINDS.items()
+}
 _PHRASE = re.compile(
     rf"\b({'|'.join(_NUMBERS)}) ({'|'.join(_SIZES)}) ({'|'.join(COLORS)}) "
     rf"({'|'.join(sorted({noun for noun, _ in _NOUNS}, key=len, reverse=True))})\b"
@@ -31,7 +40,9 @@ def _parse(text: str) -> Scene:
         Thing(_NOUNS[noun, _NUMBERS[number] == 1], color, _NUMBERS[number], _SIZES[size], place)
         for (number, size, color, noun), place in zip(found, places, strict=True)
     ]
-    return Scene(tuple(sorted(things, key=lambda thing: VALUES["position"].index(thing.position))), time)
+    return Scene(
+        tuple(sorted(things, key=lambda thing: VALUES["position"].index(thing.position))), time
+    )
 
 
 @given(scene=scenes())
@@ -72,7 +83,13 @@ def _differences(one: Scene, other: Scene) -> list[set[str]]:
     """Names of the attributes that differ, for each way to match the things of both scenes."""
     time = {"time"} if one.time != other.time else set()
     return [
-        time | {n for a, b in zip(one.things, order, strict=True) for n in OF_THINGS if getattr(a, n) != getattr(b, n)}
+        time
+        | {
+            n
+            for a, b in zip(one.things, order, strict=True)
+            for n in OF_THINGS
+            if getattr(a, n) != getattr(b, n)
+        }
         for order in permutations(other.things)
     ]
 
@@ -89,13 +106,19 @@ def test_negatives_change_exactly_the_named_attribute(scene: Scene, seed: int) -
         assert negative.caption in paraphrases(negative.scene)
         assert negative.truth in paraphrases(scene)
         if negative.changed == "kind":
-            assert sorted(t.category for t in negative.scene.things) == sorted(t.category for t in scene.things)
+            assert sorted(t.category for t in negative.scene.things) == sorted(
+                t.category for t in scene.things
+            )
 
 
 def test_negatives_change_either_thing_of_a_scene() -> None:
     scene = next(scene for scene in sample_scenes("val", 20, seed=0) if len(scene.things) == 2)
-    changed = [n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == "color"]
-    assert {scene.things.index(t) for each in changed for t in each.things if t in scene.things} == {0, 1}
+    changed = [
+        n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == "color"
+    ]
+    assert {
+        scene.things.index(t) for each in changed for t in each.things if t in scene.things
+    } == {0, 1}
 
 
 def test_negative_captions_fit_and_depend_on_seed() -> None:

@@ -15,7 +15,11 @@ from m1clip.errors import UserError
 
 def test_kinds_and_colors_are_spread_evenly_over_the_splits() -> None:
     assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(TABLES["grounds"], 6)
-    assert {split: len(synthetic.looks(split)) for split in synthetic.SPLITS} == {"train": 144, "val": 24, "test": 24}
+    assert {split: len(synthetic.looks(split)) for split in synthetic.SPLITS} == {
+        "train": 144,
+        "val": 24,
+        "test": 24,
+    }
     assert set(Counter(kind for kind, _ in synthetic.looks("train")).values()) == {6}
     assert set(Counter(color for _, color in synthetic.looks("train")).values()) == {18}
     for split in ("val", "test"):
@@ -39,7 +43,11 @@ def test_scenes_are_distinct_and_held_out_combinations_are_never_in_train() -> N
     assert {thing.kind for thing in things} == set(KINDS)
     assert {thing.color for thing in things} == set(COLORS)
     assert sum(len(scene.things) == 2 for scene in train) == 1250
-    assert synthetic.sample_scenes("train", 2500, seed=5) == train != synthetic.sample_scenes("train", 2500, seed=0)
+    assert (
+        synthetic.sample_scenes("train", 2500, seed=5)
+        == train
+        != synthetic.sample_scenes("train", 2500, seed=0)
+    )
 
 
 def test_too_many_scenes_are_rejected() -> None:
@@ -56,7 +64,9 @@ def source() -> synthetic.SyntheticSource:
     return synthetic.SyntheticSource(64, train=40, val=12, test=0, seed=1)
 
 
-def test_samples_have_ids_captions_and_images_that_pickle_small(source: synthetic.SyntheticSource) -> None:
+def test_samples_have_ids_captions_and_images_that_pickle_small(
+    source: synthetic.SyntheticSource,
+) -> None:
     assert source.splits() == ("train", "val")
     samples = source.samples("train")
     assert [sample.id for sample in samples[:2]] == ["train-000000", "train-000001"]
@@ -75,7 +85,10 @@ def test_samples_have_ids_captions_and_images_that_pickle_small(source: syntheti
 def test_stamps_depend_on_image_size_and_seed(source: synthetic.SyntheticSource) -> None:
     stamps = {sample.image.stamp() for split in source.splits() for sample in source.samples(split)}
     assert len(stamps) == 52
-    for other in (synthetic.SyntheticSource(48, 40, 12, 0, seed=1), synthetic.SyntheticSource(64, 40, 12, 0, seed=2)):
+    for other in (
+        synthetic.SyntheticSource(48, 40, 12, 0, seed=1),
+        synthetic.SyntheticSource(64, 40, 12, 0, seed=2),
+    ):
         assert stamps.isdisjoint(sample.image.stamp() for sample in other.samples("train"))
 
 
@@ -91,7 +104,9 @@ def test_invalid_arguments_are_rejected(source: synthetic.SyntheticSource) -> No
 def test_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
-    done = synthetic.write_folder(folder, 20, image_size=48, seed=2, progress=lambda *s: steps.append(s))
+    done = synthetic.write_folder(
+        folder, 20, image_size=48, seed=2, progress=lambda *s: steps.append(s)
+    )
     assert done.endswith("a set: 20 images (train 16, val 2, test 2), 100 captions")
     assert steps == [(n, 20) for n in range(1, 21)]
     expected, written = synthetic.SyntheticSource(48, 16, 2, 2, seed=2), open_source(str(folder))
@@ -103,7 +118,9 @@ def test_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -
 
 def test_every_split_has_images_and_only_an_empty_folder_is_written_to(tmp_path: Path) -> None:
     for count, train in ((3, 1), (10, 8), (14, 12)):
-        assert f"train {train}, val 1, test 1" in synthetic.write_folder(tmp_path / str(count), count, image_size=32)
+        assert f"train {train}, val 1, test 1" in synthetic.write_folder(
+            tmp_path / str(count), count, image_size=32
+        )
     (tmp_path / "mine.txt").write_text("keep")
     before = sorted(tmp_path.rglob("*"))
     for folder, count, message in (

@@ -34,7 +34,8 @@ from immich_ml.schemas import ModelTask, ModelType  # noqa: E402
 
 folder, name, image, *texts = sys.argv[2:]
 visual, textual = (
-    from_model_type(name, kind, ModelTask.SEARCH, cache_dir=folder) for kind in (ModelType.VISUAL, ModelType.TEXTUAL)
+    from_model_type(name, kind, ModelTask.SEARCH, cache_dir=folder)
+    for kind in (ModelType.VISUAL, ModelType.TEXTUAL)
 )
 assert visual.cached
 assert textual.cached

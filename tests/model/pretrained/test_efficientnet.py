@@ -16,7 +16,10 @@ def their_efficientnet(size: efficientnet.LiteSize = efficientnet.LITE0) -> dict
 
     def layer(conv: str, norm: str, shape: tuple[int, ...]) -> None:
         made[f"{conv}.weight"] = torch.randn(shape) * (2 / (shape[1] * shape[2] * shape[3])) ** 0.5
-        made[f"{norm}.weight"], made[f"{norm}.bias"] = torch.rand(shape[0]) + 0.5, torch.randn(shape[0]) * 0.1
+        made[f"{norm}.weight"], made[f"{norm}.bias"] = (
+            torch.rand(shape[0]) + 0.5,
+            torch.randn(shape[0]) * 0.1,
+        )
         made[f"{norm}.running_mean"] = torch.randn(shape[0]) * 0.1
         made[f"{norm}.running_var"] = torch.rand(shape[0]) + 0.5
 
@@ -27,7 +30,9 @@ def their_efficientnet(size: efficientnet.LiteSize = efficientnet.LITE0) -> dict
             name, hidden = f"_blocks.{number}", width * stage.expand
             if stage.expand > 1:
                 layer(f"{name}._expand_conv", f"{name}._bn0", (hidden, width, 1, 1))
-            layer(f"{name}._depthwise_conv", f"{name}._bn1", (hidden, 1, stage.kernel, stage.kernel))
+            layer(
+                f"{name}._depthwise_conv", f"{name}._bn1", (hidden, 1, stage.kernel, stage.kernel)
+            )
             layer(f"{name}._project_conv", f"{name}._bn2", (stage.width, hidden, 1, 1))
             width, number = stage.width, number + 1
     layer("_conv_head", "_bn1", (efficientnet.HEAD, width, 1, 1))
@@ -45,7 +50,9 @@ def plain_efficientnet(
         pad = max((-(-side // stride) - 1) * stride + kernel - side, 0)
         x = F.pad(x, (pad // 2, pad - pad // 2) * 2)
         x = F.conv2d(x, w, stride=stride, groups=x.shape[1] if w.shape[1] == 1 else 1)
-        stats = [weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
+        stats = [
+            weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
+        ]
         x = F.batch_norm(x, *stats, training=False, eps=efficientnet.BATCH_NORM_EPS)
         return x.clamp(0, 6) if act else x
 
@@ -71,7 +78,9 @@ def test_fused_convolutions_give_the_plain_result(size: int) -> None:
     assert_inference_matches(tower, torch.randn(2, 3, size, size))
 
 
-@pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 1, 9), (5, 1, 8), (5, 2, 9), (3, 2, 10)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "side"), [(3, 1, 9), (5, 1, 8), (5, 2, 9), (3, 2, 10)]
+)
 def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, side: int) -> None:
     torch.manual_seed(0)
     conv = efficientnet.SameConv(16, 16, kernel, stride, groups=16)
@@ -80,14 +89,23 @@ def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, sid
     for dtype in (torch.bfloat16, torch.float32):
         given = x.to(dtype).requires_grad_()
         y = conv(given)
-        grads = torch.autograd.grad(y, [given, conv.weight, conv.bias], torch.ones_like(y).cumsum(3))
+        grads = torch.autograd.grad(
+            y, [given, conv.weight, conv.bias], torch.ones_like(y).cumsum(3)
+        )
         results.append([y.detach(), *grads])
-    assert [found.dtype for found in results[0]] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert [found.dtype for found in results[0]] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     for ours, exact in zip(*results, strict=True):
         assert float((ours.float() - exact).norm() / exact.norm()) < 0.01
 
 
-def test_bf16_convolutions_without_support_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_convolutions_without_support_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(efficientnet, "onednn_conv", {torch.bfloat16: None}.__getitem__)
     torch.manual_seed(0)
     tower, batch = efficientnet.EfficientNetLite().eval(), torch.randn(2, 3, 40, 40)
@@ -101,7 +119,9 @@ def test_bf16_convolutions_without_support_of_the_processor(monkeypatch: pytest.
 def test_lite2_and_two_networks_side_by_side() -> None:
     torch.manual_seed(0)
     weights = [their_efficientnet(size) for size in (efficientnet.LITE0, efficientnet.LITE2)]
-    tower = registry.build_image_tower(PretrainedImageConfig(kind="efficientnet-lite0+lite2", image_size=65))
+    tower = registry.build_image_tower(
+        PretrainedImageConfig(kind="efficientnet-lite0+lite2", image_size=65)
+    )
     assert isinstance(tower, efficientnet.ConcatTower)
     for part, size, theirs in zip(
         (tower.first, tower.second), (efficientnet.LITE0, efficientnet.LITE2), weights, strict=True

