@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -104,9 +105,11 @@ class ChunkedTower:
 
     def features(self) -> Tensor:
         """The features of all rows."""
+        if len(self.chunks) == 1 and not self.idle_calls:
+            return self.encode(self.chunks[0])
         encoded = [self.encode(rows) for rows in self.chunks]
         encoded += [self.encode(ONE_ROW)[:0] for _ in range(self.idle_calls)]
-        return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+        return torch.cat(encoded)
 
     def features_only(self) -> Tensor:
         """The features of all rows without their graph, freed chunk by chunk where one was made."""
@@ -178,16 +181,19 @@ class BatchEncoder:
         """Both encoders with their input in slices: as few as the device takes, or chunks."""
         image_keys, text_keys = self.dropout_keys(batch, step)
 
-        def encode_images(rows: slice) -> Tensor:
-            if chunk:
-                self._seed_dropout(step, 2 * rows.start)
+        def chunk_of_images(rows: slice) -> Tensor:
+            self._seed_dropout(step, 2 * rows.start)
             return self.images(batch, rows, image_keys)
 
-        def encode_texts(rows: slice) -> Tensor:
-            if chunk:
-                self._seed_dropout(step, 2 * rows.start + 1)
+        def chunk_of_texts(rows: slice) -> Tensor:
+            self._seed_dropout(step, 2 * rows.start + 1)
             return self.texts(batch, rows, text_keys)
 
+        encode_images: Callable[[slice], Tensor] = chunk_of_images
+        encode_texts: Callable[[slice], Tensor] = chunk_of_texts
+        if not chunk:  # `forward` has seeded the dropout of the batch
+            encode_images = partial(self.images, batch, keys=image_keys)
+            encode_texts = partial(self.texts, batch, keys=text_keys)
         images, captions = len(batch), len(batch.caption_ids)
         max_images, max_texts = self._max_rows(batch)
         text_groups = batch.text_rows()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -331,7 +332,9 @@ class MLXStep(TrainStep):
 
     def __call__(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
         self.parts.update.optimizer.set_lr(self.schedule(step) * self.lr_factor)
-        loss = self._gradients_that_fit(batch, step)
+        gradients = partial(self.compute_gradients, batch, step)
+        oom = self.oom  # runs them again with a smaller micro-batch if memory runs out
+        loss = oom.run(gradients, self.clear, len(batch), step) if oom else gradients()
         if probe is not None:
             probe({name: to_torch(grad) for name, grad in self._grads.items()})
         return StepResult(loss, self.update_weights(loss))

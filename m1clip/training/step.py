@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -74,17 +74,17 @@ def compute_gradients(
     encoder, world = parts.encoder, parts.world
     chunk = world.chunk_size(micro_batch, len(batch))
     encoded, sizes = world.together(
-        lambda: encoder.forward(batch, step, chunk, world.most_calls, mark),
+        partial(encoder.forward, batch, step, chunk, world.most_calls, mark),
         *(len(batch), len(batch.caption_ids)),
         mark=mark,
     )
     gathered = world.gather(batch, encoded.features, sizes)
     mark("forward")
     (loss, gradients), _ = world.together(
-        lambda: _loss_and_grads(parts, gathered, encoder.loss_context(batch), mark), mark=mark
+        partial(_loss_and_grads, parts, gathered, encoder.loss_context(batch), mark), mark=mark
     )
     own_gradients = world.scatter(gradients, sizes)
-    world.together(lambda: world.backward(encoded, own_gradients), mark=mark)
+    world.together(partial(world.backward, encoded, own_gradients), mark=mark)
     return world.reduce(loss)
 
 
@@ -260,7 +260,9 @@ class TrainStep:
                 return replayed
         self.phases.mark("copy")
         batch = batch.to(self.device.torch, self.device.rules.non_blocking)
-        loss = self._gradients_that_fit(batch, step)
+        gradients = partial(self.compute_gradients, batch, step)
+        oom = self.oom  # runs them again with a smaller micro-batch if memory runs out
+        loss = oom.run(gradients, self.clear, len(batch), step) if oom else gradients()
         if probe is not None:
             probe(named_gradients(self.parts))
         self.phases.mark("optimizer")
@@ -270,13 +272,6 @@ class TrainStep:
             keep_freed_memory()  # all block sizes have been allocated once
         self.phases.stop()
         return StepResult(loss, grad_norm)
-
-    def _gradients_that_fit(self, batch: Batch, step: int) -> Tensor:
-        if self.oom is None:
-            return self.compute_gradients(batch, step)
-        return self.oom.run(
-            lambda: self.compute_gradients(batch, step), self.clear, len(batch), step
-        )
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """`compute_gradients` of this step's parts, with the micro-batch that fits."""
