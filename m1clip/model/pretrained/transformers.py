@@ -93,7 +93,9 @@ class TransformersTextTower(Tower):
             pooled: Tensor = self.model(input_ids=tokens).pooler_output
             return pooled
         real = tokens != self.pad_id
-        last = self.model(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        # On the meta device only shapes are known, and transformers reads the values of a mask.
+        mask = None if tokens.is_meta else real.long()
+        last = self.model(input_ids=tokens, attention_mask=mask).last_hidden_state
         weight = real[..., None].to(last.dtype)
         mean: Tensor = (last * weight).sum(dim=1) / weight.sum(dim=1)
         return mean
