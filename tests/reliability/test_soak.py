@@ -45,9 +45,8 @@ def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
     }
     changes |= {"train.eval_every": EVERY["eval"], "train.save_every": EVERY["checkpoint"]}
     trainer = Command("train", *small_arguments(changes), "--out", "run", cwd=folder)
-    trainer.wait_until(
-        lambda: (run / "run.jsonl").is_file() and (run / "run.jsonl").stat().st_size > 2000
-    )
+    # The first evaluation starts the threads of numpy's matmuls, and the first save opens its files.
+    trainer.wait_until(lambda: has_records(run, "eval", "checkpoint"))
     page = Command("monitor", "run", "--web", "--port", "0", "--no-browser", cwd=folder)
     page.wait_until(lambda: re.search(r"http://\S+/", page.read()[0]))
     url = re.search(r"http://\S+/", page.read()[0])[0]
@@ -69,6 +68,13 @@ def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
     assert sum(visits) > 0
     assert sum(screen) > 0
     return run, samples
+
+
+def has_records(run: Path, *kinds: str) -> bool:
+    """Whether the log of a run has a record of each kind."""
+    if not (run / "run.jsonl").is_file():
+        return False
+    return set(kinds) <= {record["kind"] for record in read_log(run)}
 
 
 @contextlib.contextmanager
