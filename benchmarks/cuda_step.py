@@ -209,9 +209,8 @@ def open_clip_step(job: Job, words: list[str]) -> Step:
 def model_shape(model: str, quick: bool) -> CLIPConfig:
     """The shape of a model; a smoke test takes two small blocks of it."""
     shape = PRESETS[model]
-    if (
-        model == "tiny"
-    ):  # patches, class token and norm as in open_clip, so that both do the same work
+    # Patches, class token and norm as in open_clip, so that both do the same work.
+    if model == "tiny":
         same = {
             "vision_layers": 6,
             "text_layers": 4,

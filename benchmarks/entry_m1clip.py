@@ -47,9 +47,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     duration = ("--steps", "4") if job["quick"] else ("--minutes", f"{minutes:.4f}")
     deadline = begin + seconds - max(1.0, STOPPING * seconds)
     process = subprocess.Popen(command(job, run, duration), env=environment(run))
-    while process.poll() is None and not finished(
-        run
-    ):  # the final report after it is no part of training
+    # The final report after it is no part of training.
+    while process.poll() is None and not finished(run):
         time.sleep(0.2)
         if time.time() > deadline:
             break

@@ -119,9 +119,8 @@ def train(
 ) -> dict[str, Any]:
     """One run of `m1clip train --recipe frozen`: its recalls and seconds, start to end."""
     kind, run = KINDS[name], folder / f"{name}-{seed}"
-    cache = options.cache or folder / (
-        "both-cache" if kind.images else f"{name}-cache"
-    )  # one set of towers each
+    # One set of towers each.
+    cache = options.cache or folder / ("both-cache" if kind.images else f"{name}-cache")
     # In one folder for all rows: the cache knows an image by its path below the folder of the table.
     table = choose(folder, folder / f"{run.name}.jsonl", kind.images, seed, options.test)
     words = [

@@ -215,9 +215,8 @@ def main() -> None:
                 rounds[f"open_clip CSV, {workers} workers"] = functools.partial(peers[-1].ask, "8")
         results = measure(rounds, options.rounds)
         for peer in peers:
-            peer.ask(
-                "stop"
-            )  # its input stays open in workers forked since, so closing it is not enough
+            # Its input stays open in workers forked since, so closing it is not enough.
+            peer.ask("stop")
     machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
     machine += f", open_clip {version}" if version else ""

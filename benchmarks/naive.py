@@ -42,9 +42,8 @@ class NaiveAttention(nn.Module):
             .reshape(n, length, 3, self.heads, width // self.heads)
             .permute(2, 0, 3, 1, 4)
         )
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(
-            width // self.heads
-        )  # (n, heads, length, length)
+        # (n, heads, length, length).
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // self.heads)
         weights = self.drop(torch.softmax(scores, dim=-1))
         return self.out((weights @ v).transpose(1, 2).reshape(n, length, width))
 

@@ -348,9 +348,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return serve(options.worker, load_config(options.config))
-    data = (
-        Path(options.data).name if options.data else "synthetic"
-    )  # no path of this machine in a result
+    # No path of this machine in a result.
+    data = Path(options.data).name if options.data else "synthetic"
     result: dict[str, Any] = {
         "machine": machine(),
         "quick": options.quick,

@@ -25,18 +25,8 @@ from m1clip.data.sources import open_source
 from m1clip.formatting import percent, table
 from m1clip.search.concepts import fit_concept
 
-WORDS = (
-    "dog",
-    "boy",
-    "girl",
-    "woman",
-    "water",
-    "ball",
-    "snow",
-    "beach",
-    "grass",
-    "children",
-)  # of 50 images or more
+# Of 50 images or more.
+WORDS = ("dog", "boy", "girl", "woman", "water", "ball", "snow", "beach", "grass", "children")
 COUNTS = (3, 5, 10, 20)
 DRAWS = 20
 RESAMPLES = 2000

@@ -157,9 +157,8 @@ def machine() -> dict[str, Any]:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     git = subprocess.run(command, capture_output=True, text=True, check=False)
     facts = read_facts()
-    load = (
-        os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    )  # before any side starts: what else ran
+    # Before any side starts: what else ran.
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "cpu": facts.cpu,
         "cores": facts.cores,
@@ -174,9 +173,8 @@ def machine() -> dict[str, Any]:
 
 def step_flops(shape: CLIPConfig, batch: Batch) -> float:
     """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
-    images = flops_per_pair(
-        shape, 0
-    )  # the caption's two vectors, which are little, are counted with the image
+    # The caption's two vectors, which are little, are counted with the image.
+    images = flops_per_pair(shape, 0)
     texts = sum(
         len(group) * (flops_per_pair(shape, group.shape[1]) - images)
         for group in map(batch.texts, batch.text_rows())

@@ -222,9 +222,8 @@ def run_entry(
         **{"seconds": time.time() - begin, "date": time.strftime("%Y-%m-%d", time.gmtime(begin))},
         **{"options": job["options"], "machine": {**machine(), "cores": cores}, **told},
     }
-    for split in (
-        ("val",) if trial else ("val", "test")
-    ):  # the test split decides nothing, so a trial does not see it
+    # The test split decides nothing, so a trial does not see it.
+    for split in ("val",) if trial else ("val", "test"):
         rows = folder / f"{split}.jsonl"
         made = act("encode", rows=str(rows))
         run[split] = score(rows, out)

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-HUB_NAME = re.compile(
-    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-)  # such as openai/clip-vit-base-patch32
+# Such as openai/clip-vit-base-patch32.
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class UserError(Exception):

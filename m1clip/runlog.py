@@ -152,9 +152,8 @@ class LogField:
 
     name: str  # path/in/a/dict for one inside another field, which then has the schema
     schema: Any = _figure  # in each record, for `matches_schema`; None: not checked
-    schema_by_kind: Mapping[str, Any] = dataclass_field(
-        default_factory=dict
-    )  # where a kind of record differs
+    # Where a kind of record differs.
+    schema_by_kind: Mapping[str, Any] = dataclass_field(default_factory=dict)
     required_in: tuple[str, ...] = ()  # kinds of record that are invalid without it
     curve: Literal["step", "eval"] | None = (
         None  # kind of record that gives the points of its curve

@@ -17,9 +17,8 @@ from torch.distributed import TCPStore
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
 from m1clip.training.step import TrainStep
 
-Gate = tuple[
-    int, Path
-]  # a step, before which ranks wait until the file exists; beside it they list their samples
+# A step, before which ranks wait until the file exists; beside it they list their samples.
+Gate = tuple[int, Path]
 
 
 def join_ranks(

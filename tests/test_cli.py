@@ -285,9 +285,8 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str,
 def test_help_lists_every_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        app, "_console", Console(width=200)
-    )  # cyclopts keeps the console of the first --help
+    # Cyclopts keeps the console of the first --help.
+    monkeypatch.setattr(app, "_console", Console(width=200))
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out
@@ -299,6 +298,7 @@ def test_help_lists_every_option(
 def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
     slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"  # cyclopts is the first import of the command
     (tmp_path / "cyclopts.py").write_text(slow)
+    # The current folder comes first on the path.
     ended = subprocess.run(
         [sys.executable, "-m", "m1clip"],
         cwd=tmp_path,
@@ -306,7 +306,7 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
         capture_output=True,
         timeout=300,
         check=False,
-    )  # the current folder comes first on the path
+    )
     assert (ended.returncode, ended.stderr) == (130, b"")
 
 

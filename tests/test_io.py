@@ -193,9 +193,8 @@ def test_files_beneath_a_folder_are_never_reached_through_links(tmp_path: Path) 
             io.write_beneath(folder, name, b"overwritten")
     with pytest.raises(OSError, match="a link in"):
         io.open_beneath(folder, "file", os.O_WRONLY | os.O_CREAT)
-    io.write_beneath(
-        folder, "file", b"replaced"
-    )  # the link itself is replaced, not what it points to
+    # The link itself is replaced, not what it points to.
+    io.write_beneath(folder, "file", b"replaced")
     assert {path.name: path.read_text() for path in outside.iterdir()} == {"weights": "secret"}
     assert not list(folder.rglob(f"*{io.PARTIAL}"))
     io.unlink_beneath(folder, "a/b/file")

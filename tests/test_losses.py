@@ -291,9 +291,8 @@ def test_true_places_matches_nonzero(columns: int) -> None:
 def test_text_contrast_matches_loop() -> None:
     f = features(6)
     sample_ids, image_index = torch.tensor([7, 8, 7]), torch.tensor([0, 0, 1, 1, 2, 1])
-    caption_ids = torch.tensor(
-        [0, 1, 2, 3, 1, 5]
-    )  # the second image 7 repeats a caption of the first
+    # The second image 7 repeats a caption of the first.
+    caption_ids = torch.tensor([0, 1, 2, 3, 1, 5])
     samples, logits, rows = (
         sample_ids[image_index].tolist(),
         (f.scale * f.text @ f.text.T).tolist(),

@@ -21,9 +21,8 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     image = EfficientNetLite().state_dict()
     for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
-        torch.nn.init.kaiming_normal_(
-            weight
-        )  # with torch's default initialization the signal would vanish
+        # With torch's default initialization the signal would vanish.
+        torch.nn.init.kaiming_normal_(weight)
     # As deep as MiniLM, but narrow: saving a full-size one would take most of the test's time.
     thin = BertSize(width=48, heads=4, hidden=96, positions=64)
     monkeypatch.setattr(registry, "MINILM", thin)

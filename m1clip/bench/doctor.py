@@ -32,15 +32,12 @@ class Machine:
     nvidia_driver: bool = (
         False  # the system has an NVIDIA GPU and driver, regardless of the torch build
     )
-    kernel_failures: dict[str, str] = field(
-        default_factory=dict
-    )  # device -> "" if its gradient was correct
-    known_errors: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # device -> error -> "" if it does not occur
-    gemm_flops: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # device -> precision -> FLOP/s
+    # Device -> "" if its gradient was correct.
+    kernel_failures: dict[str, str] = field(default_factory=dict)
+    # Device -> error -> "" if it does not occur.
+    known_errors: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Device -> precision -> FLOP/s.
+    gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
     cpu_quota: float | None = None  # of a container, in CPUs
@@ -63,9 +60,8 @@ def read_machine() -> Machine:
     from m1clip.hardware.timing import gemm_rates
 
     facts, load = read_facts(), os.getloadavg()[0]
-    kinds = [
-        kind for kind in available(facts) if kind != "mlx"
-    ]  # each run in MLX checks itself (training/parity.py)
+    # Each run in MLX checks itself (training/parity.py).
+    kinds = [kind for kind in available(facts) if kind != "mlx"]
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
     battery = getattr(psutil, "sensors_battery", lambda: None)()
     low_power = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))

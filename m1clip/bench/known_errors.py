@@ -11,10 +11,8 @@ from torch import Tensor
 
 from m1clip.errors import first_line
 
-LONG, POISON = (
-    40_000,
-    1e4,
-)  # a reduction beyond the limit; the value in the memory behind the operands
+# A reduction beyond the limit; the value in the memory behind the operands.
+LONG, POISON = (40_000, 1e4)
 TIMEOUT = 120  # seconds
 WRONG = 3  # exit code of the process that reproduces an error; 1 would be that of an exception
 

@@ -72,9 +72,8 @@ def make_plan(
     steps = max(1, round(epochs * images / batch_size))
 
     data = images * shape.image_size**2 * 3
-    in_memory = (
-        device.kind == "cpu" and data <= RAM_FRACTION * facts.memory_bytes
-    )  # else on disk, or on the device
+    # Else on disk, or on the device.
+    in_memory = device.kind == "cpu" and data <= RAM_FRACTION * facts.memory_bytes
     estimate = MemoryEstimate(
         c.train_config(), Start(shape), facts, device, precision, tokens, data if in_memory else 0
     )
@@ -145,9 +144,8 @@ def sent_bytes(
     parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str
 ) -> float:
     """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's updates."""
-    features = (
-        2 * 2 * 4 * batch_size * embed_dim
-    )  # of images and captions: gathered, and their gradients added
+    # Of images and captions: gathered, and their gradients added.
+    features = 2 * 2 * 4 * batch_size * embed_dim
     updates = parameters * (2 if precision == "bf16" else 4) if optimizer == "muon" else 0
     return (ranks - 1) / ranks * (2 * 4 * parameters + features + updates)
 

@@ -141,9 +141,8 @@ def fit(results: Sequence[Result]) -> CostModel | None:
     if len(results) < 3:
         return None
     columns = np.array([[1.0, r.parameters, r.flops] for r in results])
-    columns /= np.array(
-        [[r.seconds.median] for r in results]
-    )  # relative error: 10 ms count as much as 10 s
+    # Relative error: 10 ms count as much as 10 s.
+    columns /= np.array([[r.seconds.median] for r in results])
     size = columns.max(axis=0)  # the columns differ by 12 orders of magnitude
     used = [0, 1, 2]
     while True:

@@ -26,12 +26,8 @@ from m1clip.training.memory import random_batch
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
 from m1clip.training.step import step_class
 
-GEMM_SIZE = {
-    "cpu": 1536,
-    "mps": 4096,
-    "mlx": 4096,
-    "cuda": 8192,
-}  # large enough to reach the device's peak rate
+# Large enough to reach the device's peak rate.
+GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}
 MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
 MAX_STEPS = 100  # timed at once
 PARITY_IMAGES = 4
@@ -115,9 +111,8 @@ class Measurement:
     joules: float | None  # of all of them
     other_load: float | None  # fraction of the CPU used by other programs
     peak_bytes: int
-    gradient_difference: (
-        float | None
-    )  # for a few images, relative to the CPU's in fp32; None: not checked
+    # For a few images, relative to the CPU's in fp32; None: not checked.
+    gradient_difference: float | None
 
 
 def measure(c: Configuration, seconds: float, least: int, check_gradient: bool) -> Measurement:

@@ -87,9 +87,8 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
         raise UserError(
             f"{path}: already exists; write the captions into it, or rename it to start again"
         )
-    names = [
-        name for name in walk_images(folder) if name.isprintable()
-    ]  # a table cannot name others
+    # A table cannot name others.
+    names = [name for name in walk_images(folder) if name.isprintable()]
     if not names:
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(text).writerows([("image", "caption"), *((name, "") for name in names)])

@@ -32,9 +32,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _open_standard_streams()
         signal.signal(signal.SIGINT, _on_interrupt)
         gc.set_threshold(10_000)  # imports create many objects, nearly all of which stay
-        atexit.register(
-            gc.freeze
-        )  # else the last collection looks at every object of torch, for 0.4 s
+        # Else the last collection looks at every object of torch, for 0.4 s.
+        atexit.register(gc.freeze)
     debug = "--debug" in words
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an ASCII locale prints "?" for other characters
@@ -69,9 +68,8 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once; a second Ctrl-C during cleanup exits without a traceback."""
     if _leaving.is_set():
         if sys.stdout.isatty():
-            os.write(
-                sys.stdout.fileno(), b"\x1b[?25h"
-            )  # show the cursor again: progress bars hide it
+            # Show the cursor again: progress bars hide it.
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")
         os._exit(INTERRUPTED)
     _leaving.set()
     raise KeyboardInterrupt

@@ -74,9 +74,8 @@ def evaluate(
     from m1clip.training.progress import Screen, decode_options
 
     screen = Screen()
-    folder = (
-        model if (model / "config.toml").is_file() else Path()
-    )  # figures go to the run, or to the current folder
+    # Figures go to the run, or to the current folder.
+    folder = model if (model / "config.toml").is_file() else Path()
     if classes is not None:
         loaded = load(model)
         loaded.encoder.use_device(device)
@@ -136,9 +135,8 @@ def classify(
         raise UserError("--labels: give two or more labels, separated by commas")
     paths = _image_files(images)
     if model is None:
-        from m1clip.model.folder import (
-            newest_run,
-        )  # imports torch, which an ONNX folder does not need
+        # Imports torch, which an ONNX folder does not need.
+        from m1clip.model.folder import newest_run
 
         model = newest_run()
     loaded = load(model)

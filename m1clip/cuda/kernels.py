@@ -295,9 +295,8 @@ def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
 
 @attention.register_fake
 def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
-    return qkv.new_empty(
-        qkv.shape[0], qkv.shape[1] // 3
-    )  # len() would make the compiler fix the batch
+    # Len() would make the compiler fix the batch.
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
 
 
 @custom_op("m1clip::attention_backward", mutates_args=())

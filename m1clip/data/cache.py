@@ -32,9 +32,8 @@ ROWS, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 DISK_MARGIN = 1.05
-Computed = Generator[
-    tuple[list[int], np.ndarray]
-]  # places in the list of wanted items, and their rows
+# Places in the list of wanted items, and their rows.
+Computed = Generator[tuple[list[int], np.ndarray]]
 Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places that failed to the dict
 
 
@@ -134,9 +133,8 @@ class RowCache:
             save()
 
     def _locked(self, warn: Warn) -> AbstractContextManager[object]:
-        lock = FileLock(
-            self.path / LOCK, fallback_to_soft=False
-        )  # a soft lock would outlive a killed process
+        # A soft lock would outlive a killed process.
+        lock = FileLock(self.path / LOCK, fallback_to_soft=False)
         try:
             try:
                 return lock.acquire(blocking=False)

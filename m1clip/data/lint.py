@@ -28,11 +28,8 @@ STREAMED = 2_000  # images checked of streamed shards
 MAX_EXAMPLES = 100  # of each finding in the JSON
 EXAMPLES_SHOWN = 3  # of each finding in the text
 MAX_UNREADABLE_FRACTION = 0.10  # a run stops above it
-_VERDICT: dict[Severity, str] = {
-    "problem": "problems",
-    "warning": "warnings",
-    "info": "ok",
-}  # worst first
+# Worst first.
+_VERDICT: dict[Severity, str] = {"problem": "problems", "warning": "warnings", "info": "ok"}
 
 FAULTS = {  # kinds of BadImage
     "missing": ("missing images", "restore the missing images, or remove their rows"),

@@ -310,9 +310,8 @@ def batches(
             batch.pin_memory() if pin else batch
             for batch in _in_this_process(data, start, stop, interruptible)
         )
-    with contextlib.closing(
-        feed
-    ):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
+    # Not left to the garbage collector, which prints a Ctrl-C in it as a traceback.
+    with contextlib.closing(feed):
         for batch in feed:
             if data.report is not None:
                 data.report(batch.failed)
@@ -441,9 +440,8 @@ class _Workers:
             piece = pipe.recv()
         except (EOFError, OSError):
             end = time.monotonic() + 1.0
-            while (
-                process.exitcode is None and time.monotonic() < end
-            ):  # another thread may be joining it
+            # Another thread may be joining it.
+            while process.exitcode is None and time.monotonic() < end:
                 time.sleep(0.01)
             if process.exitcode is None:
                 raise
@@ -495,9 +493,8 @@ def _follow_parent() -> None:
 def _make_pieces(pipe: Connection, number: int, pieces: int, data: TrainingSet | None) -> None:
     """Run a worker: receive the data unless it is forked, then numbers of steps; send its pieces of their batches."""
     _follow_parent()
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # sent to the process group: the parent needs batches for its step
+    # Sent to the process group: the parent needs batches for its step.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     with contextlib.suppress(EOFError, OSError):  # the parent has ended

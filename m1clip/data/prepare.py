@@ -63,17 +63,15 @@ def choose_augmentation(
     keep_words: bool = False,
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
-    from m1clip.data.augment import (
-        Augmentation,
-    )  # imports torch, which an evaluation in onnxruntime does not need
+    # Imports torch, which an evaluation in onnxruntime does not need.
+    from m1clip.data.augment import Augmentation
 
     usual = Augmentation(0.6, 0.5, 0.2, 0.0 if keep_patches else 0.5, 0.0 if keep_words else 0.3)
     if is_synthetic(config):
         usual = Augmentation()
     elif mentions_sides:
-        usual = replace(
-            usual, crop_min=1.0, flip=0.0
-        )  # a mirrored or shifted image would make its caption false
+        # A mirrored or shifted image would make its caption false.
+        usual = replace(usual, crop_min=1.0, flip=0.0)
     asked = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
     return replace(usual, **{name: value for name, value in asked.items() if value is not None})
 

@@ -59,9 +59,8 @@ def _window(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
 def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
     """A 64-bit hash for each sample: splitmix64 over the four integers."""
     with np.errstate(over="ignore"):
-        state = _splitmix(
-            np.array(seed, np.uint64)
-        )  # hashed alone, or seed 1 epoch 0 would equal seed 0 epoch 1
+        # Hashed alone, or seed 1 epoch 0 would equal seed 0 epoch 1.
+        state = _splitmix(np.array(seed, np.uint64))
         for word in (epoch, stream):
             state = _splitmix(state ^ np.uint64(word))
         return _splitmix(_splitmix(samples.astype(np.uint64) ^ state))

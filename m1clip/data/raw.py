@@ -12,13 +12,8 @@ SUFFIXES = frozenset({".dng", ".cr2", ".nef", ".nrw", ".arw", ".srw"})
 MAX_DIRECTORIES, MAX_ENTRIES, MAX_VALUES, MAX_BYTES = 32, 1000, 64, 2**26
 SUBFILE, STRIP, ORIENTATION, STRIP_BYTES, DATE = 254, 273, 274, 279, 306
 CHILDREN, JPEG, JPEG_BYTES, EXIF, DNG, TAKEN = 330, 513, 514, 0x8769, 50706, 0x9003
-TYPES = {
-    1: ("B", 1),
-    2: ("B", 1),
-    3: ("H", 2),
-    4: ("I", 4),
-    13: ("I", 4),
-}  # other TIFF types are not needed
+# Other TIFF types are not needed.
+TYPES = {1: ("B", 1), 2: ("B", 1), 3: ("H", 2), 4: ("I", 4), 13: ("I", 4)}
 
 Directory = dict[int, tuple[int, ...]]  # {tag: values}
 

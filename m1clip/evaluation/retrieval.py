@@ -129,9 +129,8 @@ class Ranks:
     """
 
     text_to_image: np.ndarray  # (n_texts,) best rank among the images that have this caption
-    image_to_text: (
-        np.ndarray
-    )  # (n_images,) best rank among its captions; valid only where `captioned`
+    # (n_images,) best rank among its captions; valid only where `captioned`.
+    image_to_text: np.ndarray
     right_images: np.ndarray  # (n_texts,) how many images have this caption
     right_texts: np.ndarray  # (n_images,) how many distinct captions the image has
     distinct_texts: int
@@ -188,9 +187,8 @@ def _best_ranks(
         np.maximum.at(best, row, np.where(np.isnan(right), -np.inf, right).astype(np.float32))
         scores[row, column] = -np.inf
         above = scores >= best[:, None] - np.float32(TIE)
-        rank = 1 + above.view(np.uint8).sum(
-            axis=1, dtype=np.int32
-        )  # half the time of a sum of bool
+        # Half the time of a sum of bool.
+        rank = 1 + above.view(np.uint8).sum(axis=1, dtype=np.int32)
         rank[np.isneginf(best)] = len(candidates) + 1
         found[start : start + len(scores)] = rank
     return found

@@ -73,9 +73,8 @@ class ZeroShot:
     """Result of zero-shot classification over class folders."""
 
     scores: Scores
-    confusion: (
-        np.ndarray
-    )  # (classes, classes) counts: rows are the true class, columns the predicted one
+    # (classes, classes) counts: rows are the true class, columns the predicted one.
+    confusion: np.ndarray
     names: list[str]
     unreadable: list[str]
 

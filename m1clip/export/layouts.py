@@ -91,9 +91,8 @@ IMMICH_NAMES = {
     1152: "ViT-SO400M-14-SigLIP-384__webli",
     1536: "ViT-gopt-16-SigLIP2-256__webli",
 }
-Writer = Callable[
-    [Path, SavedModel, Say], list[str]
-]  # writes into the folder and returns notes for the user
+# Writes into the folder and returns notes for the user.
+Writer = Callable[[Path, SavedModel, Say], list[str]]
 
 
 def convert(

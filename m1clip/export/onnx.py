@@ -35,9 +35,8 @@ class Layout:
 
     image: str
     text: str
-    names: tuple[
-        tuple[str, str], tuple[str, str]
-    ]  # (input, output) of the image graph and of the text graph
+    # (input, output) of the image graph and of the text graph.
+    names: tuple[tuple[str, str], tuple[str, str]]
     normalizes: bool = False  # the graph takes uint8 pixels; otherwise the program normalizes them
     int32: bool = False  # token ids
 

@@ -151,9 +151,8 @@ def vector_differences(
     found = {}
     for name, kept in (("image", slice(None)), ("text", texts)):
         one, other = (getattr(each, name).astype(np.float64)[kept] for each in (before, after))
-        one = np.pad(
-            one, ((0, 0), (0, other.shape[1] - one.shape[1]))
-        )  # Immich's vectors are longer
+        # Immich's vectors are longer.
+        one = np.pad(one, ((0, 0), (0, other.shape[1] - one.shape[1])))
         if not len(one):
             continue
         lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)

@@ -181,9 +181,10 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
     name, tried = source.graph.input[0].name, inputs[:TRIED]
     wanted = _outputs(path, tried)[0]
     batches = np.array_split(inputs, -(-len(inputs) // BATCH))
+    # The heads.
     source = _in_blocks(
         source, [node.name for node in source.graph.node if node.op_type == "MatMul"]
-    )  # the heads
+    )
     means = _mean_inputs(source, path, batches)
 
     class Reader(CalibrationDataReader):
@@ -207,9 +208,8 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
             weight_type=QuantType.QInt8,
             nodes_to_exclude=kept,
             calibration_cache_path=ranges,
-            extra_options={
-                "MatMulConstBOnly": True
-            },  # products of two activations have no weights to shrink
+            # Products of two activations have no weights to shrink.
+            extra_options={"MatMulConstBOnly": True},
         )
         return float((_outputs(path, tried)[0] * wanted).sum(axis=1).mean())
 

@@ -59,9 +59,8 @@ def fastest(rounds: Mapping[Key, Sequence[float]], default: Key) -> Key:
 
 
 def _beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
-    pairs = list(
-        zip(candidate, default, strict=False)
-    )  # a candidate that cannot win is not timed to the end
+    # A candidate that cannot win is not timed to the end.
+    pairs = list(zip(candidate, default, strict=False))
     wins = sum(mine * MIN_SPEEDUP < other for mine, other in pairs)
     return len(pairs) >= ROUNDS and wins >= MIN_WINS
 

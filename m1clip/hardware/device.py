@@ -212,9 +212,8 @@ class Device:
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return (
-            peak if sys.platform == "darwin" else peak * 1024
-        )  # kilobytes on Linux, bytes on macOS
+        # Kilobytes on Linux, bytes on macOS.
+        return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak(self) -> bool:
         """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""

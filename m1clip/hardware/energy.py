@@ -102,13 +102,8 @@ def _open_apple() -> EnergyMeter | None:
     return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)
 
 
-CPU_SENSORS = (
-    "coretemp",
-    "k10temp",
-    "zenpower",
-    "cpu_thermal",
-    "acpitz",
-)  # Linux names, the best first
+# Linux names, the best first.
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 
 def temperature(kind: str) -> float | None:

@@ -80,10 +80,8 @@ class Phases:
     def __init__(self, kind: str = "cpu") -> None:
         self.kind = kind
         self._marks: deque[tuple[str, Any]] = deque(maxlen=MAX_MARKS)  # "" is no phase
-        self.silent = kind in (
-            "mps",
-            "mlx",
-        )  # the host's clock would show when work was queued, not when it was done
+        # The host's clock would show when work was queued, not when it was done.
+        self.silent = kind in ("mps", "mlx")
 
     def mark(self, name: str) -> None:
         """Start the phase `name` and end the one before; the host does not wait."""
@@ -133,9 +131,8 @@ class Load:
 
 def _machine() -> tuple[float, float]:
     times = psutil.cpu_times()
-    return sum(times[:8]), times.idle + getattr(
-        times, "iowait", 0.0
-    )  # guest time is part of user time
+    # Guest time is part of user time.
+    return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0)
 
 
 def _own() -> float:

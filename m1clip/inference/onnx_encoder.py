@@ -261,9 +261,8 @@ def _session(
         raise UserError("an ONNX folder needs onnxruntime: pip install 'm1clip[export]'") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.add_session_config_entry(
-        "session.intra_op.allow_spinning", "0"
-    )  # would take the cores from others
+    # Would take the cores from others.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]

@@ -90,9 +90,8 @@ class TorchEncoder:
         if kind != "cpu":
             self._process.require_same(f"a model on {kind}")
         elif self._process.is_forked() and torch.get_num_threads() > 1:
-            torch.set_num_threads(
-                1
-            )  # OpenMP would wait for threads that do not exist in a forked process
+            # OpenMP would wait for threads that do not exist in a forked process.
+            torch.set_num_threads(1)
         if self.clip.training:
             self.clip.eval()
         return TowerRunner(

@@ -136,9 +136,8 @@ def build_clip(config: CLIPConfig) -> CLIP:
 def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
     """A CLIP whose weights are about to be loaded: memory is allocated, nothing is initialized."""
     if config.from_transformers:
-        return build_clip(config).to(
-            device
-        )  # libraries keep buffers that are neither weights nor saved
+        # Libraries keep buffers that are neither weights nor saved.
+        return build_clip(config).to(device)
     with torch.device("meta"):
         model = build_clip(config)
     # Not to_empty(): its empty_like() imports torch's compiler, 100 MB.

@@ -23,9 +23,8 @@ def attention(
     """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
     if kind == "auto":
         # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference (without a mask).
-        infers = (
-            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        )  # the compiler lacks this
+        # The compiler lacks this.
+        infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         products = q.dtype == torch.bfloat16 and q.device.type == "cpu"
         products = products and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
         kind = "bmm" if products else "sdpa"

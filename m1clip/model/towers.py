@@ -70,9 +70,8 @@ def whitening_filters(pixels: Tensor, count: int) -> Tensor:
     Each is scaled to unit variance and included with both signs, because the activation that follows is one-sided.
     As the first layer of a stem, they give a higher recall after the same number of steps (docs/recipe.md).
     """
-    patches = (
-        F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()
-    )  # (n * places, 27)
+    # (n * places, 27).
+    patches = F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()
     variances, directions = torch.linalg.eigh(patches.T.cov())
     filters = (directions / (variances + WHITENING_EPS).sqrt()).T.flip(0)[: count // 2]
     # The sign of an eigenvector is arbitrary: choose the same on every machine.
@@ -229,9 +228,8 @@ class TextTower(Tower):
         x = self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
         if self.norm_mean is None:
             return x
-        inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[
-            :, :, None
-        ]  # (n, length, 1)
+        # (n, length, 1).
+        inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[:, :, None]
         mean = (embedded * inside).sum(dim=1) / (eot + 1)[:, None]
         return x + self.norm_mean(mean).to(x.dtype)
 

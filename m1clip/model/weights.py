@@ -22,11 +22,8 @@ Tensors = dict[str, Tensor]
 POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-STATE_KEYS = (
-    "state_dict",
-    "model",
-    "model_state_dict",
-)  # where a training checkpoint keeps the weights
+# Where a training checkpoint keeps the weights.
+STATE_KEYS = ("state_dict", "model", "model_state_dict")
 
 
 def write_tensors(
@@ -118,9 +115,8 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
     lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
-    return bool(
-        lowest.float().isfinite() & highest.float().isfinite()
-    )  # float64 holds more than the model can
+    # Float64 holds more than the model can.
+    return bool(lowest.float().isfinite() & highest.float().isfinite())
 
 
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:

@@ -99,9 +99,8 @@ def plot(
         if len(shown) > 1:
             axes.legend(frameon=False)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # a letter of a name that the font does not have
+            # A letter of a name that the font does not have.
+            warnings.simplefilter("ignore", UserWarning)
             figure.savefig(buffer, format="svg", transparent=True)
     alt = "; ".join(
         f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown
@@ -114,9 +113,8 @@ def curve_plots(histories: Sequence[History]) -> str:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
     best_title = f"{metrics} on validation, % (selects the best model)"
-    best = LogField(
-        name="", curve="eval", title=best_title, factor=100.0
-    )  # the metric depends on the run
+    # The metric depends on the run.
+    best = LogField(name="", curve="eval", title=best_title, factor=100.0)
     loss, *other_fields = plotted_fields("step")
     plots = ""
     for field in (loss, best, *plotted_fields("eval"), *other_fields):

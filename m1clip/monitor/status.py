@@ -112,9 +112,8 @@ def seconds_left(history: History) -> float | None:
     else:
         every = history.setting("train", "eval_every", int) or history.total
         evaluations = history.total // every - history.step // every + (history.total % every > 0)
-    return (
-        steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation
-    )  # and the test split at the end
+    # And the test split at the end.
+    return steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation
 
 
 def elapsed(history: History) -> float | None:

@@ -124,9 +124,8 @@ def charts(history: History, width: int) -> Layout:
 def head_lines(history: History, status: Status, width: int, now: float) -> list[RenderableType]:
     tail = f"* {status.state}"
     name, space = str(history.run), max(8, width - len(tail) - 12)
-    name = (
-        name if len(name) <= space else "~" + name[-space + 1 :]
-    )  # the end of a path matters more than its start
+    # The end of a path matters more than its start.
+    name = name if len(name) <= space else "~" + name[-space + 1 :]
     fraction = history.step / history.total if history.total else 0.0
     words = f"{percent(fraction, 0)}  step {history.step:,} of {history.total:,}"
     if not history.total or status.state == "preparing":
@@ -156,9 +155,8 @@ def values(row: Record, *figures: tuple[str, str, Callable[[float], str]]) -> li
     parts: list[Part] = []
     for name, label, words in figures:
         if (value := row.get(name)) is not None:
-            text = (
-                words(value) if isinstance(value, int | float) else str(value)
-            )  # the log writes NaN as text
+            # The log writes NaN as text.
+            text = words(value) if isinstance(value, int | float) else str(value)
             parts += [(f" {label} ", "dim"), (f"{text} ", "bold")]
     return parts
 

@@ -42,9 +42,8 @@ MIN_EXAMPLES = 2  # to choose by leave-one-out
 KNOWN = 0.1  # a text finds examples that it ranks, on average, within this fraction of the library
 SAME = 0.9995  # cosine of two vectors of the same image
 
-Examples = tuple[
-    np.ndarray, np.ndarray
-]  # (n, dim) vectors of positive examples, (m, dim) of negative ones
+# (n, dim) vectors of positive examples, (m, dim) of negative ones.
+Examples = tuple[np.ndarray, np.ndarray]
 
 
 class Choice(NamedTuple):
@@ -220,9 +219,8 @@ def fit_concept(
         needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if text_finds_them else 0.0
         return bool(positive_gains.mean() >= 0 and gains.mean() > needed)
 
-    above = (
-        np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1
-    )  # images that the text ranks higher
+    # Images that the text ranks higher.
+    above = np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1
     text_finds_them = len(positive) == 0 or above.mean() <= KNOWN * len(unmarked)
     if len(positive) >= MIN_EXAMPLES:
         choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]

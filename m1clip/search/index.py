@@ -57,16 +57,10 @@ BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
-MODEL_FILES = (
-    "config.json",
-    "open_clip_config.json",
-    "preprocess.json",
-)  # one of these is in every model folder
-TEMPORARY = (
-    "missing",
-    "no-decoder",
-    "unreadable",
-)  # problems that may be gone next time, though the file is the same
+# One of these is in every model folder.
+MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")
+# Problems that may be gone next time, though the file is the same.
+TEMPORARY = ("missing", "no-decoder", "unreadable")
 WRITE_SECONDS = 30.0  # to wait for another process that uses the database
 READ_SECONDS = 5.0
 # The end of a journal that names another file, which SQLite deletes.
@@ -500,9 +494,8 @@ def update_index(
     if path is None and not any(map(_has_database, places)):
         path = _newest_model()
     report = Report(first_writable(places, "index", "make one of them writable"), root)
-    lock = FileLock(
-        report.place / LOCK, fallback_to_soft=False
-    )  # a soft lock would outlive a killed process
+    # A soft lock would outlive a killed process.
+    lock = FileLock(report.place / LOCK, fallback_to_soft=False)
     try:
         with (
             lock.acquire(blocking=False),
@@ -635,9 +628,8 @@ class _Writer:
     def save(self) -> None:
         if self.file is not None:
             self.file.flush()
-            os.fsync(
-                self.file.fileno()
-            )  # before the rows: after a power loss each row has its vector
+            # Before the rows: after a power loss each row has its vector.
+            os.fsync(self.file.fileno())
         self.db.commit()
         self._saved = time.monotonic()
 

@@ -7,9 +7,8 @@ import numpy as np
 MAX_LENGTH = 1.01  # of a unit vector rounded to float16
 BLOCK = 4096  # rows converted at a time
 SAMPLE = 4096  # rows from which a threshold is estimated
-HALF_BITS = np.int32(
-    -0x70000001
-)  # all but the three bits of an exponent that float16 does not have
+# All but the three bits of an exponent that float16 does not have.
+HALF_BITS = np.int32(-0x70000001)
 HALF_SCALE = np.float32(2.0**112)  # the exponent of float16 is lower by 112
 
 
@@ -36,9 +35,8 @@ def nearest(
         candidates = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
         chosen = candidates if rows is None else rows[candidates]
         exact = vectors[chosen].astype(np.float64) @ query.astype(np.float64)
-        if (
-            np.abs(exact - fast[candidates]).max() <= error
-        ):  # False where torch accumulates in float16
+        # False where torch accumulates in float16.
+        if np.abs(exact - fast[candidates]).max() <= error:
             break
     order = np.lexsort((chosen, -exact))[:count]
     return chosen[order], exact[order]
@@ -48,9 +46,8 @@ def _fast_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, fl
     """(n,) products, and a bound of their error for unit vectors."""
     length = MAX_LENGTH * float(np.linalg.norm(query))
     rounding = len(query) * 2**-23
-    if torch := sys.modules.get(
-        "torch"
-    ):  # it runs the model; reads float16, adds up float32, and returns float16
+    # It runs the model; reads float16, adds up float32, and returns float16.
+    if torch := sys.modules.get("torch"):
         half = query.astype(np.float16)
         scores = torch.mv(torch.from_numpy(vectors), torch.from_numpy(half)).float().numpy()
         lost = MAX_LENGTH * float(np.linalg.norm(query.astype(np.float64) - half))

@@ -69,9 +69,8 @@ LIVE = (
 NO_ROWS = np.zeros(0, np.int64)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
-LibraryStats = tuple[
-    np.ndarray, np.ndarray
-]  # (dim,) mean and (dim, dim) covariance of the library's vectors
+# (dim,) mean and (dim, dim) covariance of the library's vectors.
+LibraryStats = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -385,18 +384,16 @@ class Index:
         single = texts[0] if len(texts) == 1 and not like and not exclude else None
         parts, taught = self._parts(text, like, exclude)
         query = self._combined(parts)
-        calibrated = (
-            single is not None and not taught
-        )  # probabilities are only fitted for single texts
+        # Probabilities are only fitted for single texts.
+        calibrated = single is not None and not taught
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_weighted(single)[0]) if single is not None else {}
         with self._reading() as db:
             positive, negative = self._marked_rows(db, marks, filtered)
             rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
             total = len(self.vectors) if rows is None else len(rows)
-            wanted = min(
-                total, k + k // 4 + 8 + len(negative)
-            )  # some are near-duplicates, or of files that are gone
+            # Some are near-duplicates, or of files that are gone.
+            wanted = min(total, k + k // 4 + 8 + len(negative))
             while True:
                 chosen, scores = self._nearest(query, wanted, rows)
                 chance = (

@@ -29,9 +29,8 @@ SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
 
-_rust_lock = (
-    threading.Lock()
-)  # truncation is a setting of the library's object, which must not change while it is used
+# Truncation is a setting of the library's object, which must not change while it is used.
+_rust_lock = threading.Lock()
 
 
 class CharTokenizer(Tokenizer):
@@ -90,9 +89,8 @@ class FastTokenizer(Tokenizer):
             self._rust.no_padding()
             self._rust.no_truncation()
             special = self._rust.encode("").ids
-            self._rust.encode(
-                "a word, and 7 more"
-            )  # fail here, not in training, on a broken vocabulary
+            # Fail here, not in training, on a broken vocabulary.
+            self._rust.encode("a word, and 7 more")
             self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
         except BaseException as error:
             # The library raises a bare Exception, and where it panics a BaseException.
@@ -185,9 +183,8 @@ def from_record(record: dict[str, Any]) -> Tokenizer:
     """A tokenizer from a file of unknown origin; ValueError where a value is not what it should be."""
     match record:
         case {"kind": "char", "alphabet": str(alphabet)}:
-            alphabet.encode(
-                "utf-8"
-            )  # raises ValueError for a lone surrogate, which could not be saved again
+            # Raises ValueError for a lone surrogate, which could not be saved again.
+            alphabet.encode("utf-8")
             return CharTokenizer(alphabet)
         case {"kind": "fast", "tokenizer": dict(tokenizer), "pad_id": int(pad)} if 0 <= pad < 2**31:
             return FastTokenizer(json.dumps(tokenizer), pad)

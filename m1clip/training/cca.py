@@ -31,9 +31,8 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     for x_raw, y_raw, image_index in _blocks(train):
         x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
         count = torch.bincount(image_index, minlength=len(x)).clamp(min=1)[:, None]
-        ybar = (
-            torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count
-        )  # mean of an image's captions
+        # Mean of an image's captions.
+        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count
         xx += x.T @ x
         yy += y.T @ y
         xy += x.T @ ybar
@@ -74,9 +73,8 @@ def canonical(xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int) -> tu
     ).T  # (x width, y width), whitened on both sides
     squared, v = torch.linalg.eigh(m.T @ m)  # ascending
     squared, v = squared.flip(0)[:count].clamp(min=0), v.flip(1)[:, :count]
-    wx = torch.linalg.solve_triangular(
-        lx.T, m @ v, upper=True
-    )  # m @ v are the left singular vectors, scaled
+    # M @ v are the left singular vectors, scaled.
+    wx = torch.linalg.solve_triangular(lx.T, m @ v, upper=True)
     wy = torch.linalg.solve_triangular(ly.T, v * squared.sqrt(), upper=True)
     return wx.T, wy.T
 

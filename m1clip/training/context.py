@@ -41,9 +41,8 @@ class RunContext:
     step_log: StepLogger = field(init=False)
     checks: StepChecks = field(default_factory=StepChecks)
     save_timer: SaveTimer = field(init=False)
-    training_began: float = field(
-        init=False
-    )  # on the clock of time.perf_counter, without evaluations
+    # On the clock of time.perf_counter, without evaluations.
+    training_began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan = self.spec.plan

@@ -84,9 +84,8 @@ class CapturedStep:
         torch._foreach_copy_(self._inputs, list(batch.tensors().values()))
         train_step.phases.mark("step")
         self._graph.replay()
-        loss, grad_norm = (
-            value.clone() for value in self._result
-        )  # the next replay overwrites them
+        # The next replay overwrites them.
+        loss, grad_norm = (value.clone() for value in self._result)
         train_step.phases.stop()
         return StepResult(loss, grad_norm)
 

@@ -360,9 +360,8 @@ class GradientExchange:
         except (RuntimeError, MemoryError, MemoryPressure) as error:
             if isinstance(error, MemoryPressure) or is_out_of_memory(error):
                 with self.ranks._watched():
-                    for bucket in self.buckets[
-                        len(self._sent) :
-                    ]:  # without new memory; nobody uses the result
+                    # Without new memory; nobody uses the result.
+                    for bucket in self.buckets[len(self._sent) :]:
                         dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
             raise
         finally:
@@ -429,7 +428,6 @@ def _connect(device: str) -> Ranks:
         Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}")
     )
     ranks = Ranks(rank, size, store, names, seconds, 1)
-    ranks.check_clocks(
-        ranks.gather_objects(time.time())
-    )  # all ranks have arrived, so these are the same moment
+    # All ranks have arrived, so these are the same moment.
+    ranks.check_clocks(ranks.gather_objects(time.time()))
     return ranks

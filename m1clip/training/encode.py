@@ -33,9 +33,8 @@ INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 ONE_ROW = slice(0, 1)
 
 Mark = Callable[[str], None]  # begins a phase of the step
-Passes = Callable[
-    [bool], None
-]  # told before each backward pass whether it is the last one of its parameters
+# Told before each backward pass whether it is the last one of its parameters.
+Passes = Callable[[bool], None]
 
 
 def ignore_mark(phase: str) -> None:

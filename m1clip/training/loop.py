@@ -105,9 +105,8 @@ def _evaluate(run: RunContext) -> Evaluation | None:
     began = time.perf_counter()
     evaluation = None
     try:
-        with run.stop.interrupting(
-            run.ranks.size == 1
-        ):  # one rank alone must not leave an exchange
+        # One rank alone must not leave an exchange.
+        with run.stop.interrupting(run.ranks.size == 1):
             if "val" in run.setup.splits:
                 evaluation = evaluate(run)
                 run.update(

@@ -253,9 +253,8 @@ def measure(
                 steps[option] = step
         except RuntimeError as error:  # also out of memory
             results[option] = _failed(option, error)
-    for option, step in list(
-        steps.items()
-    ):  # after all gradients: candidates of one device train the same model
+    # After all gradients: candidates of one device train the same model.
+    for option, step in list(steps.items()):
         try:
             step(work, 0)
         except RuntimeError as error:

@@ -133,19 +133,16 @@ class MemoryEstimate:
         eager = self.config.changed(
             compile=False, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast
         )
-        host = Device(
-            "cpu", self.facts
-        )  # fake tensors cannot be on a missing device, and the shapes are the same
-        process_bytes(
-            self.facts
-        )  # private operations are probed at first use, which must not be with fake tensors
+        # Fake tensors cannot be on a missing device, and the shapes are the same.
+        host = Device("cpu", self.facts)
+        # Private operations are probed at first use, which must not be with fake tensors.
+        process_bytes(self.facts)
         with FakeTensorMode(), _WithoutShapes():
             model = self.start.build(load_weights=False)
             model.set_attention("auto" if self.device.kind == "cpu" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
-            half: Precision = (
-                "bf16" if self.precision == "fp16" else self.precision
-            )  # the CPU has no fp16
+            # The CPU has no fp16.
+            half: Precision = "bf16" if self.precision == "fp16" else self.precision
             parts = make_parts(
                 model, eager, host, half, Preprocess(image_size=self.start.config.image_size)
             )

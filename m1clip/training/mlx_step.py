@@ -40,10 +40,8 @@ SCALE = "logit_scale"
 # Losses that this step trains with. A loss with a bias would need its gradient too.
 LOSSES_IN_MLX = ("infonce", "multi-positive")
 CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
-MOMENTS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "muon": ("momentum_buffer",),
-}  # of a parameter, named as in torch
+# Of a parameter, named as in torch.
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 
 
 def check_supported(config: Config, start: Start) -> None:

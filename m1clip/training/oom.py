@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from m1clip.training.setup import Setup
 
 Result = TypeVar("Result")
-Report = Callable[
-    [int, int, str, bool], None
-]  # step from 1, new micro-batch, reason, whether it helps
+# Step from 1, new micro-batch, reason, whether it helps.
+Report = Callable[[int, int, str, bool], None]
 OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
@@ -63,10 +62,8 @@ class OOMHandler:
         self._checks_limit = limit is not None
         self._previous_micro_batch = micro_batch
         self._retried_step = -RETRY_STEPS
-        self._used, self._used_before = (
-            0,
-            float("inf"),
-        )  # bytes, when the limit was last reached and before that
+        # Bytes, when the limit was last reached and before that.
+        self._used, self._used_before = (0, float("inf"))
 
     def check(self) -> None:
         """Raise MemoryPressure near the limit. Call between forward and backward, where memory peaks."""
@@ -113,9 +110,8 @@ class OOMHandler:
         if helps:
             half = (current + 1) // 2
             self._used_before = self._used_before if failed else self._used
-            self._previous_micro_batch = (
-                half if failed else self.micro_batch
-            )  # never return to a size that failed
+            # Never return to a size that failed.
+            self._previous_micro_batch = half if failed else self.micro_batch
             self.micro_batch = half
         else:
             self._checks_limit = False  # something else uses the memory: continue as before

@@ -35,9 +35,8 @@ PAIRS = 8
 SLICE = 32  # images
 MAX_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
-MOST = (
-    1 << 22
-)  # gradient entries to compare: several copies of a complete gradient would be the memory peak of a run
+# Gradient entries to compare: several copies of a complete gradient would be the memory peak of a run.
+MOST = 1 << 22
 # Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these,
 # except in deep networks of convolutions in bf16: 0.25 in EfficientNet-Lite, on a GPU as on the CPU.
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}

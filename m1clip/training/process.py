@@ -140,9 +140,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != owner
-        ):  # inherited by a forked worker, where signals have their default effect
+        # Inherited by a forked worker, where signals have their default effect.
+        if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -183,9 +182,8 @@ def start_in_background(
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
     deadline, owned = time.monotonic() + START_SECONDS, False
     while time.monotonic() < deadline and _log_bytes(folder) == before:
-        owners = (
-            read_owner(place) for place in (folder, Path(f"{folder}-frozen"))
-        )  # fine-tuning begins with it
+        # Fine-tuning begins with it.
+        owners = (read_owner(place) for place in (folder, Path(f"{folder}-frozen")))
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():

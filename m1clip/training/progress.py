@@ -37,9 +37,8 @@ PREPARING_SECONDS = 8.0  # between two lines about data preparation
 
 class Screen:
     def __init__(self, console: Console | None = None) -> None:
-        other_rank = (
-            os.environ.get("RANK", "0") != "0"
-        )  # started by torchrun: rank 0 prints for all
+        # Started by torchrun: rank 0 prints for all.
+        other_rank = os.environ.get("RANK", "0") != "0"
         self.console = console or Console(
             highlight=False, file=cast(IO[str], _SafeOutput()), quiet=other_rank
         )

@@ -133,9 +133,8 @@ class StepChecks:
     ) -> None:
         samples = run.ranks.chained([_sample_id(run, number) for number in sample_ids.tolist()])
         suspects: list[str] = []
-        if (
-            is_first
-        ):  # the others in a row are likely similar, and finding them takes a forward pass
+        # The others in a row are likely similar, and finding them takes a forward pass.
+        if is_first:
             batch = run.setup.training[step - 1]
             rows = _nonfinite_rows(run, batch)
             suspects = run.ranks.chained([_sample_id(run, batch.sample_ids[row]) for row in rows])

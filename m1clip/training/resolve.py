@@ -101,9 +101,8 @@ class Measurements:
     initial_model: Callable[[Config], InitialModel]
     fastest: Callable[[Config], Choice]  # device and precision
     memory: Callable[[Config], MemoryFacts]
-    fits_one_gpu: Callable[
-        [Config, int], bool
-    ]  # whether so many rows of a batch train without FSDP
+    # Whether so many rows of a batch train without FSDP.
+    fits_one_gpu: Callable[[Config, int], bool]
     readable_images: Callable[[Config], int]  # of the training split
     steps_in_time: Callable[[Config], Length]  # of --minutes
 
@@ -117,9 +116,8 @@ class Machine:
     ranks: int = 1
     is_installed: Callable[[str], bool] = lambda tower: False  # a pretrained tower
     has_gpu: Callable[[str], bool] = lambda kind: True  # a build of MLX may have none
-    check_compile: Callable[[str], None] = lambda kind: (
-        None
-    )  # raises UserError if torch.compile cannot work
+    # Raises UserError if torch.compile cannot work.
+    check_compile: Callable[[str], None] = lambda kind: None
 
 
 class Draft:
@@ -442,9 +440,8 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
         length = machine.measure.steps_in_time(draft.config)
     else:
         length = _steps_of_epochs(train.epochs, images // train.batch_size_or(1))
-    warmup_steps(
-        draft.config.optim.warmup, length.steps
-    )  # raises if the run would never leave warmup
+    # Raises if the run would never leave warmup.
+    warmup_steps(draft.config.optim.warmup, length.steps)
     if train.eval_every is None and train.evaluations is None:
         draft.decide(origin, evaluations=length.evaluations)
     draft.decide(origin, steps=length.steps, minutes=None, epochs=None)

@@ -427,9 +427,8 @@ def _write_run_files(spec: RunSpec, setup: Setup, folder: Path, minutes: float |
     write_json(
         folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)}
     )
-    write_text(
-        folder / "config.toml", spec.to_toml()
-    )  # last: a folder with a config is a complete run
+    # Last: a folder with a config is a complete run.
+    write_text(folder / "config.toml", spec.to_toml())
 
 
 def _check_same_data(setup: Setup, folder: Path) -> None:

@@ -446,9 +446,8 @@ class Workbench:
         cache = open_feature_cache(*parts, config, source, device, precision, self.decode)
         if is_frozen:
             self._record["features"] = str(cache.folder)
-        own_files = start.config.image_tower.kind == "vit" and not is_synthetic(
-            config.data
-        )  # else not measured
+        # Else not measured.
+        own_files = start.config.image_tower.kind == "vit" and not is_synthetic(config.data)
         samples = source.sampled("train") if own_files else ()
         margin = crop_margin(augmentation_of(config).crop_min, self.preprocess.image_size, samples)
         margins = {"train": margin, "val": 1.0, "test": 1.0}

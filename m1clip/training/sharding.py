@@ -62,9 +62,8 @@ class Shards:
         for module in [*blocks, tower]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(
-                1.0
-            )  # the sum: the loss of a rank is a part of the loss of the batch
+            # The sum: the loss of a rank is a part of the loss of the batch.
+            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support averages
             if isinstance(module, Block):
                 for name in ("at", "mean"):

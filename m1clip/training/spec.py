@@ -58,17 +58,15 @@ class Settings:
         found: dict[str, Origin] = {}
         for name in NAMES:
             if setting(self.config, name) != setting(Config(), name):
-                found[name] = (
-                    "rule" if name == "recipe" else "recipe"
-                )  # unless one of those below gave it
+                # Unless one of those below gave it.
+                found[name] = "rule" if name == "recipe" else "recipe"
         if self.preset is not None:
             found |= dict.fromkeys(flat_values(read_preset(self.preset)), "preset")
         if self.file is not None:
             values = read_toml(Path(self.file))
             found |= dict.fromkeys(flat_values(values), "user")
-            if (
-                CHOSEN_BY in values
-            ):  # of a run that is repeated: a value that is not listed is a default
+            # Of a run that is repeated: a value that is not listed is a default.
+            if CHOSEN_BY in values:
                 known = read_origins(values, str(self.file))
                 found = {name: known[name] for name in found if name in known}
         given = [
@@ -143,9 +141,8 @@ class RunSpec:
     """A run with every value decided, and who chose it. Saved as config.toml, which repeats the run."""
 
     config: Config  # without auto values; minutes and epochs are converted to steps
-    chosen_by: Mapping[str, Origin] = field(
-        default_factory=dict
-    )  # by flat name; the others are defaults
+    # By flat name; the others are defaults.
+    chosen_by: Mapping[str, Origin] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for the log
 
     def __post_init__(self) -> None:

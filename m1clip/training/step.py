@@ -40,9 +40,8 @@ from m1clip.training.world import World
 if TYPE_CHECKING:  # a heavy import
     from m1clip.training.sharding import Shards
 
-Probe = Callable[
-    [Mapping[str, Tensor]], None
-]  # sees the gradients of a step by parameter name, before the update
+# Sees the gradients of a step by parameter name, before the update.
+Probe = Callable[[Mapping[str, Tensor]], None]
 
 
 class StepResult(NamedTuple):

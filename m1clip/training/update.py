@@ -14,9 +14,8 @@ from m1clip.training.world import World
 
 GRAD_CLIP_NORM = 1.0
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-SkipRule = Literal[
-    "host", "device", "never"
-]  # where a step that is not finite is detected and skipped
+# Where a step that is not finite is detected and skipped.
+SkipRule = Literal["host", "device", "never"]
 
 
 class Updater:

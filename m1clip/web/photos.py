@@ -187,9 +187,8 @@ class Photos:
         with self._decoders:  # reading too: many large files at a time would not fit into memory
             data = read_small(path, MAX_FILE, inside=index.root)
             jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
-        if (
-            small and hashlib.sha256(data).digest() == sha256
-        ):  # else the file has changed and will be indexed again
+        # Else the file has changed and will be indexed again.
+        if small and hashlib.sha256(data).digest() == sha256:
             with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
                 write_beneath(index.place, cached, jpeg)
         return jpeg

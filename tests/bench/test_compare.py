@@ -145,9 +145,8 @@ def test_worker_measures_the_training_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        steps, "MAX_OTHERS", 1.0
-    )  # results of a busy machine are not saved otherwise
+    # Results of a busy machine are not saved otherwise.
+    monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)
     monkeypatch.setattr(module, "configurations", lambda *values: configurations(*values)[:1] * 2)
     shown: list[str] = []
     options = CompareOptions(batch_sizes=(2,), devices=("cpu",), minutes=10.0)

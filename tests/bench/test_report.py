@@ -50,9 +50,8 @@ def test_crossover_lies_between_measured_batch_sizes() -> None:
         "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal"
         in found
     )
-    assert (
-        "small in bf16: cuda is faster than the CPU at every batch size measured" in found
-    )  # 66 ms against 21 ms
+    # 66 ms against 21 ms.
+    assert "small in bf16: cuda is faster than the CPU at every batch size measured" in found
 
 
 def test_shared_results_have_no_names_or_paths() -> None:

@@ -52,9 +52,8 @@ def test_crossing_of_two_cost_models() -> None:
     cpu, gpu = CostModel(0.0, 0.0, 1e-12), CostModel(0.02, 0.0, 1e-14)
     batch_size = crossing(cpu, gpu, parameters=1e7, flops_per_image=2e9)
     assert batch_size == pytest.approx(0.02 / (2e9 * (1e-12 - 1e-14)))
-    assert (
-        crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None
-    )  # the GPU is faster at every batch size
+    # The GPU is faster at every batch size.
+    assert crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None
 
 
 def test_newer_measurements_replace_older_ones(tmp_path: Path) -> None:
@@ -86,9 +85,8 @@ def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> N
 @pytest.fixture
 def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shallow = with_fields(
-        PRESETS["tiny"], vision_layers=2, text_layers=1
-    )  # a plan traces it several times
+    # A plan traces it several times.
+    shallow = with_fields(PRESETS["tiny"], vision_layers=2, text_layers=1)
     monkeypatch.setitem(PRESETS, "tiny", shallow)
     for cached in (model_shape, size_of):
         cached.cache_clear()

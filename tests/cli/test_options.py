@@ -29,9 +29,8 @@ def shown_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, str]:
     """Setting -> its line of `m1clip train --help`."""
-    monkeypatch.setattr(
-        app, "_console", Console(width=400)
-    )  # cyclopts keeps the console of the first --help
+    # Cyclopts keeps the console of the first --help.
+    monkeypatch.setattr(app, "_console", Console(width=400))
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     lines = re.findall(r"^│ .*--.*$", capsys.readouterr().out, re.MULTILINE)
@@ -70,9 +69,8 @@ def test_help_shows_the_default_that_each_recipe_uses(
         values = {
             label: getattr(getattr(config, section, config), key) for label, config in used.items()
         }
-        if (
-            name == "batch_size"
-        ):  # decided with the data: tests/training/test_autotune.py compares these
+        # Decided with the data: tests/training/test_autotune.py compares these.
+        if name == "batch_size":
             values = recipe_defaults(name)
         if all(value in (None, ()) for value in values.values()):
             assert "[default: " not in shown[name]
@@ -155,9 +153,8 @@ def test_torchrun_passes_every_option_on() -> None:
     found = parse_args(["--nproc-per-node", "2", "-m", "m1clip", "train", "photos", *words])
     assert found.training_script_args == ["train", "photos", *words]
     with pytest.raises(SystemExit):
-        parse_args(
-            ["-m", "m1clip", "train", "--run", "x"]
-        )  # ambiguous: an option of torchrun begins like it
+        # Ambiguous: an option of torchrun begins like it.
+        parse_args(["-m", "m1clip", "train", "--run", "x"])
 
 
 def test_config_has_the_defaults_of_scratch() -> None:

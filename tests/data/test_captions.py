@@ -45,9 +45,8 @@ def test_picked_captions_of_an_image_are_distinct() -> None:
     assert np.bincount(rows).tolist() == [1, 2, 2] * 2000
     assert (captions.image_index[chosen] == images[rows]).all()
     assert len({*zip(rows.tolist(), chosen.tolist(), strict=True)}) == len(rows)
-    counts = np.bincount(
-        chosen, minlength=6
-    )  # of three captions two are taken: each in 2/3 of the cases
+    # Of three captions two are taken: each in 2/3 of the cases.
+    counts = np.bincount(chosen, minlength=6)
     assert counts[[0, 4, 5]].tolist() == [2000] * 3
     assert (np.abs(counts[1:4] - 4000 / 3) < 4 * np.sqrt(4000 / 3)).all()
 

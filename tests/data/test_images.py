@@ -82,9 +82,8 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.filterwarnings(
-    "ignore::PIL.Image.DecompressionBombWarning"
-)  # pytest resets m1clip's filter
+# Pytest resets m1clip's filter.
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("size", [(120, 90), (160, 125), (200, 128)])
 @pytest.mark.parametrize(("want", "expected"), [(20, 20), (None, 60)])
 def test_large_jpeg_is_decoded_smaller(
@@ -100,9 +99,8 @@ def test_large_jpeg_is_decoded_smaller(
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.filterwarnings(
-    "ignore::PIL.Image.DecompressionBombWarning"
-)  # pytest resets m1clip's filter
+# Pytest resets m1clip's filter.
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_large_image_that_cannot_be_decoded_smaller_is_rejected() -> None:
     large = Image.new("RGB", (120, 90), (200, 30, 30))
     too_large = Image.new("RGB", (210, 125))
@@ -206,9 +204,8 @@ def test_bad_image_is_one_line_and_pickles() -> None:
     assert str(error) == r"a\nb\x1b[31m.jpg: broken"
 
 
-@pytest.mark.parametrize(
-    "name", ["a.heic", "a.jpg"]
-)  # phones also write HEIC under the name of a JPEG
+# Phones also write HEIC under the name of a JPEG.
+@pytest.mark.parametrize("name", ["a.heic", "a.jpg"])
 def test_heic_without_library_error_names_remedy(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,9 +100,10 @@ def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> N
 def test_images_are_not_cached_larger_than_the_files(
     tmp_path: Path, image_size: int, margin: float
 ) -> None:
+    # 52 x 40.
     samples = open_data(DataConfig(source=(str(make_set(tmp_path / "set")),)), 24, 0).samples(
         "train"
-    )  # 52 x 40
+    )
     assert crop_margin(0.6, image_size, samples) == pytest.approx(margin)
     assert crop_margin(1.0, image_size, samples) == 1
     break_files(tmp_path / "set", range(20))

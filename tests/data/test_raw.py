@@ -14,9 +14,8 @@ from m1clip.data.images import BadImage, decode, opened
 from m1clip.search.index import _facts
 
 DATE = b"2023:04:05 06:07:08\0"
-LOSSLESS = b"\xff\xd8\xff\xc3\x00\x0b\x0e\x01\x00\x02\x00\x01\x11\x00" + bytes(
-    90_000
-)  # 14 bits per value
+# 14 bits per value.
+LOSSLESS = b"\xff\xd8\xff\xc3\x00\x0b\x0e\x01\x00\x02\x00\x01\x11\x00" + bytes(90_000)
 
 
 def jpeg(width: int, height: int) -> bytes:

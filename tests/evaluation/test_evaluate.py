@@ -49,9 +49,8 @@ def test_classes_of_other_splits_are_candidates(run: Path, tmp_path: Path) -> No
     others = other_class_vectors(evaluator.model, evaluator.data)
     assert others is not None
     (fox,) = {s.captions[0] for s in evaluator.source.samples("train") if "fox" in s.captions[0]}
-    np.testing.assert_allclose(
-        others, evaluator.model.encode_text([fox]), atol=0.01
-    )  # bf16 against fp32
+    # Bf16 against fp32.
+    np.testing.assert_allclose(others, evaluator.model.encode_text([fox]), atol=0.01)
     scores = evaluator.scores(evaluator.encode())
     assert scores["top1_accuracy"].chance == pytest.approx(1 / 3)
     assert sorted(metric.name for metric in scores.classes) == ["cat", "dog"]

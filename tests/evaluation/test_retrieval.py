@@ -218,9 +218,8 @@ def test_classes_without_an_image_are_candidates_for_top1_accuracy() -> None:
 
 def test_class_is_the_mean_of_its_templates() -> None:
     image = np.array([[1.0, 0.0], [0.0, 1.0]])
-    text = np.array(
-        [[0.9, 0.1], [0.8, 0.6], [0.1, 0.9], [0.95, 0.05]]
-    )  # the last template of class 1 misleads
+    # The last template of class 1 misleads.
+    text = np.array([[0.9, 0.1], [0.8, 0.6], [0.1, 0.9], [0.95, 0.05]])
     image_index, labels = np.array([0, 0, 1, 1]), np.array([0, 1])
     assert retrieval(image, text, image_index, None, labels)["top1_accuracy"].value == 1
     assert retrieval(image * np.nan, text, image_index, None, labels)["top1_accuracy"].value == 0

@@ -347,9 +347,8 @@ def test_blocks_that_int8_harms_stay_in_float(
     all_int8, no_notes = image_cosine(0.5)
     one, other = (m1clip.load(folder).encode_text(TEXTS) for folder in (exported, copied))
     assert 0.999 < (one * other).sum(axis=1).min() < 1 - 1e-7
-    np.testing.assert_allclose(
-        m1clip.load(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5
-    )  # alone, in a batch
+    # Alone, in a batch.
+    np.testing.assert_allclose(m1clip.load(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5)
     some, notes = image_cosine((1 + all_int8) / 2)
     assert not no_notes
     assert "stay in float" in notes[0]

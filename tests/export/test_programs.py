@@ -112,9 +112,8 @@ def test_pipeline_of_transformers_js_classifies(model: Path, photo: Path, precis
     wanted = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
     assert found.keys() == wanted.keys()
     for label, score in found.items():
-        assert score == pytest.approx(
-            wanted[label], abs=0.1
-        )  # sharp resizes differently from Pillow
+        # Sharp resizes differently from Pillow.
+        assert score == pytest.approx(wanted[label], abs=0.1)
 
 
 @pytest.mark.skipif(

@@ -36,9 +36,8 @@ def test_freed_memory_is_reused_until_it_is_returned() -> None:
     if kept == "False":
         pytest.skip("this C library has no mallopt")
     pages = (16 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert (
-        int(again) < pages / 2
-    )  # if memory were returned each time, it would be nine times the pages
+    # If memory were returned each time, it would be nine times the pages.
+    assert int(again) < pages / 2
     assert returned == "True"
     assert int(after) > int(again)  # with huge pages few, but never none
 

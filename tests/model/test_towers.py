@@ -243,9 +243,8 @@ def test_stem_groups_divide_any_number_of_channels() -> None:
 
 def test_whitening_filters_decorrelate_patches() -> None:
     torch.manual_seed(0)
-    pixels = nn.functional.avg_pool2d(
-        torch.randn(40, 3, 68, 68), 3, 1
-    )  # neighboring pixels are correlated
+    # Neighboring pixels are correlated.
+    pixels = nn.functional.avg_pool2d(torch.randn(40, 3, 68, 68), 3, 1)
     filters = whitening_filters(pixels, 54)
     assert filters.shape == (54, 3, 3, 3)
     torch.testing.assert_close(filters[:27], -filters[27:])

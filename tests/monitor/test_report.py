@@ -110,9 +110,8 @@ def test_without_matplotlib_the_report_has_everything_but_plots(
     parsed(page)
     assert "plots need matplotlib: pip install &#x27;m1clip[plot]&#x27;" in page
     assert "40.0%" in page
-    assert (
-        len(page) < 1_500_000 < (run / "retrieval.png").stat().st_size
-    )  # a large grid is scaled down
+    # A large grid is scaled down.
+    assert len(page) < 1_500_000 < (run / "retrieval.png").stat().st_size
 
 
 def test_run_without_an_evaluation_and_one_without_a_log(tmp_path: Path) -> None:

@@ -179,9 +179,8 @@ def test_monitor_follows_a_run_and_a_resized_window(
         assert b"\x1b[3" not in output  # no colors
         process.send_signal(number)
         until(lambda text: False)
-        assert output.rfind(b"\x1b[?1049l") > output.rfind(
-            b"\x1b[?1049h"
-        )  # the terminal is as it was
+        # The terminal is as it was.
+        assert output.rfind(b"\x1b[?1049l") > output.rfind(b"\x1b[?1049h")
     finally:
         if process.poll() is None:
             process.kill()

@@ -14,9 +14,8 @@ from m1clip.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 MIB = 2**20
-ROOM = (
-    400 * MIB
-)  # beyond what the process has when it begins; an allowed image of 64 megapixels takes 192 MiB
+# Beyond what the process has when it begins; an allowed image of 64 megapixels takes 192 MiB.
+ROOM = 400 * MIB
 SECONDS = 120  # only a test that fails takes so long
 
 

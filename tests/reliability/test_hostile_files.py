@@ -234,12 +234,8 @@ def test_sizes_in_third_party_configs_are_checked(
     tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]
 ) -> None:
     tokenizer = BpeTokenizer()
-    widths = {
-        "vision_width": 64,
-        "vision_heads": 1,
-        "text_width": 64,
-        "text_heads": 1,
-    }  # open_clip's heads have 64
+    # Open_clip's heads have 64.
+    widths = {"vision_width": 64, "vision_heads": 1, "text_width": 64, "text_heads": 1}
     clip = tiny_clip(**widths, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
     Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=32))).save(tmp_path / "own")
     convert(read_model(tmp_path / "own"), to, tmp_path / "theirs")

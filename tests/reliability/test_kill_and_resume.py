@@ -87,9 +87,8 @@ def killed_run(
         children += psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, 9)
         assert process.wait() == -9, f"kill {number}: the run had ended before it"
-        inside_epoch += (
-            max(int(line.split()[0]) for line in lines(samples)) % 4 != 0
-        )  # four steps per epoch
+        # Four steps per epoch.
+        inside_epoch += max(int(line.split()[0]) for line in lines(samples)) % 4 != 0
     assert start("--resume", "killed").wait() == 0
     # torch's workers look every 5 seconds if their parent lives.
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == [], "workers are still running"

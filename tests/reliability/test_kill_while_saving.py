@@ -99,9 +99,8 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("Kill while saving")
-@pytest.mark.parametrize(
-    "size", [1_000, 100_000, 2_000_000]
-)  # small: mostly renames and fsyncs; large: writes
+# Small: mostly renames and fsyncs; large: writes.
+@pytest.mark.parametrize("size", [1_000, 100_000, 2_000_000])
 @pytest.mark.parametrize("seed", range(2))
 def test_many_kills_at_random_moments(
     tmp_path: Path, size: int, seed: int, counts: dict[str, float]

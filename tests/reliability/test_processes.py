@@ -123,9 +123,8 @@ def hang_at(step: int) -> None:
 def test_closed_terminal_saves_the_run_while_it_waits_for_data(tmp_path: Path) -> None:
     process = start(tmp_path, partial(hang_at, 20))
     trained = psutil.Process(process.pid)
-    process.wait_until(
-        lambda: steps(tmp_path / "run")[-1:] == [20]
-    )  # there is no batch for the next one
+    # There is no batch for the next one.
+    process.wait_until(lambda: steps(tmp_path / "run")[-1:] == [20])
     process.wait_until(lambda: trained.status() == psutil.STATUS_SLEEPING)
     for worker in trained.children(recursive=True):
         worker.suspend()

@@ -83,9 +83,8 @@ def assert_same_training(run: Path, undisturbed: Path) -> None:
     assert [tested[0][key] for key in tested[0] if key.endswith("/n")] == [
         tested[1][key] for key in tested[0] if key.endswith("/n")
     ], "each rank encodes a part of the test split"
-    assert tested[0]["mean_recall"] == pytest.approx(
-        tested[1]["mean_recall"], abs=0.2
-    )  # rounding may change a rank
+    # Rounding may change a rank.
+    assert tested[0]["mean_recall"] == pytest.approx(tested[1]["mean_recall"], abs=0.2)
 
 
 def wait_all(commands: list[Command]) -> list[int]:

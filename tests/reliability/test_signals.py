@@ -111,9 +111,8 @@ def send(
     assert "Traceback" not in error + output
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
     run = folder / "run"
-    if (
-        phase == "caching"
-    ):  # nothing is trained yet: the folder is removed, so that the same command works again
+    # Nothing is trained yet: the folder is removed, so that the same command works again.
+    if phase == "caching":
         assert not run.exists()
         return seconds, inside
     assert "continue with: m1clip train --resume run" in output
@@ -176,9 +175,8 @@ def test_three_signals_in_a_phase(
         )
         for each in range(3)
     ]
-    assert (
-        any(inside for _, inside in ends) or phase == "training"
-    )  # the rest of a training step counts too
+    # The rest of a training step counts too.
+    assert any(inside for _, inside in ends) or phase == "training"
     counts |= {
         "signals in 4 phases": len(ends),
         "slowest exit in seconds": max(seconds for seconds, _ in ends),

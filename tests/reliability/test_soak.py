@@ -29,9 +29,8 @@ MIB = 2**20
 EVERY = {"step": 10, "eval": 400, "checkpoint": 200}
 # Growth after the warm-up that counts as flat; the heaps of Python and malloc move by some MiB.
 ALLOWED = {"rss": 12 * MIB, "fds": 1, "threads": 1, "disk": MIB}
-Samples = dict[
-    tuple[str, str], list[tuple[float, float]]
-]  # by process and figure: (seconds, value)
+# By process and figure: (seconds, value).
+Samples = dict[tuple[str, str], list[tuple[float, float]]]
 
 
 def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:

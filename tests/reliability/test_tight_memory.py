@@ -39,9 +39,8 @@ CHANGES = {
     "optim.optimizer": "adamw",
 }
 THIRD, FIFTH = 2, 4
-ABOVE = (
-    16 * 2**20
-)  # bytes more than what counts as near; half a micro-batch frees several times as much
+# Bytes more than what counts as near; half a micro-batch frees several times as much.
+ABOVE = 16 * 2**20
 GRANTED = 0.2  # of what a step has used: too little for a complete batch
 
 
@@ -61,9 +60,8 @@ def take_memory(how: str) -> None:
             assert 0 < missing < 2**31, (
                 "memory was already near the limit, or no --memory was given"
             )
-            state["held"] = np.ones(
-                missing, np.uint8
-            )  # written to, so that the system really assigns it
+            # Written to, so that the system really assigns it.
+            state["held"] = np.ones(missing, np.uint8)
         if number == THIRD and how == "refused":
             limit = state["begin"] + int(GRANTED * min(state["wanted"].values()))
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -79,9 +77,8 @@ def take_memory(how: str) -> None:
 
     TrainStep.__call__, OOMHandler.check = step, check
     if how == "refused":
-        torch.backends.mkldnn.set_flags(
-            _enabled=False
-        )  # its error would be "could not create a primitive"
+        # Its error would be "could not create a primitive".
+        torch.backends.mkldnn.set_flags(_enabled=False)
 
 
 def address_space() -> int:

@@ -27,9 +27,8 @@ def index(tmp_path: Path) -> m1clip.Index:
 @pytest.mark.parametrize("count", [3, 10])
 def test_head_separates_a_class_that_the_text_does_not(count: int) -> None:
     rng = np.random.default_rng(count)
-    wide = np.concatenate(
-        [np.full(8, 3.0), np.full(24, 0.3)]
-    )  # directions in which all images vary
+    # Directions in which all images vary.
+    wide = np.concatenate([np.full(8, 3.0), np.full(24, 0.3)])
     library, members = rng.normal(size=(500, 32)) * wide, rng.normal(size=(60, 32)) * wide
     members[:, 20] += 1.5
     library_stats = library.mean(axis=0), np.cov(library.T, bias=True)
@@ -107,9 +106,8 @@ def test_single_example_counts_if_the_text_does_not_find_it() -> None:
     order = np.argsort(-library.vectors @ library.text)
     assert library.fit([int(order[0])], [])[1] is TEXT_ONLY
     assert library.fit([int(order[500])], [])[1] is not TEXT_ONLY
-    assert (
-        library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY
-    )  # nothing says what is right
+    # Nothing says what is right.
+    assert library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY
 
 
 def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1clip.Index) -> None:
@@ -121,10 +119,8 @@ def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1c
     found = index.search("a dog", k=30)
     others = [id_ for id_ in before if id_ not in (right, wrong)]
     assert [each.id for each in found] == [right, *others, wrong]
-    assert (found[0].probability, found[-1].probability) == (
-        1.0,
-        0.0,
-    )  # the text is calibrated, as it stays
+    # The text is calibrated, as it stays.
+    assert (found[0].probability, found[-1].probability) == (1.0, 0.0)
     assert [each.id for each in index.search("a dog", k=4)] == [right, *others[:3]]
     assert [each.id for each in index.negatives("a dog")] == [wrong]
     assert [each.id for each in index.search("a dog", k=30, exclude=["night"])][-1:] != [wrong]

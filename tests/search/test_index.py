@@ -926,13 +926,11 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
         m1clip.Index()
     assert len(m1clip.Index(gift)) == 4  # asked for
     files = content(gift / FOLDER)
-    monkeypatch.setattr(
-        module, "is_own", lambda place: FOLDER not in place.parts
-    )  # what this user makes is their own
+    # What this user makes is their own.
+    monkeypatch.setattr(module, "is_own", lambda place: FOLDER not in place.parts)
     report = update_index(gift, model)
-    assert report.place.is_relative_to(
-        gift.parent / "data"
-    )  # nothing is written to the index of another user
+    # Nothing is written to the index of another user.
+    assert report.place.is_relative_to(gift.parent / "data")
     assert content(gift / FOLDER) == files
     assert m1clip.Index(gift).place == m1clip.Index().place == report.place
 

@@ -50,17 +50,8 @@ def test_error_of_the_fast_scores_is_below_its_bound(library: str) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20_000, 256))  # more than one block
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
-    vectors[0, :9] = [
-        0,
-        -0.0,
-        6e-8,
-        -6e-8,
-        6.1e-5,
-        -6.1e-5,
-        0.1,
-        -0.1,
-        0.05,
-    ]  # zeros and subnormal numbers
+    # Zeros and subnormal numbers.
+    vectors[0, :9] = [0, -0.0, 6e-8, -6e-8, 6.1e-5, -6.1e-5, 0.1, -0.1, 0.05]
     query = vectors[7].astype(np.float32)
     scores, bound = module._fast_scores(vectors, query)
     error = np.abs(scores - vectors.astype(np.float64) @ query.astype(np.float64)).max()

@@ -187,10 +187,8 @@ def test_unfinished_save_is_removed_and_a_replaced_one_restored(run: Path) -> No
     state, _, warnings = load(run)
     assert state.step == 30
     assert not partial.exists()
-    assert [text.rpartition(" ")[2] for text in warnings] == [
-        "one",
-        "save",
-    ]  # restored the old one; unfinished save
+    # Restored the old one; unfinished save.
+    assert [text.rpartition(" ")[2] for text in warnings] == ["one", "save"]
 
 
 def test_rollback_prefers_a_checkpoint_saved_after_a_finite_step(run: Path) -> None:

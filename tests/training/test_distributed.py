@@ -54,11 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
 FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at a time
-LONG = (
-    "frozen",
-    "multi-positive in micro-batches",
-    "sigmoid",
-)  # 20 steps with AdamW and with Muon, two of the others
+# 20 steps with AdamW and with Muon, two of the others.
+LONG = ("frozen", "multi-positive in micro-batches", "sigmoid")
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:

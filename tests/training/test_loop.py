@@ -54,9 +54,8 @@ def rewind(run: Path, to: int) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resume_gives_identical_weights(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
-    run_small(
-        run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]}
-    )  # four steps per epoch
+    # Four steps per epoch.
+    run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})
     reference, model = tensors_of(run, 10), weights_sha256(run)
     rewind(run, 5)
     torch.manual_seed(12345)  # whatever the process did before must not matter

@@ -59,19 +59,19 @@ def assert_same(one: Made, other: Made, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "decay", "tolerance"),
+    # Rounding.
     [
         (torch.float32, 0.0, 2e-5),
         (torch.float32, 0.3, 2e-5),
         (torch.bfloat16, 0.1, 0.05 * 4 * 0.03),
-    ],  # rounding
+    ],
 )
 def test_update_matches_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, decay: float, tolerance: float
 ) -> None:
     if dtype == torch.float32:
-        monkeypatch.setattr(
-            Tensor, "bfloat16", Tensor.clone
-        )  # in torch's Muon, which divides in place
+        # In torch's Muon, which divides in place.
+        monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     monkeypatch.setattr(muon, "orthogonalize", jordan)
     ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=dtype))
     theirs = made(lambda named: torch.optim.Muon(named, lr=0.05, weight_decay=decay))
@@ -125,11 +125,8 @@ def decaying(k: int, m: int, n: int) -> tuple[Tensor, Tensor]:
         (48, 60, torch.float32),
         (48, 96, torch.float32),
         (48, 192, torch.float32),
-        (
-            192,
-            192,
-            torch.bfloat16,
-        ),  # bf16 has too few digits for our iterations where matrices are small
+        # Bf16 has too few digits for our iterations where matrices are small.
+        (192, 192, torch.bfloat16),
         (192, 768, torch.bfloat16),
     ],
 )

@@ -165,9 +165,8 @@ def test_another_optimizer_is_an_entry_in_each_table(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(OPTIMIZER_PARTS, "sign", ("muon", "sign"))
     model = clip()
     config = OptimConfig()
-    object.__setattr__(
-        config, "optimizer", "sign"
-    )  # the choices of the setting are fixed at import
+    # The choices of the setting are fixed at import.
+    object.__setattr__(config, "optimizer", "sign")
     optimizer = Optimizer(model, config, fused=True)
     assert list(optimizer.parts) == ["muon", "sign"]
     assert not skips_on_device("sign"), "the host decides whether its steps are skipped"

@@ -133,9 +133,8 @@ def walk(recipe: str, **changes: Any) -> WrongProducts:
         )
         frozen = tuple(0 if trained else width for width, trained in widths)
         batch = random_batch(start.config, images, tokens, captions, frozen)  # type: ignore[arg-type]
-        no_autocast = mock.patch(
-            "torch.is_autocast_enabled", return_value=False
-        )  # it does not know the meta device
+        # It does not know the meta device.
+        no_autocast = mock.patch("torch.is_autocast_enabled", return_value=False)
         with no_autocast, LinearWeights(), WrongProducts() as found:
             step(batch, 1)
     return found

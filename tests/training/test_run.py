@@ -101,9 +101,8 @@ def test_best_model_is_chosen_on_validation(run: Path) -> None:
     evaluations = {
         line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"
     }
-    best_step = max(
-        evaluations, key=lambda step: evaluations[step]
-    )  # the first, where two are equal
+    # The first, where two are equal.
+    best_step = max(evaluations, key=lambda step: evaluations[step])
     end = list(read_log(run))[-1]
     assert end["best_step"] == best_step
     weights = load_file(run / "best" / "model.safetensors")

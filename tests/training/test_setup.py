@@ -256,9 +256,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(module, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            if (
-                name != "build_clip" or torch.get_default_device().type != "meta"
-            ):  # counting parameters is free
+            # Counting parameters is free.
+            if name != "build_clip" or torch.get_default_device().type != "meta":
                 names.append(name)
             return real(*args, **options)
 

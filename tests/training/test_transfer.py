@@ -121,9 +121,8 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = m1clip.load(run), setup.splits["test"]
     image, text, *_ = encode_split(model, data)
     images = list(data.images.read(np.arange(4)))
-    np.testing.assert_allclose(
-        model.encode_image(images), image[:4], atol=2e-3, rtol=0
-    )  # stored as float16
+    # Stored as float16.
+    np.testing.assert_allclose(model.encode_image(images), image[:4], atol=2e-3, rtol=0)
     captions = [caption for sample in data.samples for caption in sample.captions][:4]
     np.testing.assert_allclose(model.encode_text(captions), text[:4], atol=2e-3, rtol=0)
 
@@ -213,9 +212,8 @@ def test_last_block_is_trained_and_resumes_exactly(
     moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
     block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
     assert moved
-    assert all(
-        name.startswith((block, "text_tower.norm")) for name in moved
-    )  # what follows the blocks, too
+    # What follows the blocks, too.
+    assert all(name.startswith((block, "text_tower.norm")) for name in moved)
     assert_resumes_exactly(run, 4)
 
 
@@ -284,11 +282,8 @@ def test_wise_ft_keeps_the_interpolation_that_is_best_on_validation(
     scratch: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    changes = {
-        "optim.lr": 0.02,
-        "transfer.wise_ft": "search",
-        "train.eval_every": 0,
-    }  # evaluates the last model only
+    # Evaluates the last model only.
+    changes = {"optim.lr": 0.02, "transfer.wise_ft": "search", "train.eval_every": 0}
     train_config(tuned(scratch, **changes), run, screen())
     tried = [record for record in read_log(run) if record["kind"] == "wise_ft"]
     scores = {record["new_fraction"]: record["val_mean_recall"] for record in tried}

@@ -151,9 +151,8 @@ def test_zoom_by_mouse_and_by_key_applies_to_all_plots(visit: Any, tmp_path: Pat
     page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 60, steps=5)
     page.mouse.up()
     until(page, "Zoom.range !== null")
-    low, high = page.evaluate(
-        "[plots.lr.u.scales.x.min, plots.lr.u.scales.x.max]"
-    )  # another plot follows
+    # Another plot follows.
+    low, high = page.evaluate("[plots.lr.u.scales.x.min, plots.lr.u.scales.x.max]")
     assert before[0] < low < high < before[1]
     page.dblclick("[data-plot=loss] .u-over")
     until(page, "Zoom.range === null")

@@ -292,9 +292,8 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
     before = places()
     mark(before[0], False)
     assert places() == before[1:]
-    wrong = read(server, "/api/search", text="red beach", count=1)[
-        "wrong"
-    ]  # listed apart, to remove the mark
+    # Listed apart, to remove the mark.
+    wrong = read(server, "/api/search", text="red beach", count=1)["wrong"]
     assert [(each["id"], each["mark"]) for each in wrong] == [(before[0], False)]
     assert read(server, "/api/search", text="dog")["wrong"] == []
     mark(before[0], None)
@@ -437,9 +436,8 @@ def test_slow_uploads_do_not_stop_the_server(
     for client in slow:
         client.sendall(head.encode())
     deadline = time.monotonic() + 300
-    while (
-        ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503
-    ):  # until all four are being received
+    # Until all four are being received.
+    while ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503:
         assert time.monotonic() < deadline
     assert read(server, "/api/search", text="dog")["results"]
     mark = {"text": "slow", "id": ids(server)["a/0000.jpg"]}

@@ -64,9 +64,8 @@ def opened_page(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
 
 
 def test_type_open_mark_similar_and_clear_by_keyboard(page: Any) -> None:
-    until(
-        page, "document.querySelectorAll('.photo').length === 9"
-    )  # the near-duplicate is not listed
+    # The near-duplicate is not listed.
+    until(page, "document.querySelectorAll('.photo').length === 9")
     assert page.inner_text("#status") == "Newest photos"
     page.keyboard.type("a red dog")
     until(page, "document.querySelector('#status').textContent.includes('of 10 in')")

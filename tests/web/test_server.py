@@ -79,9 +79,10 @@ def test_own_host_names_are_accepted_and_other_names_and_sites_rejected(server: 
     assert ask(server, "/api/update", Sec_Fetch_Site="cross-site")[0] == 403
     own = f"localhost:{server.server_address[1]}"
     assert ask(server, "/api/update", Host=own, Origin=f"http://{own}")[0] == 200
+    # A tunnel.
     assert (
         ask(server, "/api/update", Host="localhost:1234", Origin="http://localhost:1234")[0] == 200
-    )  # a tunnel
+    )
     for origin in (
         "http://localhost:1",
         "http://localhost",
@@ -154,9 +155,8 @@ def test_updates_are_incremental(server: Server, tmp_path: Path) -> None:
     assert not later["reset"]
     assert [row.get("loss") for row in later["steps"]] == [0.125, None]
     assert later["evaluations"] == []
-    append(
-        run, [line("start", step=50, steps=200)]
-    )  # resumed: what came after step 50 is no longer valid
+    # Resumed: what came after step 50 is no longer valid.
+    append(run, [line("start", step=50, steps=200)])
     (again,) = update(server, f"{key}={later['cursor']}")["rows"]
     assert again["reset"]
     assert [row["step"] for row in again["evaluations"]] == [50]
@@ -186,10 +186,8 @@ def test_slow_connection_is_closed_after_a_timeout(
 ) -> None:
     assert Handler.timeout is not None
     monkeypatch.setattr(Handler, "timeout", 0.1)
-    with (
-        connect(server) as slow,
-        contextlib.suppress(ConnectionError),
-    ):  # closed before the word was sent
+    # Closed before the word was sent.
+    with connect(server) as slow, contextlib.suppress(ConnectionError):
         slow.sendall(b"GET / HT")
         assert slow.recv(100) == b""
 

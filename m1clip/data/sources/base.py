@@ -188,18 +188,16 @@ def _shown(place: Place) -> str:
     return one_line(f"{name} row {row}" if row else name)
 
 
-MAX_CAPTION = (
-    2**17
-)  # characters, as in a cell of a CSV file; a compressed table may contain far more
+# Characters, as in a cell of a CSV file; a compressed table may contain far more.
+MAX_CAPTION = 2**17
 
 
 def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
     """The captions in a value, and what is wrong with it, if anything. Empty items of a list are skipped."""
     if isinstance(value, str) and len(value) > MAX_CAPTION:
         return [], f"the caption is too long ({len(value):,} characters; at most {MAX_CAPTION:,})"
-    if isinstance(value, str) and value.startswith(
-        '["'
-    ):  # a list inside one cell, as in exports of Flickr30k
+    # A list inside one cell, as in exports of Flickr30k.
+    if isinstance(value, str) and value.startswith('["'):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, Mapping) and isinstance(value.get("raw"), str):

@@ -21,9 +21,8 @@ BROKEN_AFTER = (
 )
 PAUSE_SECONDS = 300.0
 SCAN_BYTES = 2**22  # read ahead while a file is read from start to end
-MAX_WHOLE_BYTES = (
-    2**25
-)  # of what is read without a range: an index of a shard, the list of a folder, an error
+# Of what is read without a range: an index of a shard, the list of a folder, an error.
+MAX_WHOLE_BYTES = 2**25
 MAX_REMOTE_FILE = 2**40  # a larger one never ends
 _REFUSED = (401, 403)  # HTTP: the next try would give the same
 _OK, _PARTIAL, _NO_SUCH_RANGE = 200, 206, 416

@@ -25,9 +25,8 @@ MAX_SHARDS = 100_000
 MAX_TEXT_BYTES = 2**20
 _MAX_PARTS = 256  # files of one sample; more are not read
 _MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
-_KEY = re.compile(
-    r"((?:.*/)?[^./][^./]*)\.([^/]*)"
-)  # webdataset: everything up to the first dot of the file name
+# Webdataset: everything up to the first dot of the file name.
+_KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
 class TruncatedTar(Exception):

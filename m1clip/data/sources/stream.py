@@ -453,9 +453,8 @@ class StreamedSource(Source):
         picked = self.pick(
             split, [place * total // min(most, total) for place in range(min(most, total))]
         )
-        return [
-            sample for sample in picked if sample.captions
-        ]  # without shards that cannot be read
+        # Without shards that cannot be read.
+        return [sample for sample in picked if sample.captions]
 
     def caption_count(self) -> int:
         return sum(shard.captions for shard in self.shards)

@@ -220,9 +220,8 @@ class Columns(NamedTuple):
     split: str | None
 
 
-Record = tuple[
-    int, Mapping[str, Any] | str, ImageRef | None
-]  # row number, cells (or what is wrong), image in the row
+# Row number, cells (or what is wrong), image in the row.
+Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]
 Records = Callable[[Columns], Iterator[Record]]
 Opened = tuple[Sequence[str], Records]  # column names, rows
 
@@ -235,14 +234,11 @@ def table_rows(source: DataSource) -> Iterator[Row]:
         prefix = f"{path.parent.name}/" if split else ""
         if source.format in {"json", "parquet"}:
             split = split or splits.from_file_name(path.name)
-        part, up = (
-            path.stem.removeprefix("captions_"),
-            path.parent.parent,
-        )  # COCO: train2017 of captions_train2017
+        # COCO: train2017 of captions_train2017.
+        part, up = (path.stem.removeprefix("captions_"), path.parent.parent)
         folders = [path.parent, path.parent / part]
-        if (
-            path.parent.name == "annotations" or root in path.parent.parents
-        ):  # never in a dataset beside this one
+        # Never in a dataset beside this one.
+        if path.parent.name == "annotations" or root in path.parent.parents:
             folders += [up / part, up / "images" / part, up]
         if source.format != "parquet":
             check_is_text(path)

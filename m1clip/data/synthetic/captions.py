@@ -79,9 +79,8 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
     if attribute == "time":
         return replace(scene, time=_other(rng, VALUES["time"], [scene.time]))
     things = list(scene.things)
-    if (
-        attribute == "position" and len(things) == 2
-    ):  # they swap places, which a bag of words cannot see
+    # They swap places, which a bag of words cannot see.
+    if attribute == "position" and len(things) == 2:
         first, second = things
         return replace(
             scene,

@@ -174,10 +174,8 @@ _COLOR_NOISE = 9
 _MARGIN = 0.01
 _GAP = 0.012  # between two circles; four large ones in a zigzag still have it
 _REACH = 0.22
-_MAX_ACROSS, _MAX_ALONG = (
-    0.3,
-    0.12,
-)  # how close the center of a group may be to the diagonals of the image
+# How close the center of a group may be to the diagonals of the image.
+_MAX_ACROSS, _MAX_ALONG = (0.3, 0.12)
 
 
 @dataclass(frozen=True, slots=True)

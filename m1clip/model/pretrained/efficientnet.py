@@ -132,9 +132,8 @@ class SameConv(nn.Conv2d):
             dtype, memory_format=torch.channels_last
         )
         shape = [1, self.in_channels, *sides]
-        weight = torch.ops.mkldnn._reorder_convolution_weight(
-            kernel, *options, shape
-        )  # in the order it is read
+        # In the order it is read.
+        weight = torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, shape)
         assert self.bias is not None
         return weight, self.bias.to(dtype), *options
 
@@ -267,10 +266,8 @@ class ConcatTower(Tower):
 
 def from_efficientnet(weights: Tensors, size: LiteSize = LITE0) -> Tensors:
     """The package's tensors under our names, each batch norm folded into the convolution before it."""
-    names = {
-        ("_conv_stem", "_bn0"): "stem",
-        ("_conv_head", "_bn1"): "head",
-    }  # (convolution, its norm) -> ours
+    # (convolution, its norm) -> ours.
+    names = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}
     blocks = ((s, repeat) for s, stage in enumerate(size.stages) for repeat in range(stage.repeats))
     for number, (stage, repeat) in enumerate(blocks):
         theirs, block = f"_blocks.{number}", f"stages.{stage}.{repeat}"

@@ -89,9 +89,8 @@ class BertTower(Tower):
         """(n, length) token ids -> (n, width)."""
         n, length = tokens.shape
         real = tokens != self.pad_id
-        x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(
-            0, 1
-        )  # (n * length, width)
+        # (n * length, width).
+        x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(0, 1)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         groups, mask = [(n, length)], None

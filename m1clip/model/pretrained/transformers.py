@@ -101,9 +101,8 @@ class TransformersTextTower(Tower):
         return mean
 
 
-MODULE_COUNT = re.compile(
-    "layers|depth|blocks|stages|groups|experts"
-)  # settings that create one module each
+# Settings that create one module each.
+MODULE_COUNT = re.compile("layers|depth|blocks|stages|groups|experts")
 SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
 MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
 

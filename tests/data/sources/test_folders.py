@@ -51,9 +51,8 @@ def test_imagefolder_with_metadata_in_each_split(images: Write) -> None:
     assert source.splits() == ("train", "test")
     assert source.samples("test")[0].captions == ("test",)
     assert source.origin("test/a.jpg") == "test/metadata.jsonl row 1"
-    (root / "test/metadata.csv").write_text(
-        "file_name,text\na.jpg,test\n"
-    )  # would hide the other table
+    # Would hide the other table.
+    (root / "test/metadata.csv").write_text("file_name,text\na.jpg,test\n")
     with pytest.raises(UserError, match="tables in 2 formats; choose one"):
         open_source(str(root))
     assert open_source(f"jsonl:{root}").splits() == ("train", "test")

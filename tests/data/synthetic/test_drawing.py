@@ -17,9 +17,8 @@ RED_CATS = Scene((Thing("cat", "red", 2, "large", "left"),), "day")
 @given(scene=scenes(), seed=st.integers(0, 2**32))
 @settings(max_examples=40)
 def test_no_object_hides_another(scene: Scene, seed: int) -> None:
-    labels = np.zeros(
-        (112, 112), np.int64
-    )  # 0 for the background, else 1 + the index of the object
+    # 0 for the background, else 1 + the index of the object.
+    labels = np.zeros((112, 112), np.int64)
     for number, instance in enumerate(place(scene, seed)[1], start=1):
         shape, rows, columns = sprite_at(instance, scene.time, 112)
         labels[rows, columns][shape.keep[:, :, 0] < 0.5] = number
