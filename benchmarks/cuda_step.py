@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.io import write_json
 from m1clip.losses.registry import LOSSES, Ids
@@ -280,7 +280,7 @@ def measure(job: Job, variant: str, rate: float) -> dict[str, Any]:
 def lines_of(model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All lines of a model, until its time is over."""
     begin, kind = time.perf_counter(), options.device
-    device = Device(kind, read_facts())
+    device = Device(kind, read_machine_info())
     rate = gemm_rate(device, "bf16", size=8192 if kind == "cuda" else 512)
     yield {"gemm_rate": rate}
     backend = "eager" if options.quick and kind == "cpu" else "inductor"
@@ -385,7 +385,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {
         "command": sys.argv,
-        "facts": dataclasses.asdict(read_facts()),
+        "facts": dataclasses.asdict(read_machine_info()),
         "models": {},
     }
 

@@ -178,7 +178,7 @@ def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, 
         for name in ("", *(["also"] if options.also else [])):
             path = folder / f"onnx-{name}"
             path.mkdir()
-            write_onnx(path, read_model(Path(models[f"m1clip {name}"])), lambda line: None)
+            write_onnx(path, read_model(Path(models[f"m1clip {name}"])))
             models[f"onnxruntime {name}"] = str(path)
     turns = dict.fromkeys(
         (f"{side} {name}", job)

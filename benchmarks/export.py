@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from m1clip.export.parity import RECALL_AT, THROUGHPUT_BATCH, change_text
+from m1clip.export.parity import PARITY_RECALL_AT, THROUGHPUT_BATCH, change_text
 
 TARGETS = (
     *(
@@ -79,7 +79,7 @@ def cells(record: dict[str, Any]) -> list[str]:
     torch, *_, made = record["runtimes"].values()
     cosines = ", ".join(f"{made[name]['cosine_min']:.5f}" for name in ("image", "text"))
     size = f"{made['bytes'] / 1e6:.1f} MB ({torch['bytes'] / 1e6:.1f})"
-    return [cosines, *(change_text(made.get(f"recall@{k}")) for k in RECALL_AT), size]
+    return [cosines, *(change_text(made.get(f"recall@{k}")) for k in PARITY_RECALL_AT), size]
 
 
 def speed_rows(name: str, record: dict[str, Any]) -> Iterator[list[str]]:

@@ -31,15 +31,19 @@ from m1clip.data.loader import Batch
 from m1clip.data.sources import open_source
 from m1clip.hardware.device import Device
 from m1clip.hardware.energy import open_meter
-from m1clip.hardware.facts import read_facts, usable_cpus
+from m1clip.hardware.machine_info import read_machine_info, usable_cpus
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.losses import run_loss
-from m1clip.model.clip import build_clip
+from m1clip.losses.registry import Ids
+from m1clip.model.clip import Features, build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.training.step import TrainStep
+from m1clip.training.compose import compose_step
+from m1clip.training.duration import step_plan
+from m1clip.training.schedule import scheduled_lr_fraction
+from m1clip.training.step import make_parts
 
 SIZES = ("200M", "500M", "1B")
 WARM_UP = 3  # steps that compile and allocate
@@ -70,16 +74,20 @@ def flops_of(batch: Batch, shape: CLIPConfig) -> float:
 
 def train_size(options: argparse.Namespace) -> dict[str, Any]:
     """Train one model on `--images` images, and measure."""
-    batch, device = options.batch_size, Device(options.device, read_facts())
+    batch, device = options.batch_size, Device(options.device, read_machine_info())
     steps = options.images // batch
     job = set_up(config_of(options, batch_size=batch, steps=steps))
     update, meter = training_step(job), open_meter(options.device)
     losses, joules, start = [], 0.0, 0.0
+    plan = step_plan(job.config.train)
+    assert plan is not None
     for number in range(steps):
+        fraction = scheduled_lr_fraction(job.config.optim, plan, number)
+        update.parts.update.optimizer.set_lr(fraction)
         if number == WARM_UP:
             device.synchronize()
             joules, start = (meter.joules() if meter else 0.0), time.perf_counter()
-        losses.append(update(job.training[number], number)[0])
+        losses.append(update.run(job.training[number], number)[0])
     device.synchronize()
     seconds, images = time.perf_counter() - start, (steps - WARM_UP) * batch
     flops = flops_of(job.training[0], job.shape)
@@ -136,7 +144,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
 def large_batch(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and peak memory of a step, and of the loss alone, with the plain and with the blockwise loss."""
     device, size, micro = (
-        Device(options.device, read_facts()),
+        Device(options.device, read_machine_info()),
         options.batch_size,
         options.micro_batch,
     )
@@ -145,7 +153,9 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
         options, batch_size=size, micro_batch=micro, steps=100, loss="infonce", text_contrast=0.0
     )
     model = build_clip(shape).to(device.torch)
-    update = TrainStep(model, config, device, "bf16", Preprocess(image_size=shape.image_size))
+    update = compose_step(
+        make_parts(model, config, device, "bf16", Preprocess(image_size=shape.image_size))
+    )
     ids, draw = torch.arange(size), torch.Generator().manual_seed(0)
     few = torch.randint(
         0, 256, (64, shape.image_size, shape.image_size, 3), dtype=torch.uint8, generator=draw
@@ -161,15 +171,16 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
     )
 
     def loss_alone() -> None:
-        update._loss_gradients(
-            list(features), batch, update.ranks.together(lambda: None, size, size)[1]
-        )
+        image, text = features
+        pair = Features(image, text, model.scale(), model.logit_bias)
+        ids_of_pairs = Ids(batch.sample_ids, batch.caption_ids, batch.image_index)
+        update.parts.loss.loss_and_grads(pair, ids_of_pairs)
 
     found: dict[str, Any] = {}
     plain_limit = 1 << 62
     for name, limit in (("blockwise", run_loss.MAX_LOGITS), ("plain", plain_limit)):
         run_loss.MAX_LOGITS = limit
-        for what, work in (("loss", loss_alone), ("step", lambda: update(batch, 0))):
+        for what, work in (("loss", loss_alone), ("step", lambda: update.run(batch, 0))):
             seconds = []
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -194,7 +205,7 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
 
 def encode(options: argparse.Namespace) -> dict[str, Any]:
     """Images per second of the encoder, and of what limits it."""
-    tokenizer, device = BpeTokenizer(), Device(options.device, read_facts())
+    tokenizer, device = BpeTokenizer(), Device(options.device, read_machine_info())
     config = with_fields(
         preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id
     )

@@ -71,7 +71,7 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
         nonlocal done
         batch = job.training[done]
         begin = time.perf_counter()
-        update(batch, done)[0].item()
+        update.run(batch, done)[0].item()
         done += 1
         return time.perf_counter() - begin
 
@@ -183,7 +183,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="small", help="preset")
+    parser.add_argument("--model", default="original", help="preset")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument(

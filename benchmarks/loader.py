@@ -32,7 +32,7 @@ from m1clip.data.augment import render
 from m1clip.data.decoding import LazyImages
 from m1clip.data.loader import TrainingSet, batches
 from m1clip.hardware.timing import Timing, timing
-from m1clip.training.setup import Setup
+from m1clip.training.inputs import RunInputs
 
 SIZE, PREFETCH = 112, 2
 PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
@@ -53,10 +53,10 @@ def batch_seconds(
     return (time.perf_counter() - start) / count
 
 
-def ours(job: Setup, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
+def ours(job: RunInputs, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
     """Our loader, with or without the rendering that the training step does."""
-    feed = batches(data, 0, 10**6, workers, job.device.rules.worker_start, False)
-    finish = (lambda b: render(b.pixels(), b.views, job.preprocess)) if rendered else None
+    feed = batches(data, 0, 10**6, workers, job.device.capabilities.worker_start, False)
+    finish = (lambda b: render(b.pixels(), b.views, job.model.preprocess)) if rendered else None
     next(feed)
     return lambda: data.plan.batch / batch_seconds(feed, count, PREFETCH * workers, finish)
 
@@ -64,11 +64,11 @@ def ours(job: Setup, data: TrainingSet, workers: int, count: int, rendered: bool
 class PerSample(Dataset[tuple[Tensor, Tensor]]):
     """Pillow and transforms sample by sample, as in most training scripts: random crop, resize, flip, normalize."""
 
-    def __init__(self, job: Setup) -> None:
+    def __init__(self, job: RunInputs) -> None:
         self.paths = [str(sample.image) for sample in job.splits["train"].samples]
-        self.captions, self.size = job.splits["train"].captions, job.preprocess.image_size
-        self.mean = torch.tensor(job.preprocess.mean).view(3, 1, 1)
-        self.std = torch.tensor(job.preprocess.std).view(3, 1, 1)
+        self.captions, self.size = job.splits["train"].captions, job.model.preprocess.image_size
+        self.mean = torch.tensor(job.model.preprocess.mean).view(3, 1, 1)
+        self.std = torch.tensor(job.model.preprocess.std).view(3, 1, 1)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -88,7 +88,7 @@ class PerSample(Dataset[tuple[Tensor, Tensor]]):
         return (pixels - self.mean) / self.std, torch.from_numpy(tokens.astype(np.int64))
 
 
-def plain_torch(job: Setup, workers: int, count: int) -> Round:
+def plain_torch(job: RunInputs, workers: int, count: int) -> Round:
     """torch's DataLoader, without an end of the epoch, where it would start its workers again."""
     data = PerSample(job)
     sampler = RandomSampler(data, replacement=True, num_samples=10**7)
@@ -98,23 +98,23 @@ def plain_torch(job: Setup, workers: int, count: int) -> Round:
     return lambda: batch_size / batch_seconds(feed, count, PREFETCH * workers)
 
 
-def tiny_step(job: Setup, count: int) -> Round:
+def tiny_step(job: RunInputs, count: int) -> Round:
     """What the step consumes: forward, backward and update on batches that lie ready."""
     update = training_step(job)
     ready = list(batches(job.training, 0, count, 0, "fork", False))
-    update(ready[0], 0)
+    update.run(ready[0], 0)
 
     def steps() -> float:
         start = time.perf_counter()
         for step, batch in enumerate(ready):
-            update(batch, step)
+            update.run(batch, step)
         job.device.synchronize()
         return sum(map(len, ready)) / (time.perf_counter() - start)
 
     return steps
 
 
-def write_table(job: Setup, path: Path) -> None:
+def write_table(job: RunInputs, path: Path) -> None:
     """The train samples as open_clip reads them: one row per caption."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t")

@@ -1,37 +1,87 @@
 """Peak memory of `m1clip train` by setting: each a fresh process, set-up, steps, evaluation and final report included.
 
     python benchmarks/memory.py --json docs/results/memory.json
+    python benchmarks/memory.py --components --json docs/results/memory_components.json
 
-The 76.7M job is `--preset prior-art` (batch 12); the large batch is the same model with a batch of 1024 in chunks. The
-first run of a model measures its precision before it begins; the other rows have that behind them.
+`--components` shows what the peak of three models consists of, as the run logs it (docs/monitor.md, "The machine").
+
+The 76.7M job is `--preset original` (batch 12) in the default precision; the large batch is the same model with a
+batch of 1024 in chunks. The first run of a model measures its precision before it begins; the other rows have that
+behind them.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from sides import machine, peak_memory, write
+from sides import machine, peak_memory, variables_for, write
 
-PRIOR_ART = "--preset prior-art --steps 4"
+from m1clip.runlog import read_log
+
+ORIGINAL = "--preset original --precision auto --workers 0 --steps 4"
 ROWS = {  # name: (words, flags of m1clip train)
-    "default": ("76.7M, batch 12", PRIOR_ART),
-    "checkpointing": ("the same, gradient checkpointing", f"{PRIOR_ART} --grad-checkpointing"),
-    "micro-batch": ("the same, --micro-batch 4", f"{PRIOR_ART} --micro-batch 4"),
-    "first": ("76.7M, batch 12, first run of a model", PRIOR_ART),
-    "first-checkpointing": (
-        "the same, gradient checkpointing",
-        f"{PRIOR_ART} --grad-checkpointing",
-    ),
+    "default": ("76.7M, batch 12", ORIGINAL),
+    "checkpointing": ("the same, gradient checkpointing", f"{ORIGINAL} --grad-checkpointing"),
+    "micro-batch": ("the same, --micro-batch 4", f"{ORIGINAL} --micro-batch 4"),
+    "first": ("76.7M, batch 12, first run of a model", ORIGINAL),
+    "first-checkpointing": ("the same, gradient checkpointing", f"{ORIGINAL} --grad-checkpointing"),
     "large": (
-        "small, batch 1024, --micro-batch 16",
-        "--model small --batch-size 1024 --micro-batch 16 --steps 2 --synthetic-images 1100",
+        "original, batch 1024, --micro-batch 16",
+        "--model original --batch-size 1024 --micro-batch 16 --steps 2 --synthetic-images 1100",
     ),
 }
+COMPONENTS = {  # name: (words, flags of m1clip train)
+    "tiny": (
+        "tiny, batch 16",
+        "--model tiny --recipe scratch --batch-size 16 --synthetic-images 200 --steps 4",
+    ),
+    "original": ("76.7M, batch 12", "--preset original --steps 2 --precision fp32"),
+    "ViT-B-32": (
+        "ViT-B/32, batch 8",
+        "--model ViT-B-32 --recipe scratch --batch-size 8 --synthetic-images 48 --steps 2 "
+        "--precision fp32",
+    ),
+}
+MAX_REST = 0.20  # of the peak that may stay unexplained
 QUICK = (
     "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --synthetic-images 16"
 )
+
+
+def components_of(flags: str) -> dict[str, Any]:
+    """Train in a fresh process, and return the newest record of its memory by component."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "m1clip", "train", *flags.split(), "--out", str(run)]
+        subprocess.run(
+            command, env=variables_for(sys.executable), check=True, stdout=subprocess.DEVNULL
+        )
+        records = [record for record in read_log(run) if record["kind"] == "memory"]
+    return {name: value for name, value in records[-1].items() if name not in ("v", "kind", "time")}
+
+
+def measure_components(rows: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Measure and print the components of each row."""
+    found = {}
+    for name, (words, flags) in rows.items():
+        parts = components_of(flags)
+        peak = parts["peak"]
+        found[name] = {"flags": flags, **parts}
+        sizes = {
+            part: value
+            for part, value in parts.items()
+            if isinstance(value, int) and part not in ("peak", "overlap")
+        }
+        text = ", ".join(f"{part} {value / 1e6:.0f}" for part, value in sizes.items())
+        fits = "ok" if parts["rest"] <= MAX_REST * peak else f"above {MAX_REST:.0%}"
+        print(f"  {words}: peak {peak / 1e6:.0f} MB: {text}", flush=True)
+        print(f"    rest {parts['rest'] / peak:.1%} of the peak: {fits}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -43,6 +93,9 @@ def main() -> None:
         help=f"of {', '.join(ROWS)}; 'large' takes long",
     )
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes for each row")
+    parser.add_argument(
+        "--components", action="store_true", help="what the peak consists of, for three models"
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny run: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
@@ -56,6 +109,10 @@ def main() -> None:
     print(
         f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}"
     )
+    if options.components:
+        models = {"quick": ("a tiny run", QUICK)} if options.quick else COMPONENTS
+        result["components"] = measure_components(models)
+        chosen = []
     for name in chosen:
         words, flags = rows[name]
         peaks = [

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from m1clip.config import Config
 from m1clip.data.prepare import Split
 from m1clip.model.presets import CLIPConfig
-from m1clip.training.setup import Setup
+from m1clip.training.inputs import RunInputs
 
 DROPOUT = 0.1
 
@@ -139,10 +139,10 @@ class NaivePairs(Dataset[tuple[Tensor, Tensor]]):
 class NaiveTrainer:
     """The baseline's step, on its own data path."""
 
-    def __init__(self, job: Setup) -> None:
+    def __init__(self, job: RunInputs) -> None:
         torch.manual_seed(job.config.seed)
         self.device, optim = job.device.torch, job.config.optim
-        self.model = NaiveClip(job.shape, job.tokenizer.eot_id).to(self.device).train()
+        self.model = NaiveClip(job.shape, job.model.tokenizer.eot_id).to(self.device).train()
         self.loader = DataLoader(
             NaivePairs(job.splits["train"]),
             batch_size=job.config.train.batch_size,
@@ -174,7 +174,7 @@ class NaiveTrainer:
         return loss.item()
 
 
-def prior_art_job(config: Config) -> Setup:
+def original_job(config: Config) -> RunInputs:
     """The data, tokenizer and shape of the job; nothing is measured, the baseline has no choices."""
     config = dataclasses.replace(
         config,

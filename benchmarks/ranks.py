@@ -1,7 +1,7 @@
 """Scaling of training with the number of ranks: images per second of 1, 2 and 4 processes on cores pinned apart.
 
     python benchmarks/ranks.py --json docs/results/ranks.json
-    python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model small --batch-size 32
+    python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model original --batch-size 32
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
     python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
@@ -28,6 +28,7 @@ from sides import machine, set_up, spread, write
 from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from m1clip.formatting import plural
 from m1clip.hardware.timing import timing
+from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 WARMUP = 3
 
@@ -60,12 +61,12 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
                 fsdp=options.fsdp,
             ),
         )
-    ).divided(ranks)
+    ).for_rank(ranks)
     step, seconds, exchanges = job.make_step(), [], []
     for number in range(WARMUP + options.steps * (1 + options.overlap)):
         overlapping[0] = not options.overlap or (number - WARMUP) % 2 == 0
         begin = time.perf_counter()
-        step(job.training[number], number)
+        step.run(job.training[number], number)
         job.device.synchronize()
         seconds.append(time.perf_counter() - begin)
         exchanges.append(step.phases.take().get("exchange", 0.0))
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument(
         "--total", action="store_true", help="--batch-size is that of all ranks together"
     )
-    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default=DEFAULT_OPTIMIZER)
     parser.add_argument("--fsdp", choices=["on", "off"], default="off")
     parser.add_argument(
         "--overlap", action="store_true", help="every other step exchanges after the backward pass"

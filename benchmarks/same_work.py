@@ -81,9 +81,11 @@ GOALS = {
 
 
 def job_config(name: str, data: str | None, quick: bool) -> Config:
-    """The prior art's job, or `tiny` with 32 or 50 text tokens; for a smoke run the same with small towers."""
+    """The original project's job, or `tiny` with 32 or 50 text tokens; for a smoke run the same with small towers."""
     if name == "76.7M":
-        config = from_dict(read_preset("prior-art"), "prior-art")
+        config = from_dict(read_preset("original"), "original").changed(
+            precision="auto", workers=0, loss="multi-positive", warmup=0.1
+        )
     else:
         source = (
             DataConfig(source=(data,), cache="ram") if data else DataConfig(synthetic_images=1024)
@@ -138,12 +140,12 @@ def serve(side: str, config: Config) -> None:
 
 def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     """The baseline of naive.py on this job."""
-    from naive import NaiveTrainer, prior_art_job
+    from naive import NaiveTrainer, original_job
 
     # It takes images as they are kept, so they must be kept without the margin for crops.
     same = same_work(config)
     plain = dataclasses.replace(same.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
-    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(same, data=plain)))
+    trainer = NaiveTrainer(original_job(dataclasses.replace(same, data=plain)))
     feed = trainer.epochs()
     return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
 
@@ -167,7 +169,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
             def work() -> None:
                 made.append(job.training[number])
-                update(made[0], number)[0].item()
+                update.run(made[0], number)[0].item()
 
             found = timed(work)
             groups = [made[0].texts(rows) for rows in made[0].text_rows()]

@@ -1,6 +1,7 @@
 """How honest is the cut-off of `m1clip search`? Half of the queries have their matching images removed.
 
     python benchmarks/search_cutoff.py runs/frozen flickr8k --json docs/results/search_cutoff.json
+    python benchmarks/search_cutoff.py general flickr8k coco --json docs/results/search_cutoff_general.json
 
 Two kinds of queries over the images of a split: words and pairs of words, where an image matches if its captions
 mention them; and captions, where only the image matches that the caption was written for. The weights and the
@@ -25,7 +26,7 @@ import numpy as np
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import number, percent, table
-from m1clip.search.query import CUTOFF, UNSURE, WEIGHTS, probabilities, zscore
+from m1clip.search.query import CUTOFF, MATCH_WEIGHTS, UNSURE, probabilities, zscore
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
@@ -198,14 +199,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("data")
+    parser.add_argument(
+        "data", nargs="+", help="their val and test splits, together, are the libraries"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    model, source = m1clip.load(options.model), open_source(options.data)
+    model = m1clip.load(options.model)
+    sources = [open_source(data) for data in options.data]
     tasks: dict[str, list[Queries]] = {"words": [], "captions": []}  # of val and test
     for split in ("val", "test"):
-        samples = source.samples(split)
+        samples = [sample for source in sources for sample in source.samples(split)]
         images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
         words, match = word_queries(samples)
         tasks["words"].append(
@@ -251,7 +255,7 @@ def main() -> None:
     print(table(("words: predicted", "right", "results"), shown))
     cut = record["words"]["cutoffs"]["probability"]
     print(
-        f"\nweights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})"
+        f"\nweights {np.round(weights, 3).tolist()} (in use: {MATCH_WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})"
     )
     if options.figure:
         diagram(bins, options.figure)

@@ -26,6 +26,7 @@ import numpy as np
 from PIL import Image
 
 import m1clip
+from m1clip import console
 from m1clip.formatting import table
 from m1clip.search.index import update_index
 
@@ -68,7 +69,8 @@ def plain_loop(model: Path, paths: list[Path], begin: Callable[[], None]) -> Non
 
 def m1clip_index(model: Path, paths: list[Path], begin: Callable[[], None]) -> None:
     """Index the folder."""
-    update_index(paths[0].parent, model, lambda done, total: begin() if done == 0 else None)
+    with console.on_progress(lambda done, total: begin() if done == 0 else None):
+        update_index(paths[0].parent, model)
 
 
 def run_side(side: str, model: Path, paths: list[Path]) -> dict[str, float]:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from m1clip.config import TransferConfig
-from m1clip.hardware.facts import environment, read_facts
+from m1clip.hardware.machine_info import environment, read_machine_info
 from m1clip.hardware.timing import Timing, timing
 from m1clip.model.presets import CLIPConfig, flops_per_pair
 
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.data.loader import Batch
-    from m1clip.training.setup import Setup
-    from m1clip.training.step import TrainStep
+    from m1clip.training.compose import TrainStep
+    from m1clip.training.inputs import RunInputs
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 NO_PEERS = "not measured: set PEERS=PYTHON, a Python with open_clip and transformers (benchmarks/README.md)"
@@ -89,20 +89,24 @@ def variables_for(python: str) -> dict[str, str]:
     )
 
 
-def set_up(config: Config) -> Setup:
+def set_up(config: Config) -> RunInputs:
     """Everything that a run of this config needs, as `m1clip train` prepares it."""
-    from m1clip.training.progress import Screen, decode_options
-    from m1clip.training.setup import prepare
+    from m1clip import console
+    from m1clip.training.workbench import prepare
 
     config = dataclasses.replace(config, transfer=TransferConfig(recipe="scratch"))
-    return prepare(config, lambda line: None, decode_options(Screen()))
+    with console.quiet():
+        return prepare(config)
 
 
-def training_step(job: Setup) -> TrainStep:
+def training_step(job: RunInputs) -> TrainStep:
     """The product's training step."""
-    from m1clip.training.step import TrainStep
+    from m1clip.training.compose import compose_step
+    from m1clip.training.step import make_parts
 
-    return TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
+    preprocess = job.model.preprocess
+    parts = make_parts(job.build_model(), job.config, job.device, job.precision, preprocess)
+    return compose_step(parts)
 
 
 def peer_shape(config: CLIPConfig) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def machine() -> dict[str, Any]:
     """Where and with what a benchmark was measured."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     git = subprocess.run(command, capture_output=True, text=True, check=False)
-    facts = read_facts()
+    facts = read_machine_info()
     # Before any side starts: what else ran.
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {

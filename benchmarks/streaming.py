@@ -14,7 +14,6 @@ import os
 import shutil
 import tarfile
 import time
-from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from m1clip.data.prepare import open_data, stream_split
 from m1clip.data.randomness import windowed_order
 from m1clip.data.sources.base import Options
 from m1clip.data.sources.shards import list_shards
-from m1clip.data.sources.stream import BLOCK, ShardSamples, StreamedSource, open_shards
+from m1clip.data.sources.stream import SHUFFLE_BLOCK, ShardSamples, StreamedSource, open_shards
 from m1clip.formatting import size
 from m1clip.text.bpe import BpeTokenizer
 
@@ -84,7 +83,7 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
     config = DataConfig(source=(str(folder),), cache="stream")
     source = open_data(config, SIDE, 0)
     assert isinstance(source, StreamedSource)
-    plan = DecodeOptions(2, 2**33, lambda title: nullcontext(lambda done, total: None), print)
+    plan = DecodeOptions(2, 2**33)
     split = stream_split(source, config, BpeTokenizer(), 32, Preprocess(image_size=SIDE), 1.0, plan)
     samples, captions = split.samples, split.lazy_captions
     assert isinstance(samples, ShardSamples)
@@ -132,7 +131,7 @@ def simulate(samples: int, per_shard: int = 10_000, batch: int = 32_768) -> dict
     """The order of an epoch, batch by batch."""
     counts = np.full(samples // per_shard, per_shard)
     blocks = np.concatenate(
-        [np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist()]
+        [np.diff([*range(0, count, SHUFFLE_BLOCK), count]) for count in counts.tolist()]
     )
     before, seen, place = memory(), np.zeros(samples, np.uint8), np.zeros(samples, np.int32)
     start, shards = time.perf_counter(), list[int]()
