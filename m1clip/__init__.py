@@ -10,6 +10,7 @@ __all__ = [
     "Index",
     "Model",
     "__version__",
+    "compare",
     "evaluate",
     "export",
     "list_models",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from m1clip.bench.compare import compare
     from m1clip.config import Config
     from m1clip.evaluation.evaluate import evaluate
     from m1clip.export.layouts import export
@@ -32,6 +34,7 @@ _MODULES = {
     "Config": "m1clip.config",
     "Index": "m1clip.search.query",
     "Model": "m1clip.inference.model",
+    "compare": "m1clip.bench.compare",
     "evaluate": "m1clip.evaluation.evaluate",
     "list_models": "m1clip.model.presets",
     "load": "m1clip.inference",

@@ -18,34 +18,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
-from m1clip.formatting import amount, did_you_mean, steps_or_seconds
+from m1clip.formatting import amount, did_you_mean, save_interval
 from m1clip.io import read_small
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
+from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from m1clip.schema import LIMITS, converted
 
-if TYPE_CHECKING:  # a type checker cannot evaluate the registry
+if TYPE_CHECKING:  # a type checker cannot evaluate the registries
     LossName = str
-else:
-    LossName = Literal[tuple(LOSSES)]
-
-COMMON = Group("Common", sort_key=0)
-# Name of each optimizer -> its help text. training/optim.py builds them; options, errors and tests
-# use this table.
-OPTIMIZERS = {
-    "muon": "Muon for hidden matrices, AdamW for everything else",
-    "adamw": "AdamW for all parameters of the model",
-}
-if typing.TYPE_CHECKING:
     OptimizerName = str
 else:
+    LossName = Literal[tuple(LOSSES)]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+COMMON = Group("Common", sort_key=0)
 # Settings whose choices are a table, for --help.
-DESCRIBED = {"optimizer": OPTIMIZERS, "loss": {name: loss.help for name, loss in LOSSES.items()}}
+DESCRIBED = {
+    "optimizer": {name: entry.described for name, entry in OPTIMIZERS.items()},
+    "loss": {name: loss.help for name, loss in LOSSES.items()},
+}
 RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
 CHOSEN_BY = "chosen_by"  # table of a run's config.toml with who chose each value; not a setting (training/spec.py)
@@ -80,13 +76,15 @@ class Section:
     """Base class of sections: checks each number against its range."""
 
     def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+        # A decided section (training/spec.py) has the ranges of the section that it narrows.
+        kind = next(kind for kind in SECTIONS.values() if isinstance(self, kind))
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
             value = getattr(self, name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 for limits in _ranges(hint):
-                    limits.check(option_of(type(self), name), value)
+                    limits.check(option_of(kind, name), value)
                 if name in LIMITS:
-                    Range(1, LIMITS[name]).check(option_of(type(self), name), value)
+                    Range(1, LIMITS[name]).check(option_of(kind, name), value)
         self.check()
 
     def check(self) -> None:
@@ -106,7 +104,7 @@ class ModelConfig(Section):
     """A model preset and overrides of its shape."""
 
     name: Annotated[str, Parameter(group=COMMON)] = "tiny"
-    "Model preset: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
+    "Model preset: tiny, original, original-documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
     "Image height and width in pixels, a multiple of the patch size."
     patch_size: int | None = None
@@ -140,7 +138,7 @@ class DataConfig(Section):
     """Images, captions and augmentation."""
 
     source: Annotated[tuple[str, ...], Parameter(negative="", group=COMMON)] = ("synthetic",)
-    "Paths to images and captions, or synthetic; several datasets are used together."
+    "Paths to images and captions, or synthetic; several are combined. NAME:PATH sets the format (m1clip data formats)."
     synthetic_images: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
@@ -181,16 +179,16 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer and learning rate."""
 
-    optimizer: OptimizerName = "muon"
+    optimizer: OptimizerName = DEFAULT_OPTIMIZER
     "How the weights are updated."
     lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = (
         5e-4
     )
     "Peak learning rate of AdamW. The matrices that Muon trains use --muon-lr."
     muon_lr: Positive = 0.01
-    "Peak learning rate of Muon."
+    "Peak learning rate of Muon. Its weight decay is always 0.3."
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
-    "Weight decay of AdamW; not applied to norms, biases and the temperature."
+    "Weight decay of AdamW; not applied to norms, biases, the temperature, and the matrices that Muon trains."
     warmup: NotNegative = 0.05
     "Warmup: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
@@ -226,10 +224,11 @@ class TrainConfig(Section):
     "How images and captions are compared."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
-    device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = (
-        "auto"
-    )
-    "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
+    device: Annotated[
+        Literal["auto", "cpu", "mps", "cuda", "mlx", "cuda+cpu", "mps+cpu", "cpu+cpu"],
+        Parameter(group=COMMON),
+    ] = "auto"
+    "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: docs/apple.md; gpu+cpu: one tower each. Missing: an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     fsdp: Literal["auto", "on", "off"] = "auto"
@@ -245,7 +244,7 @@ class TrainConfig(Section):
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
     save_every: Annotated[int | str | None, Parameter(group=COMMON)] = None
-    "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
+    "Save a checkpoint every N steps, every 30s, 10m, 1h, or every 2ep (epochs). Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
     plan: Annotated[tuple[tuple[int, int], ...], Parameter(parse=False)] = ()
@@ -271,9 +270,6 @@ class TrainConfig(Section):
             "--patience counts evaluations, but --eval-every 0 runs none before the end": (
                 not self.patience or self.eval_every != 0
             ),
-            "--precision fp16 has no fast path on the CPU: use bf16, fp32 or auto": (
-                self.device != "cpu" or self.precision != "fp16"
-            ),
         }
         for message, holds in rules.items():
             if not holds:
@@ -281,7 +277,7 @@ class TrainConfig(Section):
         if self.memory is not None:
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:
-            steps_or_seconds(self.save_every, "--save-every")
+            save_interval(self.save_every, "--save-every")
 
     def batch_size_or(self, default: int) -> int:
         """The batch size, or `default` while it is not decided: not given, or auto."""
@@ -367,7 +363,8 @@ class Config:
     def __post_init__(self) -> None:
         Range(0, 2**31, below=True).check("--seed", self.seed)
 
-    def changed(self, **settings: Any) -> Config:
+    def changed(self, **settings: Any) -> Self:
+        """The config with other values of settings, by flat name."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, key = NAMES[name]
@@ -437,10 +434,12 @@ OTHER_TOOLS = {
 
 
 def device_name(name: str) -> str:
-    """The name that torch has for a device: gpu is mps on a Mac and cuda elsewhere."""
-    if name != "gpu":
+    """The name that torch has for a device: gpu is mps on a Mac and cuda elsewhere, also in gpu+cpu."""
+    image, plus, text = name.partition("+")
+    if image != "gpu":
         return name
-    return "mps" if platform.system() == "Darwin" else "cuda"
+    gpu = "mps" if platform.system() == "Darwin" else "cuda"
+    return f"{gpu}{plus}{text}"
 
 
 def make_config(
@@ -450,17 +449,25 @@ def make_config(
 
     With --recipe auto and without --init, the recipe depends on the data: training chooses it.
     """
+    return merge_config(options, read_tables(file, preset))
+
+
+def read_tables(file: str | Path | None, preset: str | None) -> dict[str, Any]:
+    """The tables of a TOML file or of a preset, checked so that an error names it; {} for neither."""
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
-    values = (
-        read_toml(Path(file))
-        if file is not None
-        else read_preset(preset)
-        if preset is not None
-        else {}
-    )
-    from_dict(values, str(file or preset))  # so that an error names the file
-    given = _merged(values, _nested(options))
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = read_toml(Path(file))
+    elif preset is not None:
+        values = read_preset(preset)
+    from_dict(values, str(file or preset))
+    return values
+
+
+def merge_config(options: Mapping[str, Any], tables: dict[str, Any]) -> Config:
+    """The flat `options`, over `tables` of a file or a preset, over the values of the recipe."""
+    given = _merged(tables, nest_options(options))
     transfer = from_dict(given, "options").transfer
     if transfer.init is not None:
         recipe = read_recipe("finetune", clip=is_clip(Path(transfer.init)))
@@ -485,7 +492,7 @@ def is_clip(model: Path) -> bool:
     return True
 
 
-def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+def nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Group flat options by section; the error for an unknown name suggests one that is spelled like it."""
     nested: dict[str, Any] = {}
     for name, value in options.items():
@@ -560,7 +567,7 @@ def preset_names() -> list[str]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset, such as `demo` or `prior-art`."""
+    """The settings of a preset, such as `demo` or `original`."""
     names = preset_names()
     if name not in names:
         hint = did_you_mean(name, names)
@@ -677,7 +684,7 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
             raise UserError(f"{where}: unknown key '{prefix}{key}'{hint}")
         if dataclasses.is_dataclass(hints[key]):
             built[key] = _build(typing.cast("type", hints[key]), value, where, f"{prefix}{key}.")
-        elif key == "device" and value == "gpu":
+        elif key == "device" and value in ("gpu", "gpu+cpu"):
             built[key] = device_name(value)
         else:
             label = option_of(kind, key) if where == "options" else f"{where}: {prefix}{key}"

@@ -7,17 +7,22 @@ import math
 import re
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from m1clip.errors import UserError
 
 MISSING = "-"  # shown for None
+MIN_PART = 4  # letters of a name that suggest a longer name which contains them
 
 
 def did_you_mean(name: str, known: Iterable[str], meant: str = "", prefix: str = "") -> str:
-    """The part of an error that suggests `meant`, or the known name that is spelled like `name`; "" if none is."""
+    """Return the part of an error that suggests `meant`, or the known name that is most like `name`; "" if none is."""
+    known = list(known)
     similar = [meant] if meant else difflib.get_close_matches(name, known, n=1)
     if not similar:  # names that differ only in case, such as VIT-B-32
         similar = [each for each in known if each.lower() == name.lower()]
+    if not similar and len(name) >= MIN_PART:  # multi for multi-positive
+        similar = [each for each in known if name.lower() in each.lower()]
     return f": did you mean '{prefix}{similar[0]}'?" if similar else ""
 
 
@@ -146,8 +151,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 NUMERIC = tuple("0123456789+-.")
 
 
-SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-SCALE |= {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
+UNIT_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+UNIT_FACTORS |= {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -156,21 +161,31 @@ def amount(text: str, unit: str, option: str) -> float:
     found = re.fullmatch(
         rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper()
     )
-    scale = SCALE.get(found.group(2)) if found else None
+    scale = UNIT_FACTORS.get(found.group(2)) if found else None
     # A bare number is rejected: 8, meant as 8 GB, would be eight bytes.
     if found is None or scale is None or not any(found.group(2, 3)) or float(found.group(1)) <= 0:
         raise UserError(f"{option} {text}: give a number with a unit, such as 8G{unit}")
     return float(found.group(1)) * scale
 
 
-def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
-    """(steps, 0.0) for an integer, (0, seconds) for a time such as 30s, 10m or 1h."""
+class SaveInterval(NamedTuple):
+    """How often a checkpoint is saved: every so many steps, seconds or epochs; two of them are 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    epochs: float = 0.0
+
+
+def save_interval(value: int | str, option: str) -> SaveInterval:
+    """Parse an integer number of steps, a time such as 30s, 10m or 1h, or epochs such as 2ep or "2 epochs"."""
     text = str(value).strip().lower()
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text, re.ASCII)
-    if found is not None and float(found.group(1)) > 0:
-        return 0, float(found.group(1)) * SECONDS[found.group(2)]
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:([smh])|\s?(ep|epochs?))", text, re.ASCII)
+    if found is not None and float(found[1]) > 0:
+        if found[3]:
+            return SaveInterval(epochs=float(found[1]))
+        return SaveInterval(seconds=float(found[1]) * SECONDS[found[2]])
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
-        return int(text), 0.0
+        return SaveInterval(steps=int(text))
     raise UserError(
-        f"{option} {value}: expected an integer number of steps, or a time such as 30s, 10m or 1h"
+        f"{option} {value}: expected an integer number of steps, a time such as 30s, 10m or 1h, or epochs such as 2ep"
     )

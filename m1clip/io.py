@@ -316,7 +316,7 @@ def remove_leftovers(folder: Path) -> list[str]:
     return names
 
 
-LOCK = "run.lock"
+RUN_LOCK = "run.lock"
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def process_start_id(process: psutil.Process) -> str:
 def read_owner(run: Path) -> Owner | None:
     """The process that holds, or last held, a run; None where there is no valid lock."""
     try:
-        pid, host, start_id = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:3]
+        pid, host, start_id = read_small(run / RUN_LOCK, 4096).decode("utf-8").split("\n")[:3]
         return Owner(int(pid), host, start_id)
     except (OSError, ValueError):
         return None

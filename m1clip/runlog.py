@@ -1,28 +1,44 @@
 """run.jsonl: one JSON object per line, appended, readable while it is written."""
 
-import contextlib
 import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from m1clip.analyses import ANALYSES, RECORD, analyses_of_evaluations
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, open_for_write, open_regular, read_small
+from m1clip.log_field import LogField
 from m1clip.schema import is_well_formed, matches_schema
 
 VERSION = 1  # incremented when the meaning of a field changes, not for a new field
 NAME = "run.jsonl"
 PREPARING = "preparing.txt"  # exists only while the data of a run is being prepared
 PREPARING_PARTIAL = PREPARING + PARTIAL
-LONGEST_LINE = 2**24
+LONGEST_LINE = 2**24  # bytes; no run writes a longer line
 
 LATEST = 1e11  # seconds since 1970; the C library has no date for much later times
+# All kinds of record, and what each says.
+RECORD_KINDS = {
+    "start": "the run, or a resumed part of it, begins",
+    "step": "means over the steps since the last such line",
+    "sensors": "kinds of cores, idle power, and what this machine does not measure and why, once",
+    "memory": "bytes by component, after the first steps and at the end",
+    "eval": "scores and analysis of the validation split",
+    RECORD: "analyses of the step before an evaluation",
+    "plan": "--minutes has corrected the number of steps",
+    "checkpoint": "a checkpoint was saved",
+    "event": "something that changes the run, such as a stop, a skipped update or a rollback",
+    "warning": "a warning that was also printed",
+    "skipped": "an image that could not be read",
+    "parity": "the gradients of the device were compared with the CPU's",
+    "wise_ft": "--wise-ft has tried a mean of the initial and the trained weights",
+    "end": "the run is finished; scores of the best model",
+}
 # The metric that selects the best model, and its label: the first of these that an evaluation has.
 TOP1, MEAN_RECALL = "top1_accuracy", "mean_recall"
 SELECTION = {TOP1: "top-1 accuracy", MEAN_RECALL: "mean recall"}
@@ -36,8 +52,8 @@ def label(metric: str) -> str:
     return SELECTION.get(metric, metric.replace("_", " ").replace("/", ", "))
 
 
-def selection_metric(record: Record) -> str:
-    """The metric that selects the best model, in an evaluation or end record."""
+def selection_name(record: Record) -> str:
+    """The name of the metric that selects the best model, in an evaluation or end record."""
     return next((name for name in SELECTION if name in record), MEAN_RECALL)
 
 
@@ -54,7 +70,7 @@ class RunLog:
         self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one record; kinds are start, step, eval, memory, checkpoint, event, warning, skipped, end."""
+        """Append one record of a kind in RECORD_KINDS."""
         self.check_folder()
         record = json_safe({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
         text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -133,52 +149,41 @@ def parse(line: bytes) -> Record | None:
     )
 
 
-def _figure(value: Any) -> bool:
-    return matches_schema(value, float) or value in ("nan", "inf", "-inf")
-
-
 def _analysis(value: Any) -> bool:
-    difficulty = value.get("difficulty", {}) if isinstance(value, dict) else None
-    return matches_schema(difficulty, {str: (float, int)})
+    """The values of the analyses in an evaluation; each may be missing."""
+    schemas = {each.name: each.schema for each in analyses_of_evaluations()}
+    return isinstance(value, dict) and all(
+        matches_schema(value[name], schema) for name, schema in schemas.items() if name in value
+    )
 
 
 def _time(value: Any) -> bool:
     return matches_schema(value, float) and 0 <= value < LATEST
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogField:
-    """A field that readers of the log use: how it is checked, and where it is shown."""
-
-    name: str  # path/in/a/dict for one inside another field, which then has the schema
-    schema: Any = _figure  # in each record, for `matches_schema`; None: not checked
-    # Where a kind of record differs.
-    schema_by_kind: Mapping[str, Any] = dataclass_field(default_factory=dict)
-    required_in: tuple[str, ...] = ()  # kinds of record that are invalid without it
-    curve: Literal["step", "eval"] | None = (
-        None  # kind of record that gives the points of its curve
-    )
-    title: str = ""  # of its plot in the report and, for steps, on the page; empty: no plot
-    factor: float = 1.0  # from the log to the unit of the plot
-    unit: str = ""  # after a value on the page
-    log_scale: bool = False  # in the report
-    about_machine: bool = False  # whether the page shows it below "Machine"
-
-    def schema_in(self, kind: str) -> Any:
-        """Return the schema of the field in records of a kind."""
-        return self.schema_by_kind.get(kind, self.schema)
-
-
 def _by_name(*fields: LogField) -> dict[str, LogField]:
     return {field.name: field for field in fields}
 
 
-# All fields that readers use. Plots are shown in this order.
+# A phase of the loss (monitor/epochs.py), in the record of the end.
+LOSS_PHASE = {"first_step": int, "last_step": int, "slope": float, "trend": str}
+
+# All fields that readers use. Plots are shown in this order. The default schema, `figure`, also accepts NaN; `float`
+# is for what is always finite. A field of an analysis belongs into its entry in analyses.py.
 FIELDS = _by_name(
     # curves of the steps
     LogField(name="loss", curve="step", title="Loss", log_scale=True),
     LogField(name="grad_norm", curve="step", title="Gradient norm", log_scale=True),
     LogField(name="temperature", curve="step", title="Temperature"),
+    LogField(
+        name="batch_accuracy",
+        curve="step",
+        title="Training accuracy within a batch, % (not comparable between batch sizes)",
+        factor=100.0,
+        unit="%",
+        chance="batch_chance",
+    ),
+    LogField(name="batch_chance", curve="step"),
     LogField(name="lr", curve="step", title="Learning rate"),
     LogField(name="images_per_second", curve="step", title="Images per second"),
     LogField(
@@ -204,8 +209,14 @@ FIELDS = _by_name(
         unit=" °C",
         about_machine=True,
     ),
+    LogField(name="fan_rpm", curve="step", title="Fan, rpm", unit=" rpm", about_machine=True),
+    LogField(
+        name="battery_percent", curve="step", title="Battery, %", unit="%", about_machine=True
+    ),
     LogField(name="step_seconds", curve="step"),
+    LogField(name="muon_lr"),
     LogField(name="elapsed", curve="step"),
+    LogField(name="epoch", curve="step"),
     # curves of the evaluations; _valid checks metrics
     LogField(
         name="text_to_image/recall@1",
@@ -221,26 +232,31 @@ FIELDS = _by_name(
         title="Recall@1 image to text, %",
         factor=100.0,
     ),
-    LogField(
-        name="analysis/difficulty/hard",
-        schema=None,
-        curve="eval",
-        title="Accuracy against similar captions, %",
-        factor=100.0,
-    ),
-    LogField(name="analysis/modality_gap", schema=None, curve="eval", title="Modality gap"),
+    *(field for analysis in ANALYSES.values() for field in analysis.log_fields()),
     # other fields
     LogField(name="step", schema=int, required_in=("step", "eval")),
     LogField(name="steps", schema=int),
     LogField(name="best_step", schema=int),
     LogField(name="back_to", schema=int),
-    LogField(name="epoch"),
+    LogField(name="loss_phases", schema=[LOSS_PHASE]),
     LogField(name="time", schema=_time),
     LogField(name="seconds", schema=None, schema_by_kind={"step": {str: float}, "eval": float}),
     LogField(name="rank_seconds", schema=[float]),
     LogField(name="cores", schema=[float]),
     LogField(name="joules"),
     LogField(name="joules_per_epoch"),
+    LogField(name="mean_watts"),
+    LogField(name="peak_watts"),
+    LogField(name="idle_watts"),
+    LogField(name="recall_per_watt_hour"),
+    LogField(name="overlap", schema=float),
+    LogField(name="throttled"),
+    LogField(name="fan_percent"),
+    LogField(name="stages", schema={str: float}),
+    LogField(name="stages_cost", schema=float),
+    LogField(name="core_kinds", schema=[str]),
+    LogField(name="meter", schema=str),
+    LogField(name="not_measured", schema={str: str}),
     LogField(name="peak", schema=float),
     LogField(name="peak_bytes", schema=float),
     LogField(name="gradient_difference"),
@@ -295,15 +311,6 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def write_preparing(run: Path, text: str) -> None:
-    """Write the progress of data preparation, for `runs` and `monitor`; ignores a missing folder or full disk."""
-    with contextlib.suppress(OSError, UserError):
-        handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-        (run / PREPARING_PARTIAL).replace(run / PREPARING)
 
 
 def read_preparing(run: Path) -> str | None:

@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from m1clip.errors import UserError
+from m1clip.formatting import did_you_mean
 
 
 def format_version(record: Any) -> int:
@@ -49,7 +50,7 @@ def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
     return {name: converted(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
 
 
-KINDS = {
+DESCRIPTIONS = {
     str: "text in quotes",
     bool: "true or false",
     int: "an integer",
@@ -77,7 +78,8 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
             word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)
         ]
         return converted(chosen, value, where, others)
-    expected, kind = KINDS.get(hint, ""), type(value)
+    expected, kind = DESCRIPTIONS.get(hint, ""), type(value)
+    hint_at_typo = ""
     if origin is tuple:
         items = (value,) if kind is str else value
         each = (
@@ -94,6 +96,8 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
         if any(kind is type(part) and value == part for part in parts):  # True == 1
             return value
         expected = f"one of {', '.join(map(str, parts))}"
+        if kind is str:
+            hint_at_typo = did_you_mean(value, [part for part in parts if isinstance(part, str)])
     elif hint is float and kind in (int, float) and abs(value) <= MAX_FLOAT:  # NaN is not
         return float(value)
     elif hint is str and isinstance(value, Path):
@@ -103,14 +107,17 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
     elif not expected or (kind is hint and hint is not float):
         return value
     text = ascii(value)
+    if len(text) > MAX_VALUE_SHOWN:
+        text = text[:MAX_VALUE_SHOWN] + "..."
     expected = " or ".join((expected, *words))
-    raise UserError(
-        f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}"
-    )
+    raise UserError(f"{where} must be {expected}, not {text}{hint_at_typo}")
+
+
+MAX_VALUE_SHOWN = 40  # characters of a value in an error
 
 
 MAX_FLOAT = sys.float_info.max
-LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
+LARGEST_NUMBER, SMALLEST_NUMBER, DEEPEST = 1e100, 1e-100, 16
 
 
 def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
@@ -118,7 +125,7 @@ def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
     if isinstance(value, bool) or value is None:
         return True
     if isinstance(value, int | float):  # False for NaN, too
-        return value == 0 or SMALLEST <= abs(value) <= LARGEST
+        return value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
     if isinstance(value, str):
         return value.isascii() or value == value.encode("utf-8", "replace").decode("utf-8")
     if depth == 0 or not isinstance(value, dict | list):

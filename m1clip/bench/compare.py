@@ -8,11 +8,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from m1clip import __version__
-from m1clip.bench.report import verdict
+from m1clip import __version__, console
+from m1clip.bench.decide import default_configuration
+from m1clip.bench.loading import Loading, measure_loading
+from m1clip.bench.overhead import Overhead
+from m1clip.bench.page import PAGE_NAME, write_page
+from m1clip.bench.report import Comparison, verdict
+from m1clip.bench.stability import STABILITY_STEPS, Stability
 from m1clip.bench.steps import (
     ASSUMED_GEMM_FRACTION,
     Configuration,
@@ -21,24 +27,41 @@ from m1clip.bench.steps import (
     save_measured,
     size_of,
 )
-from m1clip.bench.worker import Measurement, MeasurementError, Worker
+from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
-from m1clip.hardware.device import Kind, Precision, available, choose_device, rules
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.formatting import did_you_mean, one_line
+from m1clip.hardware.device import (
+    HYBRIDS,
+    Kind,
+    Precision,
+    available,
+    choose_device,
+    hybrids_of,
+    rules,
+)
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.hardware.timing import timing
 from m1clip.io import write_json
 from m1clip.model.presets import preset
+from m1clip.optimizers import DEFAULT_OPTIMIZER
 from m1clip.runlog import json_safe
 
-FORMAT = "m1clip-comparison"
-MAX_SECONDS, MIN_STEPS = 10.0, 3  # of one measurement of a configuration
+COMPARISON_FORMAT = "m1clip-comparison"
+COMPARED_SECONDS, MIN_STEPS = 10.0, 3  # of one measurement of a configuration
 OVERHEAD_STEPS = 12  # warm-up and the check of the gradient, in steps
-START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
-ALWAYS_SECONDS = (
-    2.0  # a configuration that needs less than this is measured as long as any time is left
-)
-BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
-MAX_MEMORY = 0.85  # of free memory, for one configuration
+WORKER_START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
+# A configuration that needs less than this is measured as long as any time is left.
+ALWAYS_SECONDS = 2.0
+COMPARED_BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
+COMPARED_MEMORY_FRACTION = 0.85  # of free memory, for one configuration
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32", "fp16")  # the likely fastest first
+STABILITY_FRACTION = 0.15  # of the time, for the steps that show loss spikes
+STABILITY_BATCH_SIZE = 8
+MIN_STABILITY_SECONDS = 2.0  # for one precision, even if little time is left
+MAX_SLOW_SECONDS = 120.0  # that a worker may take longer than it was given
+LOADING_SECONDS = 10.0  # that the measurement of the loader needs; a guess
+
+Show = Callable[[str, float], None]  # gets a message and the fraction of the time that is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +72,7 @@ class CompareOptions:
     batch_sizes: Sequence[int] = (64,)
     devices: Sequence[str] = ()
     precisions: Sequence[str] = ()
-    optimizer: str = "muon"
+    optimizer: str = DEFAULT_OPTIMIZER
     minutes: float = 4.7
 
     def __post_init__(self) -> None:
@@ -59,15 +82,59 @@ class CompareOptions:
             raise UserError(
                 "--batch-size: give integers of at least 1, such as --batch-size 1 8 64"
             )
+        for name in self.precisions:
+            if name not in PRECISIONS:
+                raise UserError(
+                    f"--precision {name}: expected some of {', '.join(PRECISIONS)}"
+                    f"{did_you_mean(name, PRECISIONS)}"
+                )
         if not self.minutes > 0:
             raise UserError(f"--minutes must be above 0, not {self.minutes:g}")
 
 
-def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> Session:
-    """Run a comparison and write comparison.json; `show` receives a message and the fraction of time used."""
-    facts = read_facts()
-    for name in options.devices:
-        choose_device(name, facts)  # raises for a missing device
+def compare(
+    model: str | Sequence[str] = "tiny",
+    batch_size: int | Sequence[int] = 64,
+    device: str | Sequence[str] = (),
+    precision: str | Sequence[str] = (),
+    *,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    minutes: float = CompareOptions.minutes,
+    out: str | Path = "comparison",
+) -> Comparison:
+    """Measure the training step on each device of this machine, in each precision.
+
+    Takes the options of `m1clip compare`; several values are given as a list. Writes
+    comparison.json and comparison.html into `out`; print the result to see its tables.
+    """
+    options = CompareOptions(
+        models=_listed(model),
+        batch_sizes=_listed(batch_size),
+        devices=_listed(device),
+        precisions=_listed(precision),
+        optimizer=optimizer,
+        minutes=minutes,
+    )
+    return run_comparison(options, Path(out), print_progress)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str | int) else tuple(value)
+
+
+def print_progress(message: str, used: float) -> None:
+    """Report what is measured next, and the fraction of the time that is used."""
+    console.print(f"{min(used, 1.0):4.0%}  {message}")
+
+
+def run_comparison(options: CompareOptions, folder: Path, show: Show) -> Comparison:
+    """Run a comparison and write comparison.json and comparison.html.
+
+    `show` receives a message and the fraction of time used.
+    """
+    facts = read_machine_info()
+    devices = [choose_device(name, facts) for name in options.devices]  # raises for a missing one
+    options = replace(options, devices=devices)
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(options, facts, folder, show)
     try:
@@ -78,44 +145,70 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
         reasons = "; ".join(dict.fromkeys(session.skipped.values()))
         raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
     save_measured(facts, session.results)
-    return session
+    found = session.comparison
+    write_page(found, folder / PAGE_NAME)
+    return found
 
 
 def configurations(
-    facts: Facts, options: CompareOptions, devices: Sequence[Kind]
+    facts: MachineInfo, options: CompareOptions, devices: Sequence[Kind]
 ) -> list[Configuration]:
     """Every device and precision for each model and batch size, from small to large.
 
-    A single model is also measured with one change at a time from the likely fastest configuration of each device, and
-    all of this a second time in reverse order, so a machine that becomes slower affects all configurations alike.
+    A single model is also measured with one change at a time from the likely fastest configuration of each device.
     """
-    found = [
-        Configuration.default(model, batch_size, device, precision, options.optimizer)
+    listed = [
+        default_configuration(facts, model, batch_size, device, precision, options.optimizer)
         for model in options.models
         for batch_size in sorted(options.batch_sizes)
         for device in devices
         for precision in precisions_of(facts, device, options.precisions)
     ]
     if len(options.models) > 1:
-        return found
-    found += _one_change_each(facts, [c for c in found if c.batch_size == min(options.batch_sizes)])
-    return found + [c for c in reversed(found) if not c.compile]
+        return listed
+    smallest = [c for c in listed if c.batch_size == min(options.batch_sizes)]
+    return [*listed, *_one_change_each(facts, smallest)]
 
 
-def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Precision]:
-    """The precisions to measure on a device, the likely fastest first; fp16 only if requested."""
-    possible = rules(device, facts).precisions[::-1]
-    return [name for name in possible if (name in asked if asked else name != "fp16")]
+def second_round(first: Sequence[Configuration]) -> list[Configuration]:
+    """All configurations again in reverse order, so a machine that becomes slower affects all of them alike.
+
+    Compiling takes too long to be repeated.
+    """
+    return [c for c in reversed(first) if not c.compile]
 
 
-def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Configuration]:
+def precisions_of(facts: MachineInfo, device: Kind, requested: Sequence[str]) -> list[Precision]:
+    """The precisions to measure on a device, the likely fastest first."""
+    supported = rules(device, facts).precisions
+    return [name for name in PRECISIONS if name in supported and name in (requested or PRECISIONS)]
+
+
+def unsupported_precisions(
+    facts: MachineInfo, device: Kind, requested: Sequence[str]
+) -> list[Precision]:
+    """The precisions that a device does not have."""
+    supported = rules(device, facts).precisions
+    return [
+        name for name in PRECISIONS if name not in supported and name in (requested or PRECISIONS)
+    ]
+
+
+def thread_counts(facts: MachineInfo) -> list[int]:
+    """Numbers of threads to try beside the default of one per performance core: all cores, and half."""
+    tried = {facts.cores, max(1, facts.performance_cores // 2)}
+    return sorted(tried - {facts.performance_cores}, reverse=True)
+
+
+def _one_change_each(facts: MachineInfo, base: list[Configuration]) -> Iterator[Configuration]:
     for likely in {c.device: c for c in reversed(base)}.values():
+        if likely.device == "cpu":
+            for count in thread_counts(facts):
+                yield replace(likely, threads=count)
         yield replace(likely, grad_checkpointing=True)
-        if likely.device == "cpu" and facts.performance_cores > 1:
-            yield replace(likely, threads=facts.performance_cores // 2)
-        if likely.device == "cuda":
+        if likely.cuda_graph:
             yield replace(likely, cuda_graph=False)
-        if likely.device != "mlx":
+        if likely.device != "mlx" and likely.device not in HYBRIDS:
             yield replace(likely, compile=True)  # last: compiling takes a minute or two
 
 
@@ -123,74 +216,169 @@ class Session:
     """One comparison: the results, the time budget, and a worker process for each variant."""
 
     def __init__(
-        self,
-        options: CompareOptions,
-        facts: Facts,
-        folder: Path,
-        show: Callable[[str, float], None],
+        self, options: CompareOptions, facts: MachineInfo, folder: Path, show: Show
     ) -> None:
-        self.options, self.facts, self.folder = options, facts, folder
-        self.begin, self.seconds = time.monotonic(), 60 * options.minutes
+        self.options = options
+        self.facts = facts
+        self.folder = folder
+        self.begin = time.monotonic()
+        self.seconds = 60 * options.minutes
+        self.reserved = (
+            STABILITY_FRACTION * self.seconds
+        )  # for the stability, after the first round
         self.show = lambda text: show(text, 1 - self.left / self.seconds)
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
-        self.devices: dict[
-            Kind, tuple[int, dict[str, float]]
-        ] = {}  # memory, and GEMM FLOP/s by precision
+        self.devices: dict[Kind, DeviceMeasurement] = {}
+        self.overheads: dict[str, list[Overhead]] = {}  # by device
+        self.stability: dict[str, Stability] = {}  # by model, device and precision
+        self.loading: list[Loading] = []
         self.measured: dict[Configuration, list[Measurement]] = {}
-        self.gradients: dict[
-            tuple[str, str], float
-        ] = {}  # model and variant -> difference from the CPU's
+        # By model and variant: the difference of the gradient from the CPU's.
+        self.gradients: dict[tuple[str, str], float] = {}
         self.skipped: dict[str, str] = {}  # label -> reason
-        self.failed: dict[
-            tuple[str, str], int
-        ] = {}  # model and variant -> the smallest batch size that failed
+        # By model and variant: the smallest batch size that failed.
+        self.failed: dict[tuple[str, str], int] = {}
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
     def left(self) -> float:
+        """Seconds until the time is over."""
         return self.seconds - (time.monotonic() - self.begin)
 
     @property
+    def left_for_steps(self) -> float:
+        """Seconds that remain for timed steps."""
+        return self.left - self.reserved
+
+    @property
     def results(self) -> list[Result]:
+        """The measured configurations."""
         return [self.result(c, measurements) for c, measurements in self.measured.items()]
 
+    @property
+    def comparison(self) -> Comparison:
+        """Everything that was measured so far."""
+        return Comparison(
+            facts=self.facts,
+            results=self.results,
+            skipped=dict(self.skipped),
+            overheads=dict(self.overheads),
+            stability=dict(self.stability),
+            loading=list(self.loading),
+            date=self.date,
+            folder=self.folder,
+        )
+
     def run(self) -> None:
-        for kind in available(self.facts):
-            # MLX's build for Linux has no GPU: it is measured only on request.
-            if kind in self.options.devices or (
-                not self.options.devices and (kind != "mlx" or self.facts.mps)
-            ):
-                self.show(f"{kind}: matrix multiplication")
-                precisions = precisions_of(self.facts, kind, self.options.precisions)
-                try:
-                    self.devices[kind] = self.worker(kind).call(
-                        "probe", max(60.0, self.left), kind, precisions
-                    )
-                except MeasurementError as error:
-                    self.skipped[kind] = str(error)
-                self.close()
-        todo = configurations(self.facts, self.options, list(self.devices))
-        for number, c in enumerate(todo):
-            # The second pass has the time that the first one leaves.
-            waiting = len({*todo[number:]} - self.measured.keys()) or len(todo) - number
-            if reason := self.obstacle(c, self.left / waiting):
-                self.skipped |= {} if c in self.measured else {c.label: reason}
-            else:
-                self.measure(c, self.left / waiting)
-            self.close({later.variant for later in todo[number + 1 :]})
+        """Measure devices, then steps, the stability of each precision, and the steps once more."""
+        kinds = available(self.facts)
+        for kind in (*kinds, *hybrids_of(kinds)):
+            # MLX's build for Linux has no GPU: it is measured only on request. So is the CPU twice.
+            by_default = (kind != "mlx" or self.facts.mps) and kind != "cpu+cpu"
+            if kind in self.options.devices or (not self.options.devices and by_default):
+                self.measure_device(kind)
+        self.measure_loading()
+        first = configurations(self.facts, self.options, list(self.devices))
+        second = second_round(first)
+        self.measure_round(first, {c.variant for c in second})
+        self.measure_stability(first)
+        self.reserved = 0.0
+        self.measure_round(second, set())
         self.write(complete=True)
+
+    def measure_device(self, kind: Kind) -> None:
+        """Measure a device apart from any model; what fails is reported and left out."""
+        requested = self.options.precisions
+        for precision in unsupported_precisions(self.facts, kind, requested):
+            self.skipped[f"{kind} {precision}"] = f"{precision} is not supported on {kind}"
+        precisions = precisions_of(self.facts, kind, requested)
+        if not precisions:
+            return
+        timeout = max(60.0, self.left)
+        self.show(f"{kind}: matrix multiplication")
+        try:
+            self.devices[kind] = self.worker(kind).call("measure_device", timeout, kind, precisions)
+            self.show(f"{kind}: overhead")
+            self.overheads[kind] = self.worker(kind).call(
+                "measure_device_overhead", timeout, kind, precisions
+            )
+        except MeasurementError as error:
+            name = f"{kind}: overhead" if kind in self.devices else kind
+            self.skipped[name] = str(error)
+        self.close()
+
+    def measure_loading(self) -> None:
+        """Measure the loader with different numbers of workers, if there is time."""
+        name = "loading by workers"
+        if self.left_for_steps < LOADING_SECONDS:
+            self.skipped[name] = self.too_long(LOADING_SECONDS)
+            return
+        self.show(name)
+        try:
+            self.loading = measure_loading(self.facts)
+        except (OSError, RuntimeError, UserError) as error:
+            self.skipped[name] = one_line(str(error))
+
+    def measure_round(self, todo: Sequence[Configuration], later_variants: set[str]) -> None:
+        """Measure configurations one after another; a fair part of the time for each."""
+        for number, c in enumerate(todo):
+            waiting = len({*todo[number:]} - self.measured.keys()) or len(todo) - number
+            fair = self.left_for_steps / waiting
+            reason = self.obstacle(c, fair)
+            if not reason:
+                self.measure(c, fair)
+            elif c not in self.measured:
+                self.skipped.setdefault(c.label, reason)  # the first reason says why it failed
+            self.close({later.variant for later in todo[number + 1 :]} | later_variants)
+
+    def measure_stability(self, configurations: Sequence[Configuration]) -> None:
+        """Count loss spikes of each model on each device in each precision.
+
+        The real model trains if its steps fit into the time, otherwise a reduced one, and for
+        fewer steps if these are too slow, too.
+        """
+        chosen: dict[str, Configuration] = {}
+        for c in configurations:
+            if c.is_default:
+                name = f"{c.model}, {c.device} {c.precision}"
+                chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
+        is_over = self.left <= 0  # otherwise, each gets a little time even if the others overran
+        for name, c in chosen.items():
+            fair = self.reserved / len(chosen)
+            rate = ASSUMED_GEMM_FRACTION * self.devices[c.device].gemm_flops[c.precision]
+            known = predict(c, self.results)
+            step_seconds = known[0] if known else size_of(c)[1] / rate
+            needed = STABILITY_STEPS * step_seconds
+            if is_over:
+                self.skipped[f"{name}: stability"] = self.too_long(needed)
+                continue
+            self.show(f"{name}: stability over {STABILITY_STEPS} steps")
+            seconds = max(fair, MIN_STABILITY_SECONDS)
+            arguments = (c, needed > fair, STABILITY_STEPS, seconds)
+            try:
+                self.stability[name] = self.worker(c.variant).call(
+                    "measure_stability", seconds + MAX_SLOW_SECONDS, *arguments
+                )
+            except MeasurementError as error:
+                self.skipped[f"{name}: stability"] = str(error)
+            self.write()
+
+    def too_long(self, seconds: float) -> str:
+        """Why something is skipped that needs so many seconds."""
+        return f"needs about {seconds:.0f} s: too long for --minutes {self.options.minutes:g}"
 
     def obstacle(self, c: Configuration, fair: float) -> str:
         """Why to skip a configuration; `fair` is the average time left per configuration."""
-        if (failed := self.failed.get((c.model, c.variant))) is not None:
+        failed = self.failed.get((c.model, c.variant))
+        if failed is not None and c.batch_size >= failed:
             return f"batch {failed} failed"
         parameters, flops = size_of(c)
-        total, rates = self.devices[c.device]
-        memory = psutil.virtual_memory().available if c.device == "cpu" else total
+        device = self.devices[c.device]
+        memory = psutil.virtual_memory().available if c.device == "cpu" else device.total_bytes
         results = self.results
-        fixed = BYTES_PER_PARAMETER * parameters
+        fixed = COMPARED_BYTES_PER_PARAMETER * parameters
         bytes_needed = min(
             (
                 fixed + c.batch_size / r.configuration.batch_size * max(0, r.peak_bytes - fixed)
@@ -199,22 +387,24 @@ class Session:
             ),
             default=fixed,
         )
-        if bytes_needed > MAX_MEMORY * memory:
+        if bytes_needed > COMPARED_MEMORY_FRACTION * memory:
             return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
         known = predict(c, results)
-        step_seconds = known[0] if known else flops / (ASSUMED_GEMM_FRACTION * rates[c.precision])
+        rate = ASSUMED_GEMM_FRACTION * device.gemm_flops[c.precision]
+        step_seconds = known[0] if known else flops / rate
         needed = step_seconds * (MIN_STEPS + OVERHEAD_STEPS) + COMPILE_SECONDS * c.compile
-        needed += 0 if c.variant in self.workers else START_SECONDS
+        needed += 0 if c.variant in self.workers else WORKER_START_SECONDS
         is_needed = len(results) < 2  # a comparison needs two
-        if needed > (self.left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, self.left))):
-            return f"needs about {needed:.0f} s: too long for --minutes {self.options.minutes:g}"
+        left = self.left_for_steps
+        if needed > (left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, left))):
+            return self.too_long(needed)
         return ""
 
     def measure(self, c: Configuration, seconds: float) -> None:
         """Time steps of a configuration for at most `seconds`; its gradient is checked once per model and variant."""
         self.show(c.label)
         key = c.model, c.variant
-        arguments = c, min(MAX_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
+        arguments = c, min(COMPARED_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
         try:
             found: Measurement = self.worker(c.variant).call(
                 "measure", max(120.0, self.left), *arguments
@@ -222,10 +412,14 @@ class Session:
         except MeasurementError as error:
             self.skipped[c.label] = str(error)
             self.failed.setdefault(key, c.batch_size)
+            self.write()
             return
         if found.gradient_difference is not None:
             self.gradients[key] = found.gradient_difference
+        if found.stages_problem:
+            self.skipped[f"{c.label}: stages"] = found.stages_problem
         self.measured.setdefault(c, []).append(found)
+        self.skipped.pop(c.label, None)
         self.write()
 
     def result(self, c: Configuration, measurements: list[Measurement]) -> Result:
@@ -239,11 +433,12 @@ class Session:
             parameters,
             flops,
             taken,
-            gemm_fraction=flops / taken.median / self.devices[c.device][1][c.precision],
+            gemm_fraction=flops / taken.median / self.devices[c.device].gemm_flops[c.precision],
             peak_bytes=measurements[0].peak_bytes,
             joules_per_step=sum(joules) / len(seconds) if joules else None,
             other_load=max(load, default=None),
             gradient_difference=self.gradients[c.model, c.variant],
+            stages=next((found.stages for found in measurements if found.stages), {}),
         )
 
     def worker(self, name: str) -> Worker:
@@ -256,17 +451,24 @@ class Session:
             self.workers.pop(name).close()
 
     def write(self, complete: bool = False) -> None:
-        results = self.results
+        """Write what was measured so far."""
+        found = self.comparison
         document = {
-            "format": FORMAT,
+            "format": COMPARISON_FORMAT,
             "m1clip": __version__,
             "command": ["m1clip", *sys.argv[1:]],
             "date": self.date,
             "facts": asdict(self.facts),
-            "gemm_flops": {kind: rates for kind, (_, rates) in self.devices.items()},
-            "results": [asdict(r) for r in results],
+            "gemm_flops": {kind: device.gemm_flops for kind, device in self.devices.items()},
+            "results": [asdict(result) for result in found.results],
+            "overheads": {
+                kind: [asdict(overhead) for overhead in overheads]
+                for kind, overheads in found.overheads.items()
+            },
+            "stability": {name: asdict(value) for name, value in found.stability.items()},
+            "loading": [asdict(loading) for loading in found.loading],
             "skipped": self.skipped,
-            "verdict": verdict(results),
+            "verdict": verdict(found.results),
             "complete": complete,
         }
         write_json(self.folder / "comparison.json", json_safe(document))

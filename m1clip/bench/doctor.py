@@ -17,9 +17,14 @@ from m1clip.formatting import plural
 from m1clip.hardware import choices
 from m1clip.hardware.device import Device, available, rules
 from m1clip.hardware.energy import open_meter
-from m1clip.hardware.facts import Facts, read_facts, usable_cpus
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info, usable_cpus
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ENABLE_MPS_FALLBACK")
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+    "CUDA_VISIBLE_DEVICES",
+)
 GIB = 2**30
 
 
@@ -27,7 +32,7 @@ GIB = 2**30
 class Machine:
     """A machine and its software; None if not reported."""
 
-    facts: Facts
+    facts: MachineInfo
     torch_cuda_build: str | None = None
     nvidia_driver: bool = (
         False  # the system has an NVIDIA GPU and driver, regardless of the torch build
@@ -50,6 +55,9 @@ class Machine:
     load: float = 0.0  # load average of the last minute
     meters: dict[str, str | None] = field(default_factory=dict)
     kept_choices: list[str] = field(default_factory=list)  # measured in earlier runs
+    # Device -> whether the same computation gives the same bits twice.
+    repeatable: dict[str, bool] = field(default_factory=dict)
+    threads: int = 0  # of torch's matmuls; 0 if not read
 
 
 def read_machine() -> Machine:
@@ -59,7 +67,7 @@ def read_machine() -> Machine:
     from m1clip.bench.known_errors import find_errors
     from m1clip.hardware.timing import gemm_rates
 
-    facts, load = read_facts(), os.getloadavg()[0]
+    facts, load = read_machine_info(), os.getloadavg()[0]
     # Each run in MLX checks itself (training/parity.py).
     kinds = [kind for kind in available(facts) if kind != "mlx"]
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
@@ -96,7 +104,25 @@ def read_machine() -> Machine:
         load=load,
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
         kept_choices=choices.kept(),
+        repeatable={
+            kind: gives_same_bits(Device(kind, facts)) for kind in kinds if not failures[kind]
+        },
+        threads=torch.get_num_threads(),
     )
+
+
+def gives_same_bits(device: Device) -> bool:
+    """Whether the gradient of an attention-like computation has the same bits twice."""
+    import torch
+
+    def gradient() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randn(8, 64, 128, generator=generator).to(device.torch).requires_grad_()
+        scores = torch.softmax(tokens @ tokens.transpose(1, 2), dim=-1)
+        (found,) = torch.autograd.grad((scores @ tokens).square().sum(), tokens)
+        return found.cpu()
+
+    return torch.equal(gradient(), gradient())
 
 
 def try_kernel(device: Device) -> str:
@@ -154,7 +180,9 @@ def check(m: Machine) -> list[Finding]:
         check_power,
         check_threads,
         check_devices,
+        check_gpu,
         check_choices,
+        check_reproducibility,
     )
     return [finding for part in parts for finding in part(m)]
 
@@ -201,7 +229,7 @@ def check_resources(m: Machine) -> Iterator[Finding]:
     yield Finding(level, "memory", f"{free:.1f} of {total:.1f} GiB free", remedy)
     free = m.disk_free / GIB
     level = "problem" if free < 1 else "warning" if free < 5 else "ok"
-    remedy = "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `small` take 0.9 GB each"
+    remedy = "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `original` take 0.9 GB each"
     yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", remedy)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
@@ -263,6 +291,100 @@ def check_devices(m: Machine) -> Iterator[Finding]:
         name = m.facts.cuda if kind == "cuda" else m.facts.cpu
         yield Finding("ok", kind, f"{name}: gradients are correct; {text}")
         yield from check_known_errors(kind, m.known_errors.get(kind, {}))
+
+
+def check_gpu(m: Machine) -> Iterator[Finding]:
+    """Say whether runs can use a GPU, and if not, why."""
+    kinds = [kind for kind in m.kernel_failures if kind != "cpu"]
+    working = [kind for kind in kinds if not m.kernel_failures[kind]]
+    if working:
+        text = f"{working[0]} can be used: --device auto measures it against the CPU"
+        on_cpu = [line for line in m.kept_choices if re.search(r": cpu\b", line)]
+        if on_cpu:
+            text += f"; auto uses the CPU because it was faster ({on_cpu[0]}); --device gpu decides"
+        yield Finding("ok", "gpu", text)
+        return
+    level, text, remedy = why_no_gpu(m)
+    yield Finding(level, "gpu", text, remedy)
+
+
+def why_no_gpu(m: Machine) -> tuple[Level, str, str]:
+    """The first reason why no GPU can be used: level, what is the case, what to do."""
+    facts = m.facts
+    hidden = m.variables.get("CUDA_VISIBLE_DEVICES")
+    broken = [kind for kind, failure in m.kernel_failures.items() if failure and kind != "cpu"]
+    if broken:
+        return (
+            "problem",
+            f"{broken[0]} is not used: its kernels fail",
+            "see the line of this device; try another version of torch or of the driver",
+        )
+    if facts.system == "Darwin":
+        if m.rosetta:
+            return (
+                "problem",
+                "not used: an Intel Python cannot use the Apple GPU",
+                "install an arm64 Python and create a new virtual environment",
+            )
+        if facts.machine == "arm64":
+            return (
+                "warning",
+                f"not used: torch {facts.torch} reports no MPS on macOS {facts.macos or 'unknown'}",
+                "use macOS 14 or newer and a build of torch for arm64",
+            )
+        return "ok", "none: an Intel Mac has no GPU that torch supports; runs use the CPU", ""
+    if m.nvidia_driver and not m.torch_cuda_build:
+        return (
+            "problem",
+            f"not used: torch {facts.torch} was built without CUDA",
+            "pip uninstall torch, then install its CUDA build (pytorch.org, Get started)",
+        )
+    if m.nvidia_driver and hidden is not None and hidden.strip() in ("", "-1"):
+        return (
+            "problem",
+            f"not used: CUDA_VISIBLE_DEVICES={hidden!r} hides it",
+            "unset CUDA_VISIBLE_DEVICES, or list the GPU in it",
+        )
+    if m.nvidia_driver:
+        return (
+            "problem",
+            f"not used: the driver is older than CUDA {m.torch_cuda_build} of torch, or has no GPU",
+            "nvidia-smi shows GPU and driver; update the driver, or install an older CUDA build",
+        )
+    return "ok", "none: no NVIDIA driver and no Apple chip; runs use the CPU", ""
+
+
+def check_reproducibility(m: Machine) -> Iterator[Finding]:
+    """List what another run needs to give the same result."""
+    from m1clip import __version__
+
+    facts = m.facts
+    yield Finding(
+        "ok",
+        "reproduce: versions",
+        f"m1clip {__version__}, Python {facts.python}, torch {facts.torch}; "
+        "each run writes them to environment.json",
+    )
+    yield Finding(
+        "ok",
+        "reproduce: run",
+        "seed 0 unless --seed is given; --config RUN/config.toml repeats all decided settings, "
+        "and the hash of the training data is checked when a run is resumed",
+    )
+    for kind, same in m.repeatable.items():
+        threads = f" with {plural(m.threads, 'thread')}" if kind == "cpu" and m.threads else ""
+        if same:
+            text = f"the same step gives the same bits twice{threads}"
+            if kind == "cpu":
+                text += "; another number of threads or another CPU rounds differently"
+            yield Finding("ok", f"reproduce: {kind}", text)
+        else:
+            yield Finding(
+                "warning",
+                f"reproduce: {kind}",
+                f"the same step gives different bits{threads}",
+                "compare runs by their intervals, or use --device cpu for bit-identical runs",
+            )
 
 
 def check_choices(m: Machine) -> Iterator[Finding]:

@@ -13,8 +13,9 @@ from m1clip.errors import first_line
 
 # A reduction beyond the limit; the value in the memory behind the operands.
 LONG, POISON = (40_000, 1e4)
-TIMEOUT = 120  # seconds
-WRONG = 3  # exit code of the process that reproduces an error; 1 would be that of an exception
+REPRODUCTION_SECONDS = 120  # seconds
+# Exit code of the process that reproduces an error; 1 would be that of an exception.
+WRONG_RESULT_CODE = 3
 
 
 def _random(*shape: int) -> Tensor:
@@ -129,9 +130,9 @@ def find_errors(kind: str) -> dict[str, str]:
         if error.aborts and kind == "mps":
             command = [sys.executable, "-m", __name__, kind, str(number)]
             code = subprocess.run(
-                command, capture_output=True, check=False, timeout=TIMEOUT
+                command, capture_output=True, check=False, timeout=REPRODUCTION_SECONDS
             ).returncode
-            found[name] = {0: "", WRONG: "wrong"}.get(code, "the process ends")
+            found[name] = {0: "", WRONG_RESULT_CODE: "wrong"}.get(code, "the process ends")
             continue
         try:
             found[name] = "wrong" if error.has(torch.device(kind)) else ""
@@ -141,4 +142,6 @@ def find_errors(kind: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(WRONG if KNOWN_ERRORS[int(sys.argv[2])].has(torch.device(sys.argv[1])) else 0)
+    sys.exit(
+        WRONG_RESULT_CODE if KNOWN_ERRORS[int(sys.argv[2])].has(torch.device(sys.argv[1])) else 0
+    )

@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from m1clip import console
+from m1clip.bench.decide import PresetBench
 from m1clip.bench.steps import (
     ASSUMED_GEMM_FRACTION,
     Configuration,
@@ -15,123 +16,129 @@ from m1clip.bench.steps import (
     size_of,
 )
 from m1clip.bench.worker import GEMM_SIZE
-from m1clip.data.image_cache import RAM_FRACTION
+from m1clip.config import DataConfig, to_dict
 from m1clip.errors import UserError
-from m1clip.formatting import amount, clock, duration, size
-from m1clip.hardware.choices import matmul_precision
-from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.formatting import amount, ceil_div, clock, duration, size
+from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.hardware.timing import gemm_rate
-from m1clip.training.distributed import connect
-from m1clip.training.memory import MemoryEstimate
-from m1clip.training.setup import MAX_UNSHARDED
-from m1clip.training.transfer import Start
+from m1clip.optimizers import MUON, OPTIMIZERS
+from m1clip.training.distributed import Ranks, connect
+from m1clip.training.memory import process_bytes
+from m1clip.training.spec import Settings, setting
 
 MAX_BATCH_SIZE = 65_536
+# Settings of the decided run that the plan shows, with who chose them.
+SHOWN = (
+    *("batch_size", "micro_batch", "grad_checkpointing", "steps"),
+    *("device", "precision", "fsdp", "optimizer"),
+)
 
 
 def make_plan(
-    model: str = "tiny",
-    batch_size: int = 64,
-    images: int = 8000,
-    epochs: float = 10.0,
-    device_name: str = "auto",
-    precision_name: str = "auto",
-    optimizer: str = "muon",
-    memory: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    images: int = DataConfig.synthetic_images,
     ranks: int | None = None,
     bandwidth: str | None = None,
 ) -> dict[str, Any]:
-    """Predict what a run will need; `memory` is a limit such as 8GB, by default all memory of the device.
+    """Decide a run as `train` does with the same options, and predict what it will need.
 
-    `ranks` is the number of ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
+    `images` is the number of training images, with one caption each. `ranks` is the number of ranks,
+    by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
-    given = (
-        ("batch-size", batch_size, 2),
-        ("images", images, 2),
-        ("epochs", epochs, 1e-9),
-        ("ranks", ranks, 1),
-    )
-    for option, value, least in given:
+    options = options or {}
+    for option, value, least in (("images", images, 2), ("ranks", ranks, 1)):
         if value is not None and not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
-    limit = amount(memory, "B", "--memory") if memory else None
-    connected = connect(device_name)
-    count = _rank_count(ranks, connected.size, batch_size, bandwidth)
-    facts = read_facts()
-    torch.set_num_threads(threads(0, facts))
-    device = Device(choose_device(device_name, facts), facts)
-    if precision_name == "auto":
-        precision = matmul_precision(device.kind, facts)
-    else:
-        precision = choose_precision(precision_name, device.kind, facts)
-    c = Configuration.default(model, batch_size, device.kind, precision, optimizer)
-    shape, tokens = model_shape(model)
-    parameters, flops = size_of(c)
-    step_seconds, source = step_time(c, facts, device)
-    steps = max(1, round(epochs * images / batch_size))
+    given = Settings(options).config  # an error for a value that train would reject
+    connected = connect(given.train.device)
+    count = _rank_count(ranks, connected.size, bandwidth)
+    facts = read_machine_info()
+    process_bytes(facts)  # before measurements, which add to the memory of this process
+    bench = PresetBench(facts, images, count)
+    with console.capture() as reasons:
+        spec = connected.on_rank0(lambda: bench.resolve(options))
+    config = spec.config
+    batch_size = config.train.batch_size
+    micro_batch = config.train.micro_batch
+    checkpointing = config.model.grad_checkpointing
+    device = Device(config.train.device, facts)
+    configuration = Configuration.of(config)
+    shape, tokens = model_shape(config.model.name)
+    parameters, flops = size_of(configuration)
+    step_seconds, source = step_time(configuration, facts, device)
 
-    data = images * shape.image_size**2 * 3
-    # Else on disk, or on the device.
-    in_memory = device.kind == "cpu" and data <= RAM_FRACTION * facts.memory_bytes
-    estimate = MemoryEstimate(
-        c.train_config(), Start(shape), facts, device, precision, tokens, data if in_memory else 0
-    )
-    limit = limit or float(device.total_bytes())
-    own = -(-batch_size // count)  # images of each rank
-    peak, by_ranks = estimate.peak(own, False), dict[str, Any]()
+    estimate = bench.estimate(config)
+    limit = float(device.total_bytes())
+    if config.train.memory is not None:
+        limit = amount(config.train.memory, "B", "--memory")
+    own = ceil_div(batch_size, count)  # images of each rank
+    by_ranks: dict[str, Any] = {}
     if count > 1:
-        speed = (
-            amount(bandwidth, "B", "--bandwidth")
-            if bandwidth
-            else connected.bandwidth(device.torch)
+        speed = _bandwidth(bandwidth, connected, device)
+        own_configuration = dataclasses.replace(configuration, batch_size=own)
+        own_seconds = step_time(own_configuration, facts, device)[0]
+        sent = sent_bytes(
+            parameters,
+            batch_size,
+            shape.embed_dim,
+            count,
+            config.optim.optimizer,
+            config.train.precision,
         )
-        own_seconds = step_time(dataclasses.replace(c, batch_size=own), facts, device)[0]
-        sent = sent_bytes(parameters, batch_size, shape.embed_dim, count, optimizer, precision)
         by_ranks = {
-            **{
-                "count": count,
-                "batch_size": own,
-                "compute_seconds": own_seconds,
-                "exchange_seconds": sent / speed,
-            },
-            **{
-                "sent_bytes": sent,
-                "bandwidth": speed,
-                "measured_ranks": 0 if bandwidth else connected.size,
-            },
+            "count": count,
+            "batch_size": own,
+            "compute_seconds": own_seconds,
+            "exchange_seconds": sent / speed,
+            "sent_bytes": sent,
+            "bandwidth": speed,
+            "measured_ranks": 0 if bandwidth else connected.size,
             "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
-            "fsdp": "on" if device.kind == "cuda" and peak > MAX_UNSHARDED * limit else "off",
+            "fsdp": config.train.fsdp,
         }
         step_seconds = own_seconds + sent / speed
     return {
-        "model": model,
+        "model": config.model.name,
         "parameters": parameters,
         "flops_per_image": flops / batch_size,
         "text_tokens": tokens,
         "batch_size": batch_size,
-        "device": device.kind,
-        "precision": precision,
-        "optimizer": optimizer,
-        "memory_bytes": peak,
+        "micro_batch": micro_batch,
+        "grad_checkpointing": checkpointing,
+        "device": config.train.device,
+        "precision": config.train.precision,
+        "optimizer": config.optim.optimizer,
+        "fsdp": config.train.fsdp,
+        "memory_bytes": estimate.peak(min(micro_batch or own, own), checkpointing),
         "memory_limit": limit,
         "max_batch_size": estimate.largest(limit, MAX_BATCH_SIZE, False),
         "max_batch_size_checkpointing": estimate.largest(limit, MAX_BATCH_SIZE, True),
         "step_seconds": step_seconds,
         "time_source": source,
-        "steps": steps,
-        "seconds": steps * step_seconds,
+        "steps": config.train.steps,
+        "seconds": config.train.steps * step_seconds,
         "ranks": by_ranks,
+        "reasons": reasons.getvalue().splitlines(),
+        "config": to_dict(config),
+        "chosen_by": dict(spec.chosen_by),
+        "decided": [
+            f"{name} {setting(config, name)} ({spec.chosen_by.get(name, 'default')})"
+            for name in SHOWN
+        ],
     }
 
 
-def _rank_count(ranks: int | None, connected: int, batch_size: int, bandwidth: str | None) -> int:
-    """The number of ranks to plan for; UserError if that is not possible."""
+def _bandwidth(given: str | None, connected: Ranks, device: Device) -> float:
+    """Bytes per second that each rank sends: as given, or measured."""
+    if given is not None:
+        return amount(given, "B", "--bandwidth")
+    return connected.bandwidth(device.torch)
+
+
+def _rank_count(ranks: int | None, connected: int, bandwidth: str | None) -> int:
+    """The number of ranks to plan for; UserError if their bandwidth is not known."""
     count = ranks or connected
-    if count > batch_size:
-        raise UserError(
-            f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch"
-        )
     if count > connected == 1 and bandwidth is None:
         raise UserError(
             f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
@@ -146,11 +153,12 @@ def sent_bytes(
     """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's updates."""
     # Of images and captions: gathered, and their gradients added.
     features = 2 * 2 * 4 * batch_size * embed_dim
-    updates = parameters * (2 if precision == "bf16" else 4) if optimizer == "muon" else 0
+    has_muon = MUON in OPTIMIZERS[optimizer].parts
+    updates = parameters * (2 if precision == "bf16" else 4) if has_muon else 0
     return (ranks - 1) / ranks * (2 * 4 * parameters + features + updates)
 
 
-def step_time(c: Configuration, facts: Facts, device: Device) -> tuple[float, str]:
+def step_time(c: Configuration, facts: MachineInfo, device: Device) -> tuple[float, str]:
     """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM rate."""
     if found := predict(c, load_measured(facts)):
         return found[0], f"{found[1]} on this machine"
@@ -169,6 +177,9 @@ def _gemm_rate(device: Device, precision: Precision) -> float:
 def plan_text(plan: dict[str, Any]) -> str:
     fits = "fits" if plan["memory_bytes"] <= plan["memory_limit"] else "does NOT fit"
     by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
+    how = f" in micro-batches of {plan['micro_batch']}" if plan["micro_batch"] else ""
+    how += " with gradient checkpointing" if plan["grad_checkpointing"] else ""
+    reasons = "".join(f"{line}\n" for line in plan["reasons"])
     if by_ranks:
         n, source = by_ranks["count"], "as given"
         unsharded = " (all figures are without it)" if by_ranks["fsdp"] == "on" else ""
@@ -186,12 +197,14 @@ def plan_text(plan: dict[str, Any]) -> str:
             f"{size(by_ranks['bandwidth'])}/s ({source})"
         )
     return (
+        f"{reasons}"
         f"model      {plan['model']}: {plan['parameters']:,} parameters, {plan['flops_per_image'] / 1e9:,.1f} GFLOP "
         f"per image and caption of {plan['text_tokens']} tokens\n"
-        f"memory     {size(plan['memory_bytes'])} at batch {batch} in {plan['precision']} with "
+        f"memory     {size(plan['memory_bytes'])} at batch {batch}{how} in {plan['precision']} with "
         f"{plan['optimizer']}: {fits} in {size(plan['memory_limit'])}\n"
         f"           {most} {plan['max_batch_size']:,}, {plan['max_batch_size_checkpointing']:,} with gradient "
         "checkpointing, any with --micro-batch\n"
         f"time       {duration(plan['step_seconds'])} per step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
-        f"({plan['time_source']}){lines}"
+        f"({plan['time_source']}){lines}\n"
+        f"decided    {', '.join(plan['decided'])}"
     )

@@ -1,19 +1,25 @@
-"""The results of a comparison as a table and in words."""
+"""The results of a comparison as tables and in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from m1clip import __version__
+from m1clip.bench.loading import Loading
+from m1clip.bench.overhead import Overhead, matmul_crossover
+from m1clip.bench.stability import Stability
 from m1clip.bench.steps import Result, crossing, fit
-from m1clip.formatting import duration, number, percent, size, table
+from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.choices import MAX_OTHERS
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.timing import Timing
 
-HEAD = (
+COLUMN_TITLES = (
     "configuration",
     "step",
     "quartiles",
+    "spread",
     "n",
     "vs. fastest",
     "images/s",
@@ -21,10 +27,37 @@ HEAD = (
     "memory",
     "energy",
     "gradient",
+    "note",
 )
-DETAILED = (
-    4  # models and batch sizes described individually; beyond that, only each model's largest batch
-)
+OVERHEAD_TITLES = ("operation", "time", "quartiles", "n", "rate")
+STAGE_TITLES = ("configuration", "stages of a synchronized step")
+STABILITY_TITLES = ("model, device, precision", "trained", "spikes", "skipped", "steps", "loss")
+LOADING_TITLES = ("workers", "images/s", "quartiles", "n", "vs. none")
+THREAD_TITLES = ("threads", "step", "quartiles", "n", "vs. default")
+# Models and batch sizes described individually; beyond that, only each model's largest batch.
+DETAILED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Everything that a comparison measured."""
+
+    facts: MachineInfo
+    results: Sequence[Result]
+    skipped: Mapping[str, str] = field(default_factory=dict)  # what was not measured, and why
+    overheads: Mapping[str, Sequence[Overhead]] = field(default_factory=dict)  # by device
+    stability: Mapping[str, Stability] = field(default_factory=dict)
+    loading: Sequence[Loading] = ()
+    date: str = ""
+    folder: Path | None = None  # with comparison.json and comparison.html
+
+    @property
+    def verdict(self) -> list[str]:
+        """The conclusions, one sentence or two each."""
+        return verdict(self.results)
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
@@ -117,27 +150,181 @@ def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
     return f"no clear difference between the CPU and {device} at the batch sizes measured"
 
 
-def rows(results: Sequence[Result]) -> list[list[str]]:
-    """All results as table rows with the columns `HEAD`, the fastest of each model and batch size first."""
+def rows(results: Sequence[Result], skipped: Mapping[str, str] = {}) -> list[list[str]]:
+    """All results as table rows with the columns `COLUMN_TITLES`, the fastest of each model and batch size first.
+
+    What was not measured follows, with the reason as its note.
+    """
+    found = [_row(r, group[0]) for group in by_model_and_batch(results).values() for r in group]
+    for label, reason in skipped.items():
+        empty = [MISSING] * (len(COLUMN_TITLES) - 2)
+        found.append([label, *empty, f"not measured: {reason}"])
+    return found
+
+
+def _row(r: Result, fastest: Result) -> list[str]:
+    energy = "not measured" if r.joules_per_step is None else f"{number(r.joules_per_step)} J"
+    notes = []
+    if not r.gradient_is_right:
+        notes.append("wrong gradient")
+    if (r.other_load or 0.0) > MAX_OTHERS:
+        notes.append(f"other programs used {r.other_load:.0%} of the CPU")
     return [
-        [
-            r.configuration.label,
-            duration(r.seconds.median),
-            f"{duration(r.seconds.low)} to {duration(r.seconds.high)}",
-            str(r.seconds.n),
-            f"{r.seconds.median / group[0].seconds.median:.2f}",
-            number(r.images_per_second),
-            percent(r.gemm_fraction, 0),
-            size(r.peak_bytes),
-            "not measured" if r.joules_per_step is None else f"{number(r.joules_per_step)} J",
-            percent(r.gradient_difference) + ("" if r.gradient_is_right else " (wrong)"),
-        ]
-        for group in by_model_and_batch(results).values()
-        for r in group
+        r.configuration.label,
+        duration(r.seconds.median),
+        f"{duration(r.seconds.low)} to {duration(r.seconds.high)}",
+        percent(r.spread, 0),
+        str(r.seconds.n),
+        f"{r.seconds.median / fastest.seconds.median:.2f}",
+        number(r.images_per_second),
+        percent(r.gemm_fraction, 0),
+        size(r.peak_bytes),
+        energy,
+        percent(r.gradient_difference),
+        "; ".join(notes),
     ]
 
 
-def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
+def stage_rows(results: Sequence[Result]) -> list[list[str]]:
+    """The stages of each configuration with their fraction of the step."""
+    return [[r.configuration.label, describe_stages(r)] for r in results if r.stages]
+
+
+def describe_stages(r: Result) -> str:
+    """The stages of a step: forward 40% (12 ms), ..."""
+    total = sum(r.stages.values())
+    return ", ".join(
+        f"{name} {percent(seconds / total, 0)} ({duration(seconds)})"
+        for name, seconds in r.stages.items()
+    )
+
+
+def overhead_rows(overheads: Sequence[Overhead]) -> list[list[str]]:
+    """The overheads of a device."""
+    return [
+        [
+            overhead.label,
+            duration(overhead.seconds.median),
+            f"{duration(overhead.seconds.low)} to {duration(overhead.seconds.high)}",
+            str(overhead.seconds.n),
+            _rate(overhead),
+        ]
+        for overhead in overheads
+    ]
+
+
+def _rate(overhead: Overhead) -> str:
+    if overhead.unit == "B/s":
+        return f"{size(overhead.per_second)}/s"
+    if overhead.unit == "FLOP/s":
+        return f"{number(overhead.per_second / 1e9)} GFLOP/s"
+    return MISSING
+
+
+def stability_rows(stability: Mapping[str, Stability]) -> list[list[str]]:
+    """Loss spikes and skipped updates of each model, device and precision."""
+    return [
+        [
+            name,
+            f"{found.model}, batch {found.batch_size}",
+            str(found.spikes),
+            str(found.skipped),
+            str(found.steps),
+            f"{number(found.first_loss)} to {number(found.last_loss)}",
+        ]
+        for name, found in stability.items()
+    ]
+
+
+def loading_rows(loading: Sequence[Loading]) -> list[list[str]]:
+    """Images per second by number of worker processes."""
+    if not loading:
+        return []
+    first = loading[0].images_per_second
+    return [
+        [
+            str(each.workers) if each.workers else "none",
+            number(each.images_per_second.median),
+            f"{number(each.images_per_second.low)} to {number(each.images_per_second.high)}",
+            str(each.images_per_second.n),
+            f"{each.images_per_second.median / first.median:.2f}",
+        ]
+        for each in loading
+    ]
+
+
+def thread_rows(facts: MachineInfo, results: Sequence[Result]) -> list[list[str]]:
+    """The step of the CPU by number of threads: only configurations that differ in nothing else."""
+    with_threads = [r for r in results if r.configuration.threads]
+    found: list[list[str]] = []
+    for r in with_threads:
+        default = replace(r.configuration, threads=0)
+        base = next((each for each in results if each.configuration == default), None)
+        if base is None:
+            continue
+        if not found:
+            found.append(_thread_row(facts, base, base))
+        found.append(_thread_row(facts, r, base))
+    return found
+
+
+def _thread_row(facts: MachineInfo, r: Result, base: Result) -> list[str]:
+    count = r.configuration.threads or facts.performance_cores
+    names = []
+    if count == facts.cores:
+        names.append("all cores")
+    if count == facts.performance_cores and facts.performance_cores < facts.cores:
+        names.append("performance cores")
+    if count == max(1, facts.performance_cores // 2) and count < facts.performance_cores:
+        names.append("half")
+    if r is base:
+        names.append("default")
+    return [
+        f"{count} ({', '.join(names)})",
+        duration(r.seconds.median),
+        f"{duration(r.seconds.low)} to {duration(r.seconds.high)}",
+        str(r.seconds.n),
+        f"{r.seconds.median / base.seconds.median:.2f}",
+    ]
+
+
+def when_to_use(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Which device and precision to use by model and batch size, as the head and rows of a table.
+
+    Each cell has the fastest configuration with correct gradients, its factor over the fastest of
+    another device (or else of another precision), and its number of measured steps.
+    """
+    right = [r for r in results if r.gradient_is_right]
+    batches = sorted({r.configuration.batch_size for r in right})
+    groups = by_model_and_batch(right)
+    sizes = {r.configuration.model: r.parameters for r in right}
+    head = ["model", *(f"batch {batch}" for batch in batches)]
+    table_rows = []
+    for model, parameters in sorted(sizes.items(), key=lambda item: item[1]):
+        cells = [_use(groups.get((model, batch), [])) for batch in batches]
+        table_rows.append([f"{model} ({parameters / 1e6:,.1f}M)", *cells])
+    return head, table_rows
+
+
+def _use(group: Sequence[Result]) -> str:
+    """What to use for one model and batch size: cpu bf16, 1.8x cpu fp32, n=12."""
+    if not group:
+        return "not measured"
+    best = group[0]
+    c = best.configuration
+    others = [r for r in group[1:] if r.configuration.device != c.device]
+    others = others or [r for r in group[1:] if r.configuration.precision != c.precision]
+    if not others:
+        return f"{c.variant} (nothing else measured), n={best.seconds.n}"
+    second = others[0]
+    name = second.configuration.variant
+    if second.seconds.low <= best.seconds.high:
+        return f"{c.variant} or {name}: no clear difference, n={best.seconds.n}"
+    ratio = second.seconds.median / best.seconds.median
+    return f"{c.variant}, {ratio:.2g}x as fast as {name}, n={best.seconds.n}"
+
+
+def shared(facts: MachineInfo, results: Sequence[Result]) -> dict[str, Any]:
     """The results for docs/machines.md, with chip and versions but without names, paths or settings of the user."""
     return {
         "chip": facts.cuda or facts.cpu,
@@ -159,13 +346,40 @@ def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
-    lines = [table(HEAD, rows(results)), "", *(f"- {line}" for line in verdict(results))]
-    lines += [
-        f"warning: {r.configuration.label}: other programs used {r.other_load:.0%} of the CPU"
-        for r in results
-        if (r.other_load or 0.0) > MAX_OTHERS
+def overhead_title(facts: MachineInfo, kind: str) -> str:
+    """The title of the overheads of a device, with its name."""
+    name = {"cuda": facts.cuda, "cpu": facts.cpu, "mps": facts.cpu}.get(kind) or ""
+    return f"Overhead of {kind}{f' ({name})' if name else ''}"
+
+
+def overhead_note(kinds: Sequence[str]) -> str:
+    """What the overheads of these devices can say."""
+    if list(kinds) == ["cpu"]:
+        return "Only the CPU was measured: it has nothing to launch, wait for or transfer to."
+    return "A device pays for work whose time is far above its launch and wait."
+
+
+def text(found: Comparison) -> str:
+    """All tables of a comparison and its verdict."""
+    head, use = when_to_use(found.results)
+    sections = [
+        ("", table(COLUMN_TITLES, rows(found.results, found.skipped))),
+        ("", "\n".join(f"- {line}" for line in found.verdict)),
+        ("When to use which", table(head, use)),
+        ("Time by stage", _table(STAGE_TITLES, stage_rows(found.results))),
+        ("Threads", _table(THREAD_TITLES, thread_rows(found.facts, found.results))),
+        ("Loading by workers", _table(LOADING_TITLES, loading_rows(found.loading))),
+        ("Stability: loss spikes", _table(STABILITY_TITLES, stability_rows(found.stability))),
     ]
-    return "\n".join(
-        [*lines, *(f"skipped: {label}: {reason}" for label, reason in skipped.items())]
-    )
+    for kind, overheads in found.overheads.items():
+        title = overhead_title(found.facts, kind)
+        sections.append((title, _table(OVERHEAD_TITLES, overhead_rows(overheads))))
+    if found.overheads:
+        lines = [overhead_note(list(found.overheads)), *matmul_crossover(found.overheads)]
+        sections.append(("", "\n".join(f"- {line}" for line in lines)))
+    return "\n\n".join(f"{title}\n{body}" if title else body for title, body in sections if body)
+
+
+def _table(head: Sequence[str], table_rows: Sequence[Sequence[str]]) -> str:
+    """A table, or nothing if it has no rows."""
+    return table(head, table_rows) if table_rows else ""

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,15 +15,18 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.device import Kind, Precision
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.timing import Timing
 from m1clip.io import read_small, user_cache, write_json
 from m1clip.model.clip import count_parameters
-from m1clip.model.presets import CLIPConfig, clip_config, flops_per_pair, preset
+from m1clip.model.presets import CLIPConfig, clip_config, flops_per_pair, preset, with_fields
+from m1clip.optimizers import DEFAULT_OPTIMIZER
 from m1clip.text.tokenizers import LETTERS, make_tokenizer
 from m1clip.training.parity import TOLERANCE
+from m1clip.training.spec import DecidedConfig
 
-SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
+SAMPLED_SCENES = 64  # synthetic images, to estimate the caption length
+MEASURED_RUN_STEPS = 10_000  # of the run whose steps are measured: its first ones are in the warmup
 ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, for a model that was not measured
 
 
@@ -39,7 +42,7 @@ class Configuration:
     compile: bool = False
     threads: int = 0  # 0: one per physical core
     grad_checkpointing: bool = False
-    optimizer: str = "muon"
+    optimizer: str = DEFAULT_OPTIMIZER
 
     @property
     def variant(self) -> str:
@@ -62,21 +65,34 @@ class Configuration:
     @property
     def is_default(self) -> bool:
         """Whether this is the default configuration of its model, batch size, device and precision."""
-        return self == Configuration.default(
-            self.model, self.batch_size, self.device, self.precision, self.optimizer
+        return all(
+            getattr(self, name) == value
+            for name, value in _how(Config(), self.device, self.precision).items()
         )
 
     @classmethod
-    def default(
-        cls, model: str, batch_size: int, device: Kind, precision: Any, optimizer: str
-    ) -> Self:
-        """How `train` computes the step by default."""
-        return cls(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
-
-    def train_config(self) -> Config:
-        return Config().changed(
-            **{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000}
+    def of(cls, config: DecidedConfig) -> Self:
+        """How `train` computes the step of a run."""
+        train = config.train
+        what = (config.model.name, train.batch_size, train.device, train.precision)
+        return cls(
+            *what, optimizer=config.optim.optimizer, **_how(config, train.device, train.precision)
         )
+
+    def options(self) -> dict[str, Any]:
+        """The options of `train` whose step this is; one image is measured with the settings of two."""
+        return {**asdict(self), "batch_size": max(2, self.batch_size), "steps": MEASURED_RUN_STEPS}
+
+
+def _how(config: Config, device: str, precision: str) -> dict[str, Any]:
+    """The fields of a configuration that say how a step is computed on a device."""
+    return {
+        # The loss scaler of fp16 cannot be captured.
+        "cuda_graph": config.model.cuda_graph and device == "cuda" and precision != "fp16",
+        "compile": config.model.compile,
+        "threads": config.train.threads,
+        "grad_checkpointing": config.model.grad_checkpointing,
+    }
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,14 @@ class Result:
     joules_per_step: float | None
     other_load: float | None  # fraction of the CPU used by other programs
     gradient_difference: float | None
+    stages: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds by stage of a synchronized step
+
+    @property
+    def spread(self) -> float:
+        """How much steps differ: the distance of the quartiles, as a fraction of the median."""
+        return (self.seconds.high - self.seconds.low) / self.seconds.median
 
     @property
     def images_per_second(self) -> float:
@@ -108,7 +132,7 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
     kind = "clip-bpe-pruned" if model == "tiny" else "bpe"
     if preset(model).vocab_size == len(LETTERS) + 4:
         kind = "char"
-    samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
+    samples = SyntheticSource(32, SAMPLED_SCENES, 1, 1, seed=0).samples("train")
     captions = [caption for sample in samples for caption in sample.captions]
     tokenizer = make_tokenizer(kind, captions)
     shape = clip_config(ModelConfig(name=model), tokenizer)
@@ -116,6 +140,19 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
         tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max()
     )
     return shape, min(-(-longest // 8) * 8, shape.context_length)
+
+
+REDUCED_MODEL = "reduced"  # the name of `reduced_shape`
+
+
+def reduced_shape() -> CLIPConfig:
+    """A very small model of one layer per tower, for 50 steps where a real one takes too long."""
+    return with_fields(
+        preset("tiny"),
+        **{"vision_width": 64, "vision_layers": 1, "vision_heads": 2, "image_size": 32},
+        **{"text_width": 64, "text_layers": 1, "text_heads": 2, "context_length": 8},
+        **{"vocab_size": 64, "embed_dim": 64},
+    )
 
 
 @functools.cache
@@ -185,7 +222,9 @@ def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] |
     return None
 
 
-def save_measured(facts: Facts, results: Sequence[Result], folder: Path | None = None) -> None:
+def save_measured(
+    facts: MachineInfo, results: Sequence[Result], folder: Path | None = None
+) -> None:
     """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one.
 
     What was measured while other programs were busy is not saved.
@@ -198,7 +237,7 @@ def save_measured(facts: Facts, results: Sequence[Result], folder: Path | None =
         return  # the cache folder is not writable; comparison.json has the results
 
 
-def load_measured(facts: Facts, folder: Path | None = None) -> list[Result]:
+def load_measured(facts: MachineInfo, folder: Path | None = None) -> list[Result]:
     """The steps measured on this machine with this torch version."""
     try:
         values = json.loads(read_small(_path(facts, folder), 2**26))
@@ -211,7 +250,7 @@ def _result(configuration: dict[str, Any], seconds: dict[str, Any], **rest: Any)
     return Result(Configuration(**configuration), seconds=Timing(**seconds), **rest)
 
 
-def _path(facts: Facts, folder: Path | None) -> Path:
+def _path(facts: MachineInfo, folder: Path | None) -> Path:
     values = json.dumps({**asdict(facts), "python": ""}, sort_keys=True)
     return (
         (folder or user_cache())

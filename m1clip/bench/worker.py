@@ -5,32 +5,51 @@ import copy
 import gc
 import multiprocessing
 import os
+import statistics
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from m1clip.bench.steps import Configuration, model_shape
+from m1clip.bench.decide import decide_step
+from m1clip.bench.overhead import Overhead, measure_overhead
+from m1clip.bench.stability import (
+    MIN_COMPARED_LOSSES,
+    STABILITY_BATCHES,
+    STABILITY_STEPS,
+    Stability,
+    summarize,
+)
+from m1clip.bench.steps import REDUCED_MODEL, Configuration, model_shape, reduced_shape
 from m1clip.data.images import Preprocess
+from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.hardware.device import Device, Kind, Precision, check_compile, choose_precision, threads
+from m1clip.hardware.device import Device, Kind, Precision, threads
 from m1clip.hardware.energy import open_meter
-from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.timing import Load, gemm_rates, is_settled
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
+from m1clip.hardware.timing import Load, Phases, gemm_rates, is_settled
 from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig
+from m1clip.training.compose import TrainStep, compose_step
+from m1clip.training.duration import step_plan
 from m1clip.training.memory import random_batch
+from m1clip.training.oom import is_out_of_memory
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
-from m1clip.training.step import step_class
+from m1clip.training.schedule import scheduled_lr_fraction
+from m1clip.training.spec import DecidedConfig
+from m1clip.training.step import make_parts
 
 # Large enough to reach the device's peak rate.
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}
 MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
 MAX_STEPS = 100  # timed at once
 PARITY_IMAGES = 4
+LR_FRACTION = 0.01  # of the peak learning rates
+STAGE_STEPS = 3  # synchronized steps that show the stages
 
 
 class MeasurementError(Exception):
@@ -88,65 +107,93 @@ def _serve(pipe: Connection, log: str) -> None:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  one configuration that fails must not end the comparison
                 traceback.print_exc()
-                reason = (
-                    f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[
-                        :300
-                    ]
-                )
+                reason = describe_error(error)
             pipe.send((reason, value))
 
 
-def probe(kind: Kind, precisions: list[Precision]) -> tuple[int, dict[str, float]]:
+def describe_error(error: Exception) -> str:
+    """An error in one line; one about memory begins with these words."""
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {first_line}"[:300]
+    return f"out of memory ({text})" if is_out_of_memory(error) else text
+
+
+@dataclass(frozen=True)
+class DeviceMeasurement:
+    """What a device can do, apart from any model."""
+
+    total_bytes: int
+    gemm_flops: dict[str, float]  # FLOP/s of a matrix multiplication by precision
+
+
+def measure_device(kind: Kind, precisions: list[Precision]) -> DeviceMeasurement:
     """Memory of a device, and the FLOP/s of a matrix multiplication in each precision."""
-    facts = read_facts()
-    device = Device(kind, facts)
+    device = _open_device(kind)
+    size = GEMM_SIZE[device.kind if device.has_gpu else "cpu"]
+    rates = gemm_rates(device, precisions, size, rounds=5)
+    return DeviceMeasurement(device.total_bytes(), rates)
+
+
+def measure_device_overhead(kind: Kind, precisions: list[Precision]) -> list[Overhead]:
+    """Launch, wait, allocation, transfer and matrix multiplication by size on a device."""
+    device = _open_device(kind)
+    try:
+        return measure_overhead(device, precisions)
+    finally:
+        device.release()
+
+
+def _open_device(kind: Kind) -> Device:
+    facts = read_machine_info()
     torch.set_num_threads(threads(0, facts))
-    size = GEMM_SIZE[kind if device.has_gpu else "cpu"]
-    return device.total_bytes(), gemm_rates(device, precisions, size, rounds=5)
+    return Device(kind, facts)
 
 
 @dataclass(frozen=True)
 class Measurement:
+    """Timed steps of one configuration."""
+
     seconds: list[float]
     joules: float | None  # of all of them
     other_load: float | None  # fraction of the CPU used by other programs
     peak_bytes: int
     # For a few images, relative to the CPU's in fp32; None: not checked.
     gradient_difference: float | None
+    stages: dict[str, float] = field(default_factory=dict)  # median seconds by stage of a step
+    stages_problem: str = ""  # why they were not measured
 
 
-def measure(c: Configuration, seconds: float, least: int, check_gradient: bool) -> Measurement:
-    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least` steps."""
-    facts = read_facts()
+def measure(c: Configuration, seconds: float, least: int, check: bool) -> Measurement:
+    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least` steps.
+
+    With `check`, also compare the gradient with the CPU's and measure the stages of a step.
+    """
+    facts = read_machine_info()
     device = Device(c.device, facts)
     try:
-        return _measure(c, facts, device, seconds, least, check_gradient)
+        return _measure(c, facts, device, seconds, least, check)
     finally:
         gc.collect()
         device.release()  # other workers need the memory
 
 
 def _measure(
-    c: Configuration, facts: Facts, device: Device, seconds: float, least: int, check_gradient: bool
+    c: Configuration, facts: MachineInfo, device: Device, seconds: float, least: int, check: bool
 ) -> Measurement:
-    if c.compile:
-        check_compile(c.device)
-    precision = choose_precision(c.precision, c.device, facts)
+    config = decide_step(facts, c).config
     torch.compiler.reset()
-    torch.set_num_threads(threads(c.threads, facts))
+    torch.set_num_threads(threads(config.train.threads, facts))
     device.reset_peak()
     shape, tokens = model_shape(c.model)
-    torch.manual_seed(0)
-    model = build_clip(shape).to(device.torch)
-    model.set_activation_checkpointing(c.grad_checkpointing)
-    preprocess = Preprocess(image_size=shape.image_size)
-    step = step_class(device)(model, c.train_config(), device, precision, preprocess)
+    step = build_step(config, device, shape)
+    # As in a warmup: the model must not overfit the batch before its gradients are compared.
+    step.optimizer.set_lr(LR_FRACTION)
     batch = random_batch(shape, c.batch_size, tokens)
     taken: list[float] = []
 
     def run_step() -> None:
         begin = time.perf_counter()
-        step(batch, len(taken) + 1)
+        step.run(batch, len(taken) + 1)
         device.synchronize()
         taken.append(time.perf_counter() - begin)
 
@@ -160,15 +207,99 @@ def _measure(
     ):
         run_step()
     taken.clear()
-    meter, load = open_meter(c.device), Load()
+    meter, load = open_meter(device.kind), Load()
     while len(taken) < least or (sum(taken) <= seconds and len(taken) < MAX_STEPS):
         run_step()
     joules, other_load, peak = meter.joules() if meter else None, load.others(), device.peak_bytes()
-    difference = None
-    if check_gradient:
-        few = random_batch(shape, PARITY_IMAGES, tokens)
-        check = step.for_check(fill_zeros(copy.deepcopy(step.model)))
-        there = gradient(check, few)
-        check.model.set_attention("bmm")
-        difference = max(map(relative_difference, there, gradient(on_cpu(check, facts), few)))
-    return Measurement(taken, joules, other_load, peak, difference)
+    if not check:
+        return Measurement(taken, joules, other_load, peak, None)
+    few = random_batch(shape, PARITY_IMAGES, tokens)
+    checked = step.for_check(fill_zeros(copy.deepcopy(step.model)))
+    there = gradient(checked, few)
+    checked.parts.model.set_attention("bmm")
+    here = gradient(on_cpu(checked, facts), few)
+    difference = max(map(relative_difference, there, here))
+    stages: dict[str, float] = {}
+    problem = ""
+    try:
+        stages = time_stages(step, device, batch)
+    except Exception as error:  # noqa: BLE001  a probe that fails must not lose the timed steps
+        problem = describe_error(error)
+    return Measurement(taken, joules, other_load, peak, difference, stages, problem)
+
+
+def build_step(config: DecidedConfig, device: Device, shape: CLIPConfig) -> TrainStep:
+    """The step of `train` for a model from random weights."""
+    torch.manual_seed(0)
+    model = build_clip(shape).place(device.torch, device.text_torch)
+    model.set_activation_checkpointing(config.model.grad_checkpointing)
+    preprocess = Preprocess(image_size=shape.image_size)
+    return compose_step(make_parts(model, config, device, config.train.precision, preprocess))
+
+
+class SynchronizedPhases(Phases):
+    """Phases of a step whose ends wait for the device, so that they can be timed everywhere."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__("cpu")  # the clock of the host
+        self._device = device
+
+    def mark(self, name: str) -> None:
+        """Wait for the work of the phase before, and start the phase `name`."""
+        self._device.synchronize()
+        super().mark(name)
+
+
+def time_stages(step: TrainStep, device: Device, batch: Batch) -> dict[str, float]:
+    """Median seconds of each stage of a step, from a few synchronized steps."""
+    if device.kind == "mlx":
+        raise UserError("MLX computes a step as a whole")
+    phases = SynchronizedPhases(device)
+    retrying = step.retrying  # not replayed as a CUDA graph, which has no stages
+    taken: dict[str, list[float]] = {}
+    for number in range(STAGE_STEPS + 1):
+        retrying.step(batch, MAX_STEPS + number, retrying.micro_batch, phases.mark, None)
+        phases.stop()
+        seconds = phases.take()
+        if number == 0:
+            continue  # the first step without a CUDA graph allocates its memory
+        for name, value in seconds.items():
+            taken.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def measure_stability(
+    c: Configuration, reduced: bool, steps: int = STABILITY_STEPS, seconds: float = float("inf")
+) -> Stability:
+    """Train for a few steps at the learning rates of `train` and count loss spikes.
+
+    A `reduced` model serves where the real one would take too long. After `seconds`, the run ends
+    with fewer steps.
+    """
+    facts = read_machine_info()
+    device = Device(c.device, facts)
+    config = decide_step(facts, c, steps).config
+    torch.set_num_threads(threads(config.train.threads, facts))
+    shape, tokens = model_shape(c.model)
+    name = c.model
+    if reduced:
+        shape = reduced_shape()
+        tokens = shape.context_length
+        name = REDUCED_MODEL
+    try:
+        step = build_step(config, device, shape)
+        data = [random_batch(shape, c.batch_size, tokens) for _ in range(STABILITY_BATCHES)]
+        results = []
+        plan = step_plan(config.train)
+        begin = time.monotonic()
+        for number in range(steps):
+            if number >= MIN_COMPARED_LOSSES and time.monotonic() - begin > seconds:
+                break
+            step.optimizer.set_lr(scheduled_lr_fraction(config.optim, plan, number))
+            results.append(step.run(data[number % len(data)], number))
+        losses = [float(result.loss) for result in results]
+        norms = [float(result.grad_norm) for result in results]
+    finally:
+        gc.collect()
+        device.release()
+    return summarize(name, c.batch_size, losses, norms)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from m1clip import console
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import one_line, plural, printable, table
@@ -37,10 +38,10 @@ def _open(path: str, image_column: str | None, caption_columns: tuple[str, ...])
 
 @data.command(name="formats")
 def data_formats() -> None:
-    """List the formats of --data, in the order in which they are tried; csv:PATH names one."""
-    from m1clip.data.sources.formats import formats_by_priority
+    """List the formats of --data. The first that fits is used; csv:PATH names one."""
+    from m1clip.data.sources.formats import FORMATS
 
-    rows = [(data_format.name, data_format.help) for data_format in formats_by_priority()]
+    rows = [(data_format.name, data_format.help) for data_format in FORMATS.values()]
     print(table(("name", "reads"), rows))
 
 
@@ -60,12 +61,10 @@ def data_make(
         The same seed gives the same dataset.
     """
     from m1clip.data.synthetic.source import write_folder
-    from m1clip.training.progress import Screen
 
-    screen = Screen()
-    with screen.counter("drawing") as show:
-        summary = write_folder(folder, count, image_size, seed, progress=show)
-    screen.say(summary)
+    with console.progress("drawing"):
+        summary = write_folder(folder, count, image_size, seed)
+    console.print(summary)
 
 
 @data.command(name="template")
@@ -120,17 +119,14 @@ def data_lint(
         Check only 64 images, as training does before each run.
     """
     from m1clip.data.lint import QUICK, lint
-    from m1clip.hardware.facts import usable_cpus
-    from m1clip.training.progress import Screen
+    from m1clip.hardware.machine_info import usable_cpus
 
     source, sample = _open(path, image_column, caption_column), QUICK if quick else None
     if json or quick:
         report = lint(source, sample, context_length=context_length, workers=usable_cpus())
     else:
-        with Screen().counter("checking") as show:
-            report = lint(
-                source, context_length=context_length, workers=usable_cpus(), progress=show
-            )
+        with console.progress("checking"):
+            report = lint(source, context_length=context_length, workers=usable_cpus())
     print(report.to_json() if json else printable(report.to_text()))
     if report.verdict == "problems":
         sys.exit(1)
@@ -161,19 +157,18 @@ def data_index(
     from m1clip.data.sources.shards import list_shards
     from m1clip.data.sources.stream import open_shards
     from m1clip.formatting import duration
-    from m1clip.training.progress import Screen
 
-    screen, start = Screen(), time.perf_counter()
-    with screen.counter("indexing") as show:
-        found, made = open_shards(list_shards(shards), Options(cache_dir=cache_dir, progress=show))
+    start = time.perf_counter()
+    with console.progress("indexing"):
+        found, made = open_shards(list_shards(shards), Options(cache_dir=cache_dir))
     problems = [problem for shard in found for problem in shard.problems]
-    for where, what, _ in problems[:10]:
-        screen.warn(f"{where}: {what}")
+    for problem in problems[:10]:
+        console.warn(str(problem))
     if len(problems) > 10:
-        screen.warn(f"{plural(len(problems) - 10, 'more problem')}")
+        console.warn(f"{plural(len(problems) - 10, 'more problem')}")
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
-    screen.say(
+    console.print(
         f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}"
     )
     if empty := sum(not shard.samples for shard in found):
@@ -205,17 +200,15 @@ def data_pack(
         Resize larger images to this short side and save them as JPEG. Default: copy the files unchanged.
     """
     from m1clip.data.pack import pack
-    from m1clip.hardware.facts import usable_cpus
-    from m1clip.training.progress import Screen
+    from m1clip.hardware.machine_info import usable_cpus
 
-    screen = Screen()
     source = _open(path, image_column, caption_column)
-    with screen.counter("packing") as show:
-        packed = pack(source, folder, shard_size, image_size, show, usable_cpus())
+    with console.progress("packing"):
+        packed = pack(source, folder, shard_size, image_size, usable_cpus())
     for line in packed.skipped[:10]:
-        screen.warn(f"skipped {line}")
+        console.warn(f"skipped {line}")
     if len(packed.skipped) > 10:
-        screen.warn(
+        console.warn(
             f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint lists them"
         )
-    screen.say(str(packed))
+    console.print(str(packed))

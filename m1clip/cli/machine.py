@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from m1clip.cli.app import Flag, app
-from m1clip.config import OptimizerName
+from m1clip.cli.options import with_settings
+from m1clip.config import COMMON, DataConfig, OptimizerName
 from m1clip.formatting import one_line
+from m1clip.optimizers import DEFAULT_OPTIMIZER
 
 Several = Parameter(
     consume_multiple=True,
@@ -24,41 +26,43 @@ def compare(
     batch_size: Annotated[tuple[int, ...], Several] = (64,),
     device: Annotated[tuple[str, ...], Several] = (),
     precision: Annotated[tuple[str, ...], Several] = (),
-    optimizer: OptimizerName = "muon",
+    optimizer: OptimizerName = DEFAULT_OPTIMIZER,
     minutes: float = 4.7,
     out: Path = Path("comparison"),
     share: Path | None = None,
 ) -> None:
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
-    m1clip compare --model small --batch-size 12 also tries thread counts, gradient checkpointing and the compiler.
-    m1clip compare --model tiny small 200M --batch-size 1 8 64 finds the batch size from which a GPU is faster than the
-    CPU.
+    Also measures the time by stage, loss spikes, the overhead of each device and the loader, and
+    writes a page with plots.
+    m1clip compare --model original --batch-size 12 also tries thread counts, gradient checkpointing and the compiler.
+    m1clip compare --model tiny original 200M --batch-size 1 8 64 finds the batch size from which a GPU is faster than
+    the CPU.
 
     Parameters
     ----------
     model
-        Model presets: tiny, small, ViT-B-32, ... With more than one, only device and precision vary.
+        Model presets: tiny, original, ViT-B-32, ... With more than one, only device and precision vary.
     batch_size
         Images per step, one or more values.
     device
         Only these devices, such as cpu cuda.
     precision
-        Only these precisions, such as fp32 bf16; fp16 is measured only if listed.
+        Only these precisions, such as fp32 bf16.
     optimizer
         As in train.
     minutes
         Time budget in minutes. Configurations that do not fit are skipped and listed.
     out
-        Folder for comparison.json.
+        Folder for comparison.json and comparison.html.
     share
         Also write a small JSON file with the chip, versions and speeds, without names or paths: for docs/machines.md.
     """
     from rich.console import Console
 
-    from m1clip.bench.compare import CompareOptions
-    from m1clip.bench.compare import compare as run
-    from m1clip.bench.report import shared, text
+    from m1clip.bench.compare import CompareOptions, print_progress, run_comparison
+    from m1clip.bench.page import PAGE_NAME
+    from m1clip.bench.report import shared
     from m1clip.io import write_json
 
     options = CompareOptions(
@@ -73,12 +77,15 @@ def compare(
     with console.status("starting") as status:
 
         def show(message: str, used: float) -> None:
-            line = f"{min(used, 1.0):4.0%}  {message}"
-            status.update(line) if console.is_terminal else print(line, flush=True)
+            if console.is_terminal:
+                status.update(f"{min(used, 1.0):4.0%}  {message}")
+            else:
+                print_progress(message, used)
 
-        found = run(options, out, show)
-    print(text(found.results, found.skipped))
+        found = run_comparison(options, out, show)
+    print(found)
     print(f"data       {one_line(str(out / 'comparison.json'))}")
+    print(f"page       {one_line(str(out / PAGE_NAME))}")
     if share is not None:
         write_json(share, shared(found.facts, found.results))
         print(f"share      {one_line(str(share))}: send it in an issue, for docs/machines.md")
@@ -119,59 +126,72 @@ def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
         sys.exit(1)
 
 
+# Settings of a run of `train` that `plan` decides and predicts; the others have little effect on them.
+PLANNED = (
+    *("model", "batch_size", "micro_batch", "memory", "epochs", "steps"),
+    *("device", "precision", "optimizer", "fsdp", "threads", "grad_checkpointing"),
+)
+
+
 @app.command
+@with_settings(PLANNED, recipe="scratch")
 def plan(
     *,
-    model: str = "tiny",
-    batch_size: int = 64,
-    images: int = 8000,
-    epochs: float = 10.0,
-    device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-    optimizer: OptimizerName = "muon",
-    memory: str | None = None,
-    ranks: int | None = None,
-    bandwidth: str | None = None,
-    json: Flag = False,
+    images: Annotated[int, Parameter(group=COMMON)] = DataConfig.synthetic_images,
+    ranks: Annotated[int | None, Parameter(group=COMMON)] = None,
+    bandwidth: Annotated[str | None, Parameter(group=COMMON)] = None,
+    sizes: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
+    json: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
+    **settings: Any,
 ) -> None:
-    """Predict the memory, the largest batch size and the time of a training run.
+    """Decide a run as m1clip train does, without training, and predict its memory and time.
 
-    Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
+    The run is one of a model from random weights with one caption per image. A device and a precision that are not
+    given are measured as for train. For the time, uses the steps that m1clip compare measured on this machine, or else
+    measures matrix multiplication speed.
+    m1clip plan --sizes lists models from tiny to 1B with their memory and a recommended device of this machine.
     For several ranks: torchrun --nproc-per-node 2 -m m1clip plan --ranks 8 measures the bandwidth between two ranks.
 
     Parameters
     ----------
-    model
-        Model preset: tiny, small, ViT-B-32, 200M, 500M, 1B, ...
-    batch_size
-        Images per step.
     images
         Number of training images.
-    epochs
-        Number of epochs.
-    device
-        As in train.
-    precision
-        As in train.
-    optimizer
-        As in train.
-    memory
-        Memory limit, such as 8GB. Default: all memory of the device.
     ranks
         Number of ranks, with one device each. Default: those of torchrun, or one.
     bandwidth
         Bytes that each rank sends per second, such as 10GB. Default: measured between the ranks of torchrun.
+    sizes
+        List a model of each size (tiny, small, medium, large) instead of planning a run.
     json
-        Print the plan as JSON.
+        Print the plan and all decided settings as JSON.
     """
+    if sizes:
+        _print_sizes(settings, json)
+        return
     from m1clip.bench.plan import make_plan, plan_text
     from m1clip.training.distributed import connect
 
-    found = make_plan(
-        model, batch_size, images, epochs, device, precision, optimizer, memory, ranks, bandwidth
-    )
+    found = make_plan(settings, images, ranks, bandwidth)
     if connect().rank == 0:
         _print_json(found) if json else print(plan_text(found))
+
+
+def _print_sizes(settings: dict[str, Any], json: bool) -> None:
+    from m1clip.bench.sizes import SIZE_BATCH, as_json, list_sizes, sizes_text
+    from m1clip.errors import UserError
+
+    others = [name for name in settings if name != "batch_size"]
+    if others:
+        option = f"--{others[0].replace('_', '-')}"
+        raise UserError(f"--sizes takes only --batch-size and --json; remove {option}")
+    batch_size = settings.get("batch_size") or SIZE_BATCH
+    if not isinstance(batch_size, int) or not 2 <= batch_size <= 65_536:
+        raise UserError(f"--batch-size must be a number from 2 to 65536 here, not {batch_size}")
+    rows = list_sizes(batch_size=batch_size)
+    if json:
+        _print_json({"batch_size": batch_size, "sizes": as_json(rows)})
+    else:
+        print(sizes_text(rows, batch_size))
 
 
 def _print_json(values: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ def _open_standard_streams() -> None:
 
 def _set_environment() -> None:
     """Set the variables that torch reads at import time; no command has imported it yet."""
-    from m1clip.hardware.facts import environment
+    from m1clip.hardware.machine_info import environment
 
     os.environ.update(environment(platform.system(), os.environ))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from m1clip import console
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
@@ -47,7 +48,8 @@ def evaluate(
     Parameters
     ----------
     model
-        A run, a model folder, an exported ONNX folder, or an open_clip or Hugging Face model.
+        general (the model in the box), a run, a model folder, an exported ONNX folder, or an open_clip or Hugging Face
+        model.
     source
         Data to evaluate on; default: the data of the run.
     split
@@ -59,8 +61,9 @@ def evaluate(
     probe
         With --classes: also train a linear probe on 70% of the image features and evaluate it on the rest.
     analysis
-        Also show the geometry of the embedding space, the accuracy by how similar the wrong caption is, and the worst
-        confusions.
+        Also show the geometry of the embedding space, the accuracy by how similar the wrong caption is, the recall by
+        category (synthetic images; class folders inside folders of categories), the accuracy within batches of the
+        training's size, and the worst confusions.
     device
         Device to run on.
     """
@@ -71,9 +74,7 @@ def evaluate(
     from m1clip.formatting import table
     from m1clip.inference import load
     from m1clip.io import write_json
-    from m1clip.training.progress import Screen, decode_options
 
-    screen = Screen()
     # Figures go to the run, or to the current folder.
     folder = model if (model / "config.toml").is_file() else Path()
     if classes is not None:
@@ -81,25 +82,26 @@ def evaluate(
         loaded.encoder.use_device(device)
         result = zero_shot(loaded, classes, template, probe)
         for reason in result.unreadable[:3]:
-            screen.warn(f"skipped {reason}")
-        screen.say(f"\n{model}, classes of {classes}\n\n{result}")
+            console.warn(f"skipped {reason}")
+        console.print(f"\n{model}, classes of {classes}\n\n{result}")
         return
-    evaluator = open_split(model, source, split, device, decode_options(screen))
+    evaluator = open_split(model, source, split, device)
     features = evaluator.encode()
     name = f"{split}{'-other-data' if source else ''}"
-    screen.say(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
+    console.print(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
     grid = folder / f"retrieval-{name}.png"
     retrieval_grid(evaluator.data, features, split, grid)
-    screen.say(f"image      {grid}")
+    console.print(f"image      {grid}")
     if not analysis:
         return
-    found = {**analyze(*features[:4]), "confusions": confusion_examples(evaluator.data, features)}
+    found = analyze(features, evaluator)
+    found["confusions"] = confusion_examples(evaluator.data, features)
     write_json(folder / f"analysis-{name}.json", found)
     confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
-    screen.say(
+    console.print(
         f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
     )
-    screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
+    console.print(f"analysis   {folder / f'analysis-{name}.json'}")
 
 
 @app.command
@@ -122,7 +124,8 @@ def classify(
     labels
         Words or sentences, separated by commas.
     model
-        A run, a model folder, an ONNX folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
+        general (the model in the box), a run, a model folder, an ONNX folder, or an open_clip or Hugging Face model;
+        default: the newest run in runs/, or general.
     template
         A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
     json
@@ -136,9 +139,9 @@ def classify(
     paths = _image_files(images)
     if model is None:
         # Imports torch, which an ONNX folder does not need.
-        from m1clip.model.folder import newest_run
+        from m1clip.model.named import default_model
 
-        model = newest_run()
+        model = default_model()
     loaded = load(model)
     found = []
     problems = []
@@ -190,7 +193,7 @@ def _read_images(
 ) -> dict[Path, np.ndarray | BadImage]:
     """The pixels of each image, decoded in threads, or why it cannot be used."""
     from m1clip.data.images import READ_TIMEOUT, BadImage, map_with_timeout
-    from m1clip.hardware.facts import decode_threads
+    from m1clip.hardware.machine_info import decode_threads
 
     def read(path: Path) -> np.ndarray | BadImage:
         try:
@@ -241,7 +244,8 @@ def export(
     Parameters
     ----------
     model
-        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or open_clip weights next to their config.
+        general (the model in the box), a run, a model folder, an open_clip or Hugging Face CLIPModel folder, or
+        open_clip weights next to their config.
     to
         The format to write.
     out
@@ -258,13 +262,9 @@ def export(
         Keep the export even if it differs from the original.
     """
     from m1clip.export.layouts import export as write
-    from m1clip.training.progress import Screen, decode_options
 
     if int8 and fp16:
         raise UserError("choose one of --int8 and --fp16")
-    screen = Screen()
     precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
-    folder = write(
-        model, to, out, image_size, source, precision, force, screen.say, decode_options(screen)
-    )
-    screen.say(f"exported   {folder}")
+    folder = write(model, to, out, image_size, source, precision, force)
+    console.print(f"exported   {folder}")

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter, Token
@@ -30,33 +30,44 @@ GROUPS = {
 POSITIONAL = "data"  # m1clip train photos
 
 
-def with_settings(command: Command) -> Command:
-    """Give a command that takes `**settings` one option per setting.
+def with_settings(
+    names: Collection[str] = NAMES, recipe: str | None = None
+) -> Callable[[Command], Command]:
+    """Give a command that takes `**settings` one option per setting, or those of `names`.
 
     Cyclopts reads the options from the signature, and calls the command with those that the user
-    typed.
+    typed. A command with one `recipe` shows only the defaults of this one.
     """
-    own = inspect.signature(command).parameters.values()
-    own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-    parameters = sorted([*setting_parameters(), *own_options], key=lambda parameter: parameter.kind)
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command).parameters.values()
+        own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        options = [*setting_parameters(names, recipe), *own_options]
+        parameters = sorted(options, key=lambda parameter: parameter.kind)
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
 
 
-def setting_parameters() -> Iterator[inspect.Parameter]:
+def setting_parameters(
+    names: Collection[str] = NAMES, recipe: str | None = None
+) -> Iterator[inspect.Parameter]:
     """One parameter per setting; the settings check the values, as they do for Python and TOML."""
     texts = help_texts()
     kinds = (Config, *SECTIONS.values())
     hints = {kind: typing.get_type_hints(kind, include_extras=True) for kind in kinds}
-    for name, (section, key) in NAMES.items():
+    for name in names:
+        section, key = NAMES[name]
         kind = SECTIONS.get(section, Config)
         hint = hints[kind][key]
         base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         metadata = getattr(hint, "__metadata__", ())
         option = Parameter(
             help=texts[kind.__name__, key],
-            show_default=functools.partial(default_text, name),  # called for --help only
+            # Called for --help only.
+            show_default=functools.partial(default_text, name, recipe=recipe),
             converter=None if base is bool else plain_value,
         )
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -82,6 +93,7 @@ def plain_value(hint: Any, tokens: Sequence[Token]) -> Any:
     return text
 
 
+@functools.cache
 def help_texts() -> dict[tuple[str, str], str]:
     """(class, field) -> the text under the field in config.py, and the choices of a table."""
     tree = ast.parse(inspect.getsource(m1clip.config))
@@ -104,8 +116,8 @@ def _choices_text(name: str) -> list[str]:
     return ["; ".join(choices) + "."]
 
 
-def default_text(name: str, default: Any = None) -> str | None:
-    """The default of a setting, followed by those of recipes with another value.
+def default_text(name: str, default: Any = None, recipe: str | None = None) -> str | None:
+    """The default of a setting, followed by those of recipes with another value; or that of a `recipe`.
 
     --init is listed if it differs from finetune. Cyclopts gives the `default` of the signature, which
     is not needed here.
@@ -113,6 +125,8 @@ def default_text(name: str, default: Any = None) -> str | None:
     values = recipe_defaults(name)
     if all(value in (None, ()) for value in values.values()):
         return None  # not shown
+    if recipe is not None:
+        return _as_text(values[recipe])
     usual, finetune, init = values["scratch"], values["finetune"], values["--init"]
     shown = [_as_text(usual)]
     for recipe in ("frozen", "finetune"):

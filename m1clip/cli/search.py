@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from m1clip import console
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import duration, one_line, plural, size
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from m1clip.search.query import Result, Results
 
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
-SHOWN = 5  # problems on screen
+PROBLEMS_SHOWN = 5  # problems on screen
 
 
 @app.command
@@ -36,6 +37,7 @@ def index(
 ) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
+    m1clip index ~/Pictures
     m1clip index ~/Pictures --model runs/frozen
 
     The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable or belongs
@@ -46,8 +48,8 @@ def index(
     folder
         A folder of images; subfolders are included.
     model
-        A run, a model folder, or an open_clip or Hugging Face model; default: the one used last, or the newest run
-        in runs/. Each model has its own vectors.
+        general (the model in the box), a run, a model folder, or an open_clip or Hugging Face model; default: the one
+        used last, the newest run in runs/, or general. Each model has its own vectors.
     problems
         List every file that cannot be used, not only the first five.
     watch
@@ -55,23 +57,27 @@ def index(
     export
         Also write the vectors to this Parquet file, for a vector database.
     """
+    from m1clip.model.named import WAYS, NoModelError
     from m1clip.search.index import update_index, watch_folder
     from m1clip.search.query import Index
-    from m1clip.training.progress import Screen
-
-    screen = Screen()
 
     def update(always: bool) -> None:
-        with screen.counter("indexing images") as progress:
-            report = update_index(folder, model, progress)
+        with console.progress("indexing images"):
+            report = update_index(folder, model)
         if always or report.added or report.kept or report.removed:
-            for line in _report_lines(report, None if problems else SHOWN):
-                screen.say(line)
+            for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
+                console.print(line)
 
     changes = watch_folder(folder) if watch else iter(())
-    update(always=True)
+    try:
+        update(always=True)
+    except NoModelError:
+        console.print(WAYS)
+        raise
     if export is not None:
-        screen.say(f"export     {export} ({plural(Index(folder, model).export(export), 'vector')})")
+        console.print(
+            f"export     {export} ({plural(Index(folder, model).export(export), 'vector')})"
+        )
     with suppress(KeyboardInterrupt):
         for _ in changes:
             update(always=False)
@@ -361,4 +367,4 @@ def serve(
 
     photos = Photos(folder, model)
     threading.Thread(target=photos.warm_up, daemon=True).start()
-    server.serve(list(runs) or [server.DEFAULT], port, browser, photos)
+    server.serve(list(runs) or [server.DEFAULT_RUNS], port, browser, photos)

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from m1clip import console
 from m1clip.cli.app import app
 from m1clip.cli.options import command_words, with_settings
 from m1clip.config import COMMON
 from m1clip.errors import UserError
 
-SPLITS = {
+SPLIT_DESCRIPTIONS = {
     "test": "test split, not seen in training",
     "val": "validation split, not trained on, but used to choose the model (the data has no test split)",
     "train": "training split: how well the model fits its own training data (the data has no other split)",
@@ -21,7 +22,7 @@ RESUME_OPTIONS = ("device", "fsdp")
 
 
 @app.command
-@with_settings
+@with_settings()
 def train(
     data: list[str] | None = None,
     *,
@@ -42,15 +43,19 @@ def train(
     random weights, 8 for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model.
     A recipe that is not listed has the first value, and --init that of finetune.
 
+    --recipe finetune first trains heads on frozen towers, with the duration and learning rate of --recipe frozen. The
+    options for the duration and the learning rate are those of the second stage.
+
     Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
     129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
 
     Parameters
     ----------
     preset
-        Built-in settings for a complete run: demo, prior-art.
+        Built-in settings for a complete run: demo, original.
     config
-        Settings from a TOML file; the config.toml of a run reproduces that run.
+        Settings from a TOML file; the config.toml of a run repeats that run. With other options, it gives what you
+        chose for that run, and m1clip decides the rest again.
     out
         Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
     resume
@@ -68,36 +73,39 @@ def train(
             option = f"--{others[0].replace('_', '-')}"
             hint = f"remove {option}, or start a new run"
             raise UserError(f"--resume uses the settings of the run; {hint}")
+    from m1clip.monitor import original
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped, start_in_background
-    from m1clip.training.progress import Screen
     from m1clip.training.spec import Settings
 
-    screen = Screen()
     if background:
         name = preset or ""
         if resume is None:  # fail here, not in the background
-            decided, _ = runs.decide_recipe(Settings(settings, config, preset), screen)
+            decided, _ = runs.decide_recipe(Settings(settings, config, preset))
             name = name or runs.run_name(decided.config)
         words = command_words({"preset": preset, "config": config, "resume": resume, **settings})
         folder, pid = start_in_background(["train", *words], out, name, resume)
-        screen.say(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
-        screen.say(f"watch      m1clip monitor {folder}")
-        screen.say(f"stop       m1clip stop {folder}")
+        console.print(
+            f"training   in the background: process {pid}, output in {folder / 'train.log'}"
+        )
+        console.print(f"watch      m1clip monitor {folder}")
+        console.print(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, **settings)
+            result = runs.resume(resume, **settings)
         else:
-            result = runs.train(out=out, config=config, preset=preset, screen=screen, **settings)
+            result = runs.train(out=out, config=config, preset=preset, **settings)
     except Stopped as stopped:
-        screen.say(str(stopped))
+        console.print(str(stopped))
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
-        screen.say(
+        console.print(
             f"{interrupted} outside of training; m1clip train --resume continues a run that had started"
         )
         sys.exit(interrupted.exit_code)
-    screen.say(f"\n{SPLITS[result.split]}\n\n{result.scores}\n")
-    screen.say(f"model      {result.path}")
-    screen.say(f"image      {result.grid}")
+    console.print(f"\n{SPLIT_DESCRIPTIONS[result.split]}\n\n{result.scores}\n")
+    if preset == original.ORIGINAL_PRESET:
+        console.print(f"{original.write_comparison(result.path)}\n")
+    console.print(f"model      {result.path}")
+    console.print(f"image      {result.grid}")

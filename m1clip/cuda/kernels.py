@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-ROWS = 512  # per program that sums over rows
+ROWS_PER_PROGRAM = 512  # per program that sums over rows
 TILE_ROWS, TILE_COLUMNS = 8, 256
 FLAT = 2048  # elements per elementwise program
 LONGEST = 96  # positions: more would not fit into the shared memory of smaller cards
@@ -56,14 +56,14 @@ def _gelu_backward_kernel(
     sums_at,
     rows,
     columns,
-    ROWS: tl.constexpr,
+    ROWS_PER_PROGRAM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    first = tl.program_id(1) * ROWS
+    first = tl.program_id(1) * ROWS_PER_PROGRAM
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for start in range(0, ROWS, TILE_ROWS):
+    for start in range(0, ROWS_PER_PROGRAM, TILE_ROWS):
         row = first + start + tl.arange(0, TILE_ROWS)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -250,7 +250,7 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, columns) of the output's gradient and the input -> the input's gradient, and its sum over rows."""
     rows, columns = x.shape
     dx = torch.empty_like(x)
-    parts = triton.cdiv(rows, ROWS)
+    parts = triton.cdiv(rows, ROWS_PER_PROGRAM)
     sums = torch.empty(parts, columns, device=x.device, dtype=torch.float32)
     _gelu_backward_kernel[(triton.cdiv(columns, TILE_COLUMNS), parts)](
         grad,
@@ -259,7 +259,7 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         sums,
         rows,
         columns,
-        ROWS=ROWS,
+        ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         TILE_ROWS=TILE_ROWS,
         TILE_COLUMNS=TILE_COLUMNS,
         num_warps=8,
@@ -329,12 +329,12 @@ def _(grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool) -> tu
     return torch.empty_like(qkv), qkv.new_empty(qkv.shape[1], dtype=torch.float32)
 
 
-HALF = torch.bfloat16
+KERNEL_DTYPE = torch.bfloat16
 
 
 def takes(x: Tensor) -> bool:
     """Whether these kernels apply to an input: bf16 on CUDA."""
-    return x.is_cuda and x.dtype == HALF
+    return x.is_cuda and x.dtype == KERNEL_DTYPE
 
 
 def takes_attention(x: Tensor, heads: int) -> bool:
@@ -359,12 +359,12 @@ class _GeluMlp(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     ) -> Tensor:
-        flat, wide, narrow = x.flatten(0, -2), up.to(HALF), down.to(HALF)
-        hidden = torch.addmm(up_bias.to(HALF), flat, wide.t())
+        flat, wide, narrow = x.flatten(0, -2), up.to(KERNEL_DTYPE), down.to(KERNEL_DTYPE)
+        hidden = torch.addmm(up_bias.to(KERNEL_DTYPE), flat, wide.t())
         active = gelu(hidden)
         ctx.save_for_backward(flat, hidden, active, wide, narrow)
         ctx.dtype = up.dtype
-        return torch.addmm(down_bias.to(HALF), active, narrow.t()).view(x.shape)
+        return torch.addmm(down_bias.to(KERNEL_DTYPE), active, narrow.t()).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -381,8 +381,8 @@ class _ShortAttention(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool
     ) -> Tensor:
-        flat, narrow = x.flatten(0, -2), weight.to(HALF)
-        qkv = torch.addmm(bias.to(HALF), flat, narrow.t())
+        flat, narrow = x.flatten(0, -2), weight.to(KERNEL_DTYPE)
+        qkv = torch.addmm(bias.to(KERNEL_DTYPE), flat, narrow.t())
         ctx.save_for_backward(flat, narrow, qkv)
         ctx.sizes = (x.shape[0], heads, causal)
         ctx.dtype = weight.dtype

@@ -22,13 +22,14 @@ from typing import BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
+from m1clip import console
 from m1clip.data.array_view import ArrayView
-from m1clip.data.types import Sample, Source, Warn
+from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
 
-FOLDER = ".m1clip-cache"
-ROWS, KEYS, LOCK = "rows.bin", "names.bin", "lock"
+CACHE_FOLDER = ".m1clip-cache"
+ROWS_FILE, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 DISK_MARGIN = 1.05
@@ -76,25 +77,23 @@ class RowCache:
         first = {key: item for item, key in reversed(list(enumerate(keys))) if key not in stored}
         return sorted(first.values())
 
-    def fill(
-        self, keys: Sequence[bytes], compute: Compute, warn: Warn
-    ) -> tuple[np.ndarray, dict[int, str]]:
+    def fill(self, keys: Sequence[bytes], compute: Compute) -> tuple[np.ndarray, dict[int, str]]:
         """(n,) the row of each key, computing missing ones; and the items that failed, whose row is -1."""
-        failed = self._add(keys, compute, warn) if self.missing(keys) else {}
+        failed = self._add(keys, compute) if self.missing(keys) else {}
         stored = self._index()
         rows = np.array([stored.get(key, -1) for key in keys], np.int64)
         return rows, {item: failed[keys[item]] for item in np.flatnonzero(rows < 0).tolist()}
 
-    def _add(self, keys: Sequence[bytes], compute: Compute, warn: Warn) -> dict[bytes, str]:
+    def _add(self, keys: Sequence[bytes], compute: Compute) -> dict[bytes, str]:
         """Append rows as they are computed, and return the failures; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with self._locked(warn):
+        with self._locked():
             wanted = self.missing(keys)  # another process may have added some
             self._check_space(len(wanted) * self.row_bytes)
             failed: dict[int, str] = {}
             try:
                 with (
-                    self._open(ROWS) as row_file,
+                    self._open(ROWS_FILE) as row_file,
                     self._open(KEYS) as key_file,
                     closing(compute(wanted, failed)) as blocks,
                 ):
@@ -132,14 +131,14 @@ class RowCache:
         finally:
             save()
 
-    def _locked(self, warn: Warn) -> AbstractContextManager[object]:
+    def _locked(self) -> AbstractContextManager[object]:
         # A soft lock would outlive a killed process.
         lock = FileLock(self.path / LOCK, fallback_to_soft=False)
         try:
             try:
                 return lock.acquire(blocking=False)
             except Timeout:
-                warn(f"{self.path}: another process is filling this cache; waiting")
+                console.warn(f"{self.path}: another process is filling this cache; waiting")
                 return lock.acquire(poll_interval=0.2)
         except OSError as error:
             if error.filename:  # the file cannot be opened
@@ -156,7 +155,9 @@ class RowCache:
 
     def view(self, rows: np.ndarray) -> ArrayView:
         """These rows, memory-mapped."""
-        return ArrayView.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
+        return ArrayView.mapped(
+            self.path / ROWS_FILE, self.dtype, (self._complete(), *self.shape), rows
+        )
 
     def _index(self) -> dict[bytes, int]:
         """The row of each stored key."""
@@ -171,7 +172,7 @@ class RowCache:
     def _complete(self) -> int:
         """Number of rows that have a key."""
         try:
-            sizes = [(self.path / name).stat().st_size for name in (ROWS, KEYS)]
+            sizes = [(self.path / name).stat().st_size for name in (ROWS_FILE, KEYS)]
         except FileNotFoundError:
             return 0
         return min(sizes[0] // self.row_bytes, sizes[1] // KEY_BYTES)
@@ -195,7 +196,7 @@ def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     places = (
         [Path(asked).expanduser()]
         if asked
-        else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
+        else [*(Path(folder) / CACHE_FOLDER for folder in data[:1]), user_cache()]
     )
     return first_writable(places, "cache", "choose one with --cache-dir, or use --cache ram")
 

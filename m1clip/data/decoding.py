@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from m1clip import console
 from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
 from m1clip.data.cache import Computed
 from m1clip.data.failures import Failure
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
-from m1clip.data.types import ImageRef, Progress, Warn
+from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
-from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.machine_info import MachineInfo, decode_threads
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 64  # images decoded together
+DECODED_CHUNK = 64  # images decoded together
 # With a tenth of the images broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
 TIMED_OUT = "the read did not finish"
@@ -128,15 +128,15 @@ def decode_images(
     side: int,
     resize: str,
     failures: dict[int, str],
-    progress: Progress,
     threads: int = 1,
     timeout: float = READ_TIMEOUT,
 ) -> Computed:
     """Decode all images in order, in chunks; unreadable ones are added to `failures`."""
+    refresh = console.current_progress()
     decoded = LazyImages(refs, side, resize, timeout).decode(range(len(refs)), threads)
     done = 0
-    progress(done, len(refs))
-    while chunk := list(itertools.islice(decoded, CHUNK)):
+    refresh(done, len(refs))
+    while chunk := list(itertools.islice(decoded, DECODED_CHUNK)):
         good: dict[int, np.ndarray] = {}
         for item, each in enumerate(chunk, start=done):
             if isinstance(each, np.ndarray):
@@ -150,14 +150,17 @@ def decode_images(
         if good:
             yield list(good), np.stack(list(good.values()))
         done += len(chunk)
-        progress(done, len(refs))
+        refresh(done, len(refs))
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How images are decoded: in how many threads, with which progress display."""
+    """How images are decoded: in how many threads, and how much memory the machine has for them."""
 
     threads: int
     memory_bytes: int
-    progress: Callable[[str], AbstractContextManager[Progress]]  # by title
-    warn: Warn
+
+
+def decode_options(machine: MachineInfo) -> DecodeOptions:
+    """Image decoding settings for a machine."""
+    return DecodeOptions(decode_threads(), machine.memory_bytes)

@@ -25,8 +25,8 @@ def appearance(image: Image.Image) -> tuple[bytes, bytes]:
     gray = image.convert("L")
     small = np.asarray(gray.resize((9, 9), Image.Resampling.BOX), np.int16)
     right, down = small[:8, 1:] > small[:8, :8], small[1:, :8] > small[:8, :8]
-    look = np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
-    return look, gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX).tobytes()
+    perceptual_hash = np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
+    return perceptual_hash, gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX).tobytes()
 
 
 def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]]:
@@ -34,7 +34,7 @@ def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]
 
     An image that cannot be decoded has b"" for both. None above MAX_ALL_PAIRS images.
     """
-    usable = np.array([i for i, (look, _) in enumerate(images) if look], int)
+    usable = np.array([i for i, (perceptual_hash, _) in enumerate(images) if perceptual_hash], int)
     looks, thumbs = (
         np.frombuffer(b"".join(each[part] for each in images), np.uint8) for part in (0, 1)
     )

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m1clip.data.types import ImageRef, Warn
+from m1clip import console
+from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 
-SHOWN = 10  # failures named on screen; the run log has all
+FAILURES_SHOWN = 10  # failures named on screen; the run log has all
 EXAMPLES = 3  # failures named in an error
 
 
@@ -24,21 +25,16 @@ class Failure:
 
 
 def check_failures(
-    bad: Mapping[int, str],
-    refs: Sequence[ImageRef],
-    split: str,
-    tried: int,
-    limit: float,
-    warn: Warn,
+    bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float
 ) -> tuple[Failure, ...]:
     """Report the first bad images; UserError if there are too many."""
     found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
-    for failure in found[:SHOWN]:
-        warn(f"skipped {failure.where}: {failure.reason}")
+    for failure in found[:FAILURES_SHOWN]:
+        console.warn(f"skipped {failure.where}: {failure.reason}")
     if len(found) > limit * tried:
         raise _too_many_failures(found, plural(tried, f"{split} image"), tried, limit)
-    if len(found) > SHOWN:
-        warn(
+    if len(found) > FAILURES_SHOWN:
+        console.warn(
             f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them"
         )
     return found
@@ -56,14 +52,9 @@ class FailureLog:
     """Logs each failed image once; stops the run if too many fail during training."""
 
     def __init__(
-        self,
-        total: int,
-        limit: float,
-        write: Callable[..., Any],
-        warn: Warn,
-        named: Iterable[str] = (),
+        self, total: int, limit: float, write: Callable[..., Any], named: Iterable[str] = ()
     ) -> None:
-        self.total, self.limit, self.write, self.warn = total, limit, write, warn
+        self.total, self.limit, self.write = total, limit, write
         self.named = set(named)  # before a resume
         self.failures: dict[int, Failure] = {}
         self.shown: set[str] = set()
@@ -80,9 +71,11 @@ class FailureLog:
         for failure in failures:
             if failure.index not in self.failures:
                 self.failures[failure.index] = failure
-                if failure.where not in self.shown and len(self.shown) < SHOWN:  # once for a shard
+                if (
+                    failure.where not in self.shown and len(self.shown) < FAILURES_SHOWN
+                ):  # once for a shard
                     self.shown.add(failure.where)
-                    self.warn(
+                    console.warn(
                         f"skipped {failure.where}: {failure.reason}; replaced by another image"
                     )
         self.record("train", failures)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data.array_view import ArrayView
 from m1clip.data.cache import (
@@ -25,7 +26,7 @@ from m1clip.data.types import ImageRef, Sample, Source
 
 RAM_FRACTION = 0.3  # of the machine's memory, for decoded images
 DISK_FRACTION = 0.5  # of the free disk, unless the user asks for the disk
-FEW_IMAGES = 500  # decoded in seconds, so they need no disk
+CACHED_IN_MEMORY = 500  # decoded in seconds, so they need no disk
 CHECKED = 256  # training images tried before a run that decodes while it trains
 Kind = Literal["ram", "disk", "off"]
 
@@ -41,7 +42,7 @@ def choose_kind(
     if asked not in ("auto", "stream"):
         return asked  # type: ignore[return-value]
     fits_memory = total <= RAM_FRACTION * memory
-    if fits_memory and (synthetic or images <= FEW_IMAGES):
+    if fits_memory and (synthetic or images <= CACHED_IN_MEMORY):
         return "ram"
     if not synthetic and needed * DISK_MARGIN <= DISK_FRACTION * free:
         return "disk"
@@ -67,7 +68,7 @@ def stream_images(
     """Training images that are read for each batch, and those of a sample that cannot be read."""
     tried = sorted({index * len(refs) // CHECKED for index in range(CHECKED)})
     bad = _unreadable(refs, tried, threads or options.threads)
-    failures = check_failures(bad, refs, "train", len(tried), config.max_unreadable, options.warn)
+    failures = check_failures(bad, refs, "train", len(tried), config.max_unreadable)
     return LazyImages(refs, side, resize, threads=threads), failures
 
 
@@ -88,8 +89,8 @@ def cache_split(
 
     def decode(wanted: Sequence[int], failed: dict[int, str]) -> Computed:
         chosen = [refs[index] for index in wanted]
-        with options.progress(f"preparing {split} images") as show:
-            yield from decode_images(chosen, side, resize, failed, show, threads)
+        with console.progress(f"preparing {split} images"):
+            yield from decode_images(chosen, side, resize, failed, threads)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": options.memory_bytes}
@@ -111,7 +112,7 @@ def cache_split(
     images: Images
     tried: Sequence[int] = range(len(samples))
     if kind == "disk":
-        rows, bad = cache.fill(keys, decode, options.warn)
+        rows, bad = cache.fill(keys, decode)
         images = cache.view(rows[rows >= 0])
     elif kind == "ram":
         array = np.zeros((len(samples), side, side, 3), np.uint8)
@@ -125,7 +126,7 @@ def cache_split(
         bad = _unreadable(refs, tried, threads)
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         images = LazyImages(keep, side, resize)
-    failures = check_failures(bad, refs, split, len(tried), config.max_unreadable, options.warn)
+    failures = check_failures(bad, refs, split, len(tried), config.max_unreadable)
     if len(images) < len(samples):
         samples = [sample for index, sample in enumerate(samples) if index not in bad]
     return images, samples, failures, kind

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The formats of photos that Pillow reads; other formats are rare, and EPS would start another program.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
-SUFFIXES = raw.SUFFIXES | {
+PIL_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
+SUFFIXES = raw.RAW_SUFFIXES | {
     *(
         ".jpg",
         ".jpeg",
@@ -125,7 +125,7 @@ def decode(
     A JPEG of more than MAX_PIXELS is always decoded smaller.
     """
     place = where or ("image in memory" if isinstance(data, bytes) else os.fspath(data))
-    with opened(data, place) as image:
+    with open_header(data, place) as image:
         try:
             if isinstance(image, JpegImageFile):
                 _reduce(image, want)
@@ -149,7 +149,7 @@ def _reduce(image: JpegImageFile, want: int | None) -> None:
 
 
 @contextmanager
-def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
+def open_header(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
     """The image with only its header read, its size already checked; BadImage if it cannot be opened."""
     if isinstance(data, bytes) and not data:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
@@ -217,8 +217,8 @@ def _formats() -> tuple[str, ...]:
     try:
         importlib.import_module("pi_heif").register_heif_opener()
     except ImportError:
-        return FORMATS
-    return (*FORMATS, "HEIF")
+        return PIL_FORMATS
+    return (*PIL_FORMATS, "HEIF")
 
 
 class _LimitedFile(io.BufferedReader):
@@ -363,7 +363,7 @@ def file_stamp(path: str | Path) -> str:
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 # Above this the ends are cropped before resizing: an image of 60,000 x 1 would become 13 million pixels wide.
-MAX_ASPECT = 16
+MAX_DECODED_ASPECT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +427,7 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
 def _without_ends(image: Image.Image) -> Image.Image:
     """The middle of a very long image; other images unchanged."""
     width, height = image.size
-    limit = MAX_ASPECT * min(width, height)
+    limit = MAX_DECODED_ASPECT * min(width, height)
     if max(width, height) <= limit:
         return image
     # Remove an even number of pixels, half from each end, so that the center stays in place.

@@ -15,51 +15,48 @@ from typing import Literal
 
 import numpy as np
 
+from m1clip import console
 from m1clip.data.duplicates import MAX_ALL_PAIRS, appearance, near_duplicates
-from m1clip.data.images import BadImage, decode, one_line, opened
-from m1clip.data.types import ImageRef, Sample, Source
-from m1clip.formatting import plural
+from m1clip.data.images import BadImage, decode, open_header
+from m1clip.data.types import ImageRef, ProblemKind, Sample, Source
+from m1clip.formatting import one_line, plural
 from m1clip.text.bpe import BpeTokenizer
 
 Severity = Literal["problem", "warning", "info"]
-Progress = Callable[[int, int], None]  # (done, total)
 QUICK = 64  # images checked before each run
 STREAMED = 2_000  # images checked of streamed shards
-MAX_EXAMPLES = 100  # of each finding in the JSON
+EXAMPLES_IN_JSON = 100  # of each finding in the output of --json
 EXAMPLES_SHOWN = 3  # of each finding in the text
+EXAMPLES_LOGGED = 3  # of each finding in the log of a run
+FINDINGS_WARNED = 2  # printed as warnings before a run, each with one example
 MAX_UNREADABLE_FRACTION = 0.10  # a run stops above it
 # Worst first.
 _VERDICT: dict[Severity, str] = {"problem": "problems", "warning": "warnings", "info": "ok"}
 
 FAULTS = {  # kinds of BadImage
-    "missing": ("missing images", "restore the missing images, or remove their rows"),
-    "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove their rows"),
+    "missing": ("missing images", "restore the missing images, or remove them from the data"),
+    "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove them"),
     "truncated": ("truncated images", "copy or download the truncated images again"),
-    "not-an-image": (
-        "files that are not images",
-        "convert them to JPEG or PNG, or remove their rows",
-    ),
+    "not-an-image": ("files that are not images", "convert them to JPEG or PNG, or remove them"),
     "no-decoder": ("HEIC images without a decoder", "pip install pi-heif, or save them as JPEG"),
     "too-large": ("images too large to decode safely", "reduce the size of the oversized images"),
-    "broken": (
-        "images that cannot be decoded",
-        "save the broken images again, or remove their rows",
-    ),
+    "broken": ("images that cannot be decoded", "save the broken images again, or remove them"),
 }
-SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
+# Of each kind of Problem. {items} are what the format calls its entries, such as rows.
+SKIPPED: dict[ProblemKind, tuple[Severity, str, str]] = {
     "empty-caption": (
         "warning",
-        "rows without a caption, skipped",
-        "write the missing captions, or remove the rows",
+        "{items} without a caption, skipped",
+        "write the missing captions, or remove the {items}",
     ),
     "no-image": (
         "warning",
-        "rows without a usable image, skipped",
-        "fix the rows without an image",
+        "{items} without a usable image, skipped",
+        "fix the {items} without an image",
     ),
     "split-conflict": (
         "problem",
-        "rows that put an image in a second split",
+        "{items} that put an image in a second split",
         "give each image one split",
     ),
     "unsafe-member": (
@@ -68,7 +65,7 @@ SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
         "write the shards again",
     ),
     "shard": ("problem", "damaged shards", "copy or write the damaged shards again"),
-    "row": ("warning", "unreadable rows, skipped", "fix the unreadable rows"),
+    "unreadable": ("warning", "unreadable {items}, skipped", "fix the unreadable {items}"),
 }
 
 
@@ -89,7 +86,7 @@ def finding(
 ) -> list[Finding]:
     """A finding at these places; none without a place."""
     return (
-        [Finding(code, severity, len(places), message, remedy, tuple(places[:MAX_EXAMPLES]))]
+        [Finding(code, severity, len(places), message, remedy, tuple(places[:EXAMPLES_IN_JSON]))]
         if places
         else []
     )
@@ -141,7 +138,8 @@ class LintReport:
             shown = found.examples[:EXAMPLES_SHOWN]
             lines += [f"           {example}" for example in shown]
             if shown and found.count > len(shown):
-                lines.append(f"           ... and {found.count - len(shown):,} more")
+                more = f"... and {found.count - len(shown):,} more"
+                lines.append(f"           {more}; --json lists up to {EXAMPLES_IN_JSON}")
         return "\n".join(
             [*lines, f"verdict: {self.verdict}", *(f"  - {remedy}" for remedy in self.advice())]
         )
@@ -169,12 +167,7 @@ class Entry:
 
 
 def lint(
-    source: Source,
-    sample: int | None = None,
-    *,
-    context_length: int = 77,
-    workers: int = 2,
-    progress: Progress = lambda done, total: None,
+    source: Source, sample: int | None = None, *, context_length: int = 77, workers: int = 2
 ) -> LintReport:
     """Decode every image once and check all captions; with `sample`, or of streamed shards, only some of them."""
     start = time.perf_counter()
@@ -182,15 +175,15 @@ def lint(
     total = sum(counts.values())
     everything = sample is None and not source.streamed
     checked = _entries(source, counts, total if everything else min(sample or STREAMED, total))
-    facts = inspect_all(
-        [entry.sample.image for entry in checked], max(workers, source.threads), progress
-    )
+    facts = inspect_all([entry.sample.image for entry in checked], max(workers, source.threads))
     found = check_images(checked, facts)
     if everything:
         found += find_duplicates(checked, facts)
+    items = f"{source.item}s"
     for kind, (severity, message, remedy) in SKIPPED.items():
         places = [str(problem) for problem in source.problems if problem.kind == kind]
-        found += finding(f"skipped-{kind}", severity, message, remedy, places)
+        words = (message.format(items=items), remedy.format(items=items))
+        found += finding(f"skipped-{kind}", severity, *words, places)
     found += check_captions(checked, context_length, source.class_captions)
     remedy = "name the splits train, val and test, or remove the split column"
     if "train" not in counts:
@@ -240,10 +233,10 @@ def _statistics(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> dict[s
 
 # Images
 
-MIN_SIDE, MAX_ASPECT = 16, 8
+MIN_SIDE, USUAL_ASPECT = 16, 8
 NEAR_EMPTY_CONTRAST = 2.0
 _DECODED_SIDE = 36  # enough for the hash and the thumbnail; JPEG decodes at a fraction of its size
-_CHUNK = 32  # images per task of a thread
+_CHECKED_CHUNK = 32  # images per task of a thread
 TOO_MANY_FOR_PAIRS = f"only identical images were searched for: near-duplicates take too long above {MAX_ALL_PAIRS:,}"
 
 
@@ -255,7 +248,7 @@ class ImageFacts:
     reason: str = ""
     size: tuple[int, int] = (0, 0)
     digest: bytes = b""
-    look: bytes = b""  # hash of how it looks
+    perceptual_hash: bytes = b""  # hash of how it looks
     thumb: bytes = b""
     contrast: float = 0.0
 
@@ -264,24 +257,27 @@ def inspect(ref: ImageRef) -> ImageFacts:
     where = str(ref)
     try:
         data = ref.read()
-        with opened(data, where) as header:
+        with open_header(data, where) as header:
             size = header.size
         image = decode(data, _DECODED_SIDE, where)
     except BadImage as error:
         return ImageFacts(error.kind, error.reason)
-    look, thumb = appearance(image)
+    perceptual_hash, thumb = appearance(image)
     contrast = float(np.frombuffer(thumb, np.uint8).std())
-    return ImageFacts(None, "", size, blake2b(data, digest_size=16).digest(), look, thumb, contrast)
+    return ImageFacts(
+        None, "", size, blake2b(data, digest_size=16).digest(), perceptual_hash, thumb, contrast
+    )
 
 
-def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> list[ImageFacts]:
+def inspect_all(refs: Sequence[ImageRef], workers: int) -> list[ImageFacts]:
     """Facts of each image, in order. Threads: decoding releases the GIL, and processes were slower."""
+    refresh = console.current_progress()
     facts: list[ImageFacts] = []
-    chunks = [refs[start : start + _CHUNK] for start in range(0, len(refs), _CHUNK)]
+    chunks = [refs[start : start + _CHECKED_CHUNK] for start in range(0, len(refs), _CHECKED_CHUNK)]
     with ThreadPoolExecutor(workers) as pool:
         for part in pool.map(lambda chunk: [inspect(ref) for ref in chunk], chunks):
             facts += part
-            progress(len(facts), len(refs))
+            refresh(len(facts), len(refs))
     return facts
 
 
@@ -304,9 +300,11 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
         if not fact.fault
     ]
     odd = [
-        name for name, fact in named if min(fact.size) < max(MIN_SIDE, max(fact.size) / MAX_ASPECT)
+        name
+        for name, fact in named
+        if min(fact.size) < max(MIN_SIDE, max(fact.size) / USUAL_ASPECT)
     ]
-    message = f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
+    message = f"images under {MIN_SIDE} px or more than {USUAL_ASPECT} times as long as wide"
     remedy = "check images of extreme size: icons and strips contribute little"
     found += finding("extreme-size", "warning", message, remedy, odd)
     blank = [name for name, fact in named if fact.contrast < NEAR_EMPTY_CONTRAST]
@@ -322,7 +320,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
     same = [(i, j) for i, j in same if i != j]
     near = [
         (i, j)
-        for i, j in near_duplicates([(fact.look, fact.thumb) for fact in facts])
+        for i, j in near_duplicates([(fact.perceptual_hash, fact.thumb) for fact in facts])
         if facts[i].digest != facts[j].digest
     ]
 
@@ -373,7 +371,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
 LABEL_WORDS = 2  # captions this short are labels, not descriptions
 _MANY = 0.5
 _FEW_DISTINCT = 0.1
-_FILE_NAME = re.compile(
+_IS_FILE_NAME = re.compile(
     r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE
 )
 
@@ -390,7 +388,7 @@ def check_captions(
         seen: set[str] = set()
         for number, text in enumerate(entry.sample.captions):
             key, place = text.casefold().strip(" ."), (entry, number)
-            if _FILE_NAME.search(text):
+            if _IS_FILE_NAME.search(text):
                 file_names.append(place)
             if key in seen:
                 repeated.append(place)
@@ -433,7 +431,7 @@ def check_captions(
     ):
         message = f"captions that are only labels ({len(images):,} different ones for {plural(len(entries), 'image')})"
         remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
-        examples = tuple(names(short[:MAX_EXAMPLES] or [(entries[0], 0)]))
+        examples = tuple(names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
         found.append(
             Finding("labels", "warning", len(short) or captions, message, remedy, examples)
         )

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m1clip import console
 from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
@@ -288,12 +289,13 @@ def batches(
     workers: int,
     start_method: str,
     pin: bool,
-    warn: Callable[[str], None] = lambda text: None,
+    on_restart: Callable[[str], None] = console.warn,
     interruptible: Interruptible = nullcontext,
 ) -> Feed:
     """The batches of steps start .. stop - 1, in order.
 
-    `warn` reports that killed workers were restarted. The wait for a worker, which could hang, is `interruptible()`.
+    `on_restart` is called with the reason if killed workers were restarted. The wait for a worker,
+    which could hang, is `interruptible()`.
     """
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would receive a copy of all images, which are already decoded
@@ -304,7 +306,7 @@ def batches(
         def start_workers(step: int) -> _Workers:
             return _Workers(data, range(step, stop), workers, start_method, pin, interruptible)
 
-        feed = _from_workers(start_workers, start, stop, warn)
+        feed = _from_workers(start_workers, start, stop, on_restart)
     else:
         feed = (
             batch.pin_memory() if pin else batch
@@ -341,7 +343,10 @@ def _in_this_process(
 
 
 def _from_workers(
-    start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]
+    start_workers: Callable[[int], _Workers],
+    start: int,
+    stop: int,
+    on_restart: Callable[[str], None],
 ) -> Feed:
     """Batches from worker processes, which are restarted if one is killed: a batch depends only on its step."""
     step, deaths = start, 0
@@ -358,7 +363,7 @@ def _from_workers(
                 raise UserError(
                     f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower --workers"
                 ) from None
-            warn(f"{reason}. Restarted the workers")
+            on_restart(f"{reason}. Restarted the workers")
         finally:
             workers.end()
 

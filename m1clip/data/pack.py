@@ -6,7 +6,7 @@ import json
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from m1clip.data.images import decode, failure_reason, opened
+from m1clip import console
+from m1clip.data.images import decode, failure_reason, open_header
 from m1clip.data.sources.shards import PACKED
-from m1clip.data.sources.stream import INDEX, make_index, read_index
+from m1clip.data.sources.stream import INDEX_SUFFIX, make_index, read_index
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
@@ -25,7 +26,7 @@ from m1clip.io import PARTIAL, read_small, write_bytes, write_json
 # Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
 KEPT = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 JPEG_QUALITY = 95
-SIZES = "sizes.json"  # images in each shard, where open_clip looks for them
+SIZES_FILE = "sizes.json"  # images in each shard, where open_clip looks for them
 UNFINISHED = "unfinished.json"  # what is being packed
 
 
@@ -48,7 +49,6 @@ def pack(
     folder: Path,
     shard_size: int = 1000,
     image_size: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     threads: int = 1,
 ) -> Packed:
     """Write every split; the same source gives the same bytes. Unreadable images are skipped.
@@ -68,6 +68,7 @@ def pack(
         (split, start) for split, count in counts.items() for start in range(0, count, shard_size)
     ]
     done, total = itertools.count(1), sum(counts.values())
+    refresh = console.current_progress()  # of this thread, for those of the pool
 
     def write(split: str, start: int) -> tuple[str, int, list[str]]:
         """Name, number of samples and unreadable images of a shard."""
@@ -77,7 +78,7 @@ def pack(
         if shard is not None:  # from before the interruption
             missing = len(wanted) - shard.samples
             skipped += [f"{path}: {plural(missing, 'image')}"] if missing > 0 else []
-            progress(max(next(done) for _ in wanted), total)
+            refresh(max(next(done) for _ in wanted), total)
             return path.name, shard.samples, skipped
         with _new_shard(path) as tar:
             for number, sample in zip(
@@ -92,7 +93,7 @@ def pack(
                     skipped.append(f"{sample.image}: {failure_reason(error)}")
                 else:
                     _add_sample(tar, f"{number:09d}", {suffix: data, **_texts(sample, split)})
-                progress(next(done), total)
+                refresh(next(done), total)
         return path.name, len(wanted) - len(skipped), skipped
 
     with ThreadPoolExecutor(threads) as pool:
@@ -105,7 +106,7 @@ def pack(
     sizes = {name: count for name, count, _ in written if count}
     if not sizes:
         raise UserError(f"none of the {total:,} images can be read; the first: {skipped[0]}")
-    write_json(folder / SIZES, sizes)
+    write_json(folder / SIZES_FILE, sizes)
     (folder / UNFINISHED).unlink()
     images = Counter[str]()
     for (split, _), (_, count, _) in zip(jobs, written, strict=True):
@@ -129,7 +130,7 @@ def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
         yield tar
         has_samples = bool(tar.getmembers())
     if has_samples:
-        write_bytes(Path(f"{path}{INDEX}"), make_index(str(partial)), sync=False)
+        write_bytes(Path(f"{path}{INDEX_SUFFIX}"), make_index(str(partial)), sync=False)
         partial.replace(path)
     else:
         partial.unlink()
@@ -163,7 +164,7 @@ def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
     With `image_size`, an image with a longer short side is downscaled and saved as JPEG.
     """
     where, data = str(ref), ref.read()
-    with opened(data, where) as header:
+    with open_header(data, where) as header:
         kind, short = header.format or "", min(header.size)
     image = decode(data, None, where)  # also checks that the bytes are complete
     stream = io.BytesIO()

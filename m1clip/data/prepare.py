@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data.array_view import ArrayView
 from m1clip.data.captions import CaptionTable, LazyCaptions, tokenize_captions
 from m1clip.data.decoding import DecodeOptions, Images
 from m1clip.data.failures import Failure
 from m1clip.data.image_cache import cache_split, stream_images
-from m1clip.data.images import BadImage, Preprocess, opened
-from m1clip.data.lint import QUICK, lint
+from m1clip.data.images import BadImage, Preprocess, open_header
+from m1clip.data.lint import EXAMPLES_LOGGED, FINDINGS_WARNED, QUICK, lint
 from m1clip.data.sources import open_sources
 from m1clip.data.sources.base import Options
 from m1clip.data.sources.stream import StreamedSource
-from m1clip.data.synthetic.drawing import LARGEST
+from m1clip.data.synthetic.drawing import MAX_SCENE_SIZE
 from m1clip.data.synthetic.source import SyntheticSource
-from m1clip.data.types import Progress, Sample, Source
+from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.text.base import Tokenizer
@@ -34,8 +35,6 @@ CROP_MARGIN = 1.15  # of the training size
 MEASURED = 64  # images whose size is read
 LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 LEFT_RIGHT_FRACTION = 0.2  # of the captions; usually it is about 1%
-WARNINGS_SHOWN = 2
-EXAMPLES_LOGGED = 3
 
 
 @dataclass(frozen=True)
@@ -82,19 +81,15 @@ def often_mention_sides(captions: Iterable[str]) -> bool:
     return sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions)
 
 
-def open_data(
-    config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None
-) -> Source:
-    """Open the configured source; `progress` of indexing shards."""
+def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
+    """Open the configured source."""
     if is_synthetic(config):
         held_out = max(2, min(config.synthetic_images // 9, 1000))
-        size = min(image_size, LARGEST)  # scaled up for a larger model
+        size = min(image_size, MAX_SCENE_SIZE)  # scaled up for a larger model
         return SyntheticSource(size, config.synthetic_images, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
-    return open_sources(
-        config.source, options=Options(*columns, stream, config.cache_dir, progress)
-    )
+    return open_sources(config.source, options=Options(*columns, stream, config.cache_dir))
 
 
 def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()) -> float:
@@ -108,7 +103,7 @@ def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()
     short_sides = []
     for number in range(0, len(samples), -(-len(samples) // MEASURED) or 1):
         image = samples[number].image
-        with suppress(BadImage), opened(image.read(), str(image)) as header:
+        with suppress(BadImage), open_header(image.read(), str(image)) as header:
             short_sides.append(min(header.size))
     return (
         min(CROP_MARGIN, max(1.0, median(short_sides) / image_size)) if short_sides else CROP_MARGIN
@@ -191,21 +186,18 @@ def with_classes(captions: CaptionTable, source: Source, others: CaptionTable) -
     return replace(captions, classes=True, other_classes=others if len(others.tokens) else None)
 
 
-def quick_check(
-    source: Source, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
-) -> dict[str, Any]:
+def quick_check(source: Source, context_length: int) -> dict[str, Any]:
     """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""
     for note in source.notes:
-        say(f"note       {note}")
+        console.print(f"note       {note}")
     report = lint(source, QUICK, context_length=context_length)
     found = [finding for finding in report.findings if finding.severity != "info"]
-    for finding in found[:WARNINGS_SHOWN]:
+    for finding in found[:FINDINGS_WARNED]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
-        warn(f"data: {finding.message}: {finding.count:,}{first}")
-    if len(found) > WARNINGS_SHOWN:
-        warn(
-            f"data: {plural(len(found) - WARNINGS_SHOWN, 'more finding')}; m1clip data lint shows all"
-        )
+        console.warn(f"data: {finding.message}: {finding.count:,}{first}")
+    if len(found) > FINDINGS_WARNED:
+        more = plural(len(found) - FINDINGS_WARNED, "more finding")
+        console.warn(f"data: {more}; m1clip data lint shows all")
     kept = [
         {**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found
     ]

@@ -19,7 +19,7 @@ import numpy as np
     WORD,
 ) = range(11)
 
-WINDOW = 65_536  # samples that are shuffled together
+SHUFFLE_WINDOW = 65_536  # samples that are shuffled together
 
 
 @functools.lru_cache(maxsize=2)
@@ -40,12 +40,13 @@ def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: 
     """
     order = permutation(seed, epoch, len(blocks))
     starts, ends = (np.cumsum(blocks) - blocks)[order], np.cumsum(blocks[order])
-    windows = range(first // WINDOW, -(-last // WINDOW))
-    sizes = [min(WINDOW, int(ends[-1]) - number * WINDOW) for number in windows]
+    windows = range(first // SHUFFLE_WINDOW, -(-last // SHUFFLE_WINDOW))
+    sizes = [min(SHUFFLE_WINDOW, int(ends[-1]) - number * SHUFFLE_WINDOW) for number in windows]
     shuffled = [
-        n * WINDOW + _window(seed, epoch, n, size) for n, size in zip(windows, sizes, strict=True)
+        n * SHUFFLE_WINDOW + _window(seed, epoch, n, size)
+        for n, size in zip(windows, sizes, strict=True)
     ]
-    places = np.concatenate(shuffled)[first - windows[0] * WINDOW :][: last - first]
+    places = np.concatenate(shuffled)[first - windows[0] * SHUFFLE_WINDOW :][: last - first]
     block = np.searchsorted(ends, places, side="right")
     return starts[block] + places - (ends - blocks[order])[block]
 

@@ -7,13 +7,13 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-SUFFIXES = frozenset({".dng", ".cr2", ".nef", ".nrw", ".arw", ".srw"})
+RAW_SUFFIXES = frozenset({".dng", ".cr2", ".nef", ".nrw", ".arw", ".srw"})
 # Limits for hostile files: cameras write fewer than 10 directories of fewer than 200 entries.
-MAX_DIRECTORIES, MAX_ENTRIES, MAX_VALUES, MAX_BYTES = 32, 1000, 64, 2**26
-SUBFILE, STRIP, ORIENTATION, STRIP_BYTES, DATE = 254, 273, 274, 279, 306
-CHILDREN, JPEG, JPEG_BYTES, EXIF, DNG, TAKEN = 330, 513, 514, 0x8769, 50706, 0x9003
+MAX_DIRECTORIES, MAX_ENTRIES, MAX_VALUES, MAX_PREVIEW_BYTES = 32, 1000, 64, 2**26
+SUBFILE, STRIP, ORIENTATION, STRIP_BYTES, DATE_TAG = 254, 273, 274, 279, 306
+CHILDREN, JPEG, JPEG_BYTES, EXIF, DNG, TAKEN_TAG = 330, 513, 514, 0x8769, 50706, 0x9003
 # Other TIFF types are not needed.
-TYPES = {1: ("B", 1), 2: ("B", 1), 3: ("H", 2), 4: ("I", 4), 13: ("I", 4)}
+TIFF_TYPES = {1: ("B", 1), 2: ("B", 1), 3: ("H", 2), 4: ("I", 4), 13: ("I", 4)}
 
 Directory = dict[int, tuple[int, ...]]  # {tag: values}
 
@@ -30,7 +30,7 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
     usable = [
         place
         for place in places
-        if len(place) == 2 and place[1] <= MAX_BYTES and sum(place) <= length
+        if len(place) == 2 and place[1] <= MAX_PREVIEW_BYTES and sum(place) <= length
     ]
     for at, size in sorted(usable, key=lambda place: (-place[1], place[0])):
         stream.seek(at)
@@ -44,8 +44,10 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
         exif.setdefault(
             ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1)
         )
-        taken = next((each[tag] for tag in (TAKEN, DATE) for each in found if tag in each), ())
-        exif.setdefault(DATE, bytes(each & 255 for each in taken).decode("ascii", "replace"))
+        taken = next(
+            (each[tag] for tag in (TAKEN_TAG, DATE_TAG) for each in found if tag in each), ()
+        )
+        exif.setdefault(DATE_TAG, bytes(each & 255 for each in taken).decode("ascii", "replace"))
         return image
     return None
 
@@ -75,9 +77,9 @@ def _directory(stream: BinaryIO, order: str, at: int) -> tuple[Directory, int]:
     entries = stream.read(12 * count)
     (following,) = struct.unpack(f"{order}I", stream.read(4))
     for tag, kind, number, value in struct.iter_unpack(f"{order}HHI4s", entries):
-        if kind not in TYPES or number > MAX_VALUES:
+        if kind not in TIFF_TYPES or number > MAX_VALUES:
             continue
-        letter, size = TYPES[kind]
+        letter, size = TIFF_TYPES[kind]
         inside = number * size <= 4
         stream.seek(0 if inside else struct.unpack(f"{order}I", value)[0])
         stored = value[: number * size] if inside else stream.read(number * size)

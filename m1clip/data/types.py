@@ -1,10 +1,10 @@
 """Sample and Source: what every source of data provides."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -12,8 +12,16 @@ from m1clip.data.images import ImageRef
 from m1clip.errors import UserError
 
 SPLITS = ("train", "val", "test")
-Progress = Callable[[int, int], None]  # (done, total)
-Warn = Callable[[str], None]  # prints a line
+# Why something of a source was skipped. `data/lint.py` has the severity, message and hint of each.
+ProblemKind = Literal[
+    "unreadable",  # the default: a row, file or sample that is not as its format says
+    "empty-caption",
+    "no-image",
+    "split-conflict",  # an image in a second split
+    "unsafe-member",  # a file in a shard that a path outside of it names
+    "shard",  # damaged from here on
+]
+PROBLEM_KINDS: tuple[ProblemKind, ...] = get_args(ProblemKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,12 @@ class Problem:
 
     where: str
     what: str
-    kind: str = "row"
+    kind: ProblemKind = "unreadable"
+
+    def __post_init__(self) -> None:
+        # A kind without an entry in the table of lint would not be reported.
+        if self.kind not in PROBLEM_KINDS:
+            raise ValueError(f"{self.kind!r} is not one of {', '.join(PROBLEM_KINDS)}")
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -49,6 +62,7 @@ class Source:
     """A dataset: samples in named splits, which subclasses put into `by_split`."""
 
     class_captions = False  # whether captions are made from class names
+    item = "sample"  # what messages about problems call one entry, such as row
     streamed = False  # whether samples are read from shards when they are needed, never all at once
     threads = 0  # that read at a time; 0: as many as decode
 
@@ -76,6 +90,10 @@ class Source:
     def origin(self, id_: str, caption: int = 0) -> str:
         """The file and row of a caption."""
         return id_
+
+    def category(self, id_: str) -> str:
+        """The category of an image, which groups scores in an analysis; "" if the data has none."""
+        return ""
 
     def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
         samples = self.samples(split)

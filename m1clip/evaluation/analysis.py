@@ -1,39 +1,125 @@
 """Analysis of what a model has learned, as functions of features, cheap enough for every evaluation.
 
-A fraction is reported as [value, n].
+A fraction is reported as a rate: with its 95% interval, its chance level and the number of trials.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m1clip.evaluation.retrieval import TIE, is_match, nearest
-from m1clip.evaluation.statistics import Scores, metrics_of
+from m1clip.analyses import analyses_of_evaluations, analyses_that_need
+from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.evaluation.retrieval import TIE, is_match, nearest, recall_by_group
+from m1clip.evaluation.statistics import Metric, Scores, metrics_of, wilson
 from m1clip.formatting import percent, table
+from m1clip.inference.features import SplitFeatures
 
-Fraction = list[float]
+if TYPE_CHECKING:
+    from m1clip.evaluation.evaluate import Evaluator
 
-MAX_CAPTIONS = 256  # compared with each other by `difficulty_by_similarity`
+Rate = dict[str, float]  # as analyses.RATE
+
+COMPARED_CAPTIONS = 256  # compared with each other by `difficulty_by_similarity`
+CHANGED_SCENES = 64  # synthetic images whose captions are changed by `scene_difficulty`
 MAX_POINTS = 1024  # compared with each other by `uniformity`
 HARD, MEDIUM = 0.9, 0.5  # quantiles of similarity
 DIFFICULTIES = ("easy", "medium", "hard")
+DIGITS = 5  # of a logged value
 
 
-def analyze(
-    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray
-) -> dict[str, Any]:
-    """The analysis for the run log; nothing is encoded for it."""
-    return {
-        "alignment": round(alignment(image, text, image_index), 5),
-        "uniformity_image": round(uniformity(image), 5),
-        "uniformity_text": round(uniformity(text), 5),
-        "modality_gap": round(modality_gap(image, text), 5),
-        "difficulty": difficulty_by_similarity(image, text, image_index, keys),
-    }
+def analyze(features: SplitFeatures, evaluator: Evaluator | None = None) -> dict[str, Any]:
+    """Compute the analyses in the table that belong to an evaluation.
+
+    Those of the split need an evaluator. A value that this data does not have is left out.
+    """
+    values = {each.name: each.compute(features) for each in analyses_that_need("features")}
+    if evaluator is not None:
+        for each in analyses_that_need("split"):
+            values[each.name] = each.compute(evaluator, features)
+    order = [each.name for each in analyses_of_evaluations()]
+    return {name: values[name] for name in order if values.get(name) not in (None, {})}
+
+
+def rate(metric: Metric) -> Rate:
+    """A metric as it is logged in an analysis."""
+    low, high = metric.interval
+    fractions = {"value": metric.value, "low": low, "high": high, "chance": metric.chance}
+    return {**{name: round(value, DIGITS) for name, value in fractions.items()}, "n": metric.n}
+
+
+# The functions of the table: values as they are logged.
+
+
+def mean_alignment(features: SplitFeatures) -> float:
+    """Alignment of all captions."""
+    return round(alignment(features.image, features.text, features.image_index), 5)
+
+
+def uniformity_image(features: SplitFeatures) -> float:
+    """Uniformity of the images."""
+    return round(uniformity(features.image), 5)
+
+
+def uniformity_text(features: SplitFeatures) -> float:
+    """Uniformity of the captions."""
+    return round(uniformity(features.text), 5)
+
+
+def mean_modality_gap(features: SplitFeatures) -> float:
+    """Modality gap of the split."""
+    return round(modality_gap(features.image, features.text), 5)
+
+
+def difficulty(features: SplitFeatures) -> dict[str, Rate]:
+    """Accuracy against other captions by their similarity."""
+    return difficulty_by_similarity(
+        features.image, features.text, features.image_index, features.caption_ids
+    )
+
+
+def scene_difficulty(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
+    """Accuracy against other captions of synthetic images by what they describe; {} for other data."""
+    source = evaluator.source
+    if not isinstance(source, SyntheticSource):
+        return {}
+    samples = evaluator.data.samples[: len(features.image)]
+    categories = [
+        {thing.category for thing in source.scene_of[sample.id].things} for sample in samples
+    ]
+    compared = compare_captions(
+        features.image, features.text, features.image_index, features.caption_ids
+    )
+    pairs = zip(compared.image.tolist(), compared.other_image.tolist(), strict=True)
+    shared = np.array([bool(categories[own] & categories[other]) for own, other in pairs], bool)
+    found = compared.rates({"easy": ~shared, "medium": shared})
+    rows = even_indices(len(samples), CHANGED_SCENES).tolist()
+    if rows:
+        found["hard"] = rate(evaluator.negative_scores(features.image, rows)["negatives"])
+    return found
+
+
+def held_out_batch_accuracy(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
+    """Accuracy within batches of the training's size; {} if that is unknown."""
+    if evaluator.batch_size < 2:
+        return {}
+    metric = accuracy_within_batches(features, evaluator.batch_size)
+    return {} if metric is None else {evaluator.split: rate(metric)}
+
+
+def category_recall(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
+    """Mean recall by category; {} for data with fewer than two categories."""
+    categories = evaluator.categories[: len(features.image)]
+    if len(set(categories) - {""}) < 2:
+        return {}
+    recalls = recall_by_group(features, categories)
+    return {category: rate(metric) for category, metric in recalls.items()}
+
+
+# The same as functions of arrays.
 
 
 def alignment(image: np.ndarray, text: np.ndarray, image_index: np.ndarray) -> float:
@@ -57,23 +143,86 @@ def modality_gap(image: np.ndarray, text: np.ndarray) -> float:
     return float(np.linalg.norm(image.mean(axis=0) - text.mean(axis=0)))
 
 
-def difficulty_by_similarity(
+@dataclass(frozen=True, slots=True)
+class ComparedCaptions:
+    """Pairs of an image and a caption of another image, each one value per pair."""
+
+    image: np.ndarray  # the image
+    other_image: np.ndarray  # the image of the wrong caption
+    similarity: np.ndarray  # of the wrong caption and the true one
+    hits: np.ndarray  # bool: whether the true caption scores higher
+
+    def rates(self, groups: Mapping[str, np.ndarray]) -> dict[str, Rate]:
+        """How often the true caption wins in each group of pairs; chance is 1/2. Empty groups are left out.
+
+        The pairs of an image count as one trial at least, since they are correlated.
+        """
+        found = {}
+        for name, mask in groups.items():
+            if mask.any():
+                hits = self.hits[mask][:, None]
+                (metric,) = metrics_of([name], hits, [0.5], self.image[mask])
+                found[name] = rate(metric)
+        return found
+
+
+def compare_captions(
     image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
-) -> dict[str, Fraction]:
-    """How often an image scores its caption above another image's, by how similar the two captions are."""
-    chosen = even_indices(len(text), MAX_CAPTIONS)
-    captions, own = text[chosen], image_index[chosen]
+) -> ComparedCaptions:
+    """Compare some captions, evenly spread, each with those of other images."""
+    chosen = even_indices(len(text), COMPARED_CAPTIONS)
+    captions = text[chosen]
+    own = image_index[chosen]
     scores = image[own] @ captions.T  # (m, m): row i is the image of caption i
     key = chosen if keys is None else keys[chosen]
     negative = ~is_match(own[:, None], key[None, :], image_index, keys)
-    similarity = (captions @ captions.T)[negative]
+    hits = scores.diagonal()[:, None] > scores + TIE  # a tie or a NaN is a miss
+    row, column = np.nonzero(negative)
+    similarity = captions @ captions.T
+    return ComparedCaptions(own[row], own[column], similarity[negative], hits[negative])
+
+
+def difficulty_by_similarity(
+    image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
+) -> dict[str, Rate]:
+    """How often an image scores its caption above another image's, by how similar the two captions are."""
+    compared = compare_captions(image, text, image_index, keys)
+    similarity = compared.similarity
     if not len(similarity):
         return {}
-    wins = (scores.diagonal()[:, None] > scores + TIE)[negative]
     medium, hard = np.quantile(similarity, [MEDIUM, HARD])
     level = (similarity >= medium).astype(int) + (similarity >= hard)
-    parts = [(name, wins[level == number]) for number, name in enumerate(DIFFICULTIES)]
-    return {name: [round(float(part.mean()), 5), len(part)] for name, part in parts if len(part)}
+    return compared.rates({name: level == number for number, name in enumerate(DIFFICULTIES)})
+
+
+def accuracy_within_batches(features: SplitFeatures, batch_size: int) -> Metric | None:
+    """How often an image is closest to its own caption among the captions of its batch.
+
+    Batches are random but always the same, with one caption per image, the first; a rest that fills no batch is left
+    out. A split that is smaller than a batch is one batch. None for fewer than two images with a caption.
+    """
+    captioned, first_caption = np.unique(features.image_index, return_index=True)
+    size = min(batch_size, len(captioned))
+    if size < 2:
+        return None
+    order = np.random.default_rng(0).permutation(len(captioned))
+    batches = order[: len(order) // size * size].reshape(-1, size)
+    images = features.image[captioned]
+    captions = features.text[first_caption]
+    keys = features.caption_ids[first_caption]
+    hits = []
+    right = []
+    for batch in batches:
+        scores = images[batch] @ captions[batch].T  # (size, size)
+        matches = keys[batch][:, None] == keys[batch]  # equal captions are equally right
+        best_wrong = np.where(matches, -np.inf, scores).max(axis=1)
+        best_right = np.where(matches, scores, -np.inf).max(axis=1)
+        hits.append(best_right > best_wrong + TIE)
+        right.append(matches.mean(axis=1))
+    hit = np.concatenate(hits)
+    value = float(hit.mean())
+    chance = float(np.concatenate(right).mean())
+    return Metric("batch_accuracy", value, chance, wilson(value, len(hit)), len(hit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,31 +286,26 @@ def even_indices(count: int, limit: int) -> np.ndarray:
     return np.arange(min(count, limit)) * count // max(1, min(count, limit))
 
 
-GEOMETRY = {
-    "alignment": "distance between a caption and its image: 0 is perfect, 2 unrelated",
-    "uniformity_image": "how evenly images spread: 0 means collapsed, lower is better",
-    "uniformity_text": "how evenly captions spread",
-    "modality_gap": "distance between the mean image and the mean caption",
-}
-SIMILARITY = {
-    "easy": "the lower half by similarity",
-    "medium": "the middle",
-    "hard": "the top tenth",
-}
-
-
 def analysis_table(analysis: Mapping[str, Any]) -> str:
-    """The geometry of the embedding space, and the accuracy by similarity of the wrong caption."""
-    rows = [
-        (name.replace("_", " "), f"{analysis[name]:.3f}", meaning)
-        for name, meaning in GEOMETRY.items()
+    """The analyses of an evaluation as tables: the numbers, and the rates with interval and chance."""
+    found = [each for each in analyses_of_evaluations() if each.name in analysis]
+    numbers = [
+        (each.name.replace("_", " "), f"{analysis[each.name]:.3f}", each.meaning)
+        for each in found
+        if each.shown_as == "curve"
     ]
-    for name, (value, n) in analysis["difficulty"].items():
-        rows.append(
-            (
-                f"accuracy, {name}",
-                percent(value),
-                f"against {n:,} other captions, {SIMILARITY[name]}",
-            )
-        )
-    return table(("figure", "value", "meaning"), rows)
+    tables = [table(("figure", "value", "meaning"), numbers)]
+    for each in found:
+        if each.has_rates:
+            rows = [
+                (part, *_rate_cells(value), each.parts.get(part, ""))
+                for part, value in analysis[each.name].items()
+            ]
+            head = (each.name.replace("_", " "), "value", "95% interval", "chance", "n", "")
+            tables.append(f"{table(head, rows)}\n({each.meaning})")
+    return "\n\n".join(tables)
+
+
+def _rate_cells(value: Rate) -> tuple[str, ...]:
+    interval = f"{100 * value['low']:.1f} - {100 * value['high']:.1f}%"
+    return percent(value["value"]), interval, percent(value["chance"]), f"{int(value['n']):,}"

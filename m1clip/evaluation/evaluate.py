@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from m1clip import console
 from m1clip.config import Config, load_config
-from m1clip.data.decoding import DecodeOptions
+from m1clip.data.decoding import decode_options
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.sources.folders import class_name
 from m1clip.data.synthetic.captions import negatives
@@ -21,7 +21,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.analysis import negatives_accuracy
 from m1clip.evaluation.retrieval import class_accuracies, retrieval
 from m1clip.evaluation.statistics import Scores
-from m1clip.hardware.facts import Facts, decode_threads, read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference import load
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.inference.model import Model
@@ -35,19 +35,9 @@ def evaluate(
 ) -> Scores:
     """Scores of a model, or of the model at a path, on a split of any data that `--data` accepts."""
     sources = [data] if isinstance(data, str | Path) else data
-    evaluator = open_split(model, tuple(map(str, sources)), split, device)
-    return evaluator.scores(evaluator.encode())
-
-
-def quiet_decoding(facts: Facts) -> DecodeOptions:
-    """Decode images without reporting progress."""
-    return DecodeOptions(
-        decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore
-    )
-
-
-def _ignore(*_: object) -> None:
-    return None
+    with console.quiet():
+        evaluator = open_split(model, tuple(map(str, sources)), split, device)
+        return evaluator.scores(evaluator.encode())
 
 
 def open_split(
@@ -55,7 +45,6 @@ def open_split(
     data: tuple[str, ...] = (),
     split: str = "test",
     device_name: str = "auto",
-    decoding: Callable[[Facts], DecodeOptions] = quiet_decoding,
 ) -> Evaluator:
     """A model on the device, and a split of `data` or of the data its run was trained on."""
     run = None if isinstance(model, Model) else Path(model)
@@ -73,7 +62,6 @@ def open_split(
         raise UserError(
             f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}"
         )
-    plan = decoding(read_facts(gpu=False))
     samples = load_split(
         source,
         split,
@@ -82,9 +70,10 @@ def open_split(
         opened.context_length,
         opened.preprocess,
         1.0,
-        plan,
+        decode_options(read_machine_info(gpu=False)),
     )
-    return Evaluator(opened, source, split, samples)
+    batch_size = config.train.batch_size_or(0) if trained else 0
+    return Evaluator(opened, source, split, samples, batch_size)
 
 
 @dataclass(frozen=True)
@@ -95,6 +84,12 @@ class Evaluator:
     source: Source
     split: str
     data: Split
+    batch_size: int = 0  # images of a training batch; 0: unknown
+
+    @property
+    def categories(self) -> list[str]:
+        """The category of each image, "" for none."""
+        return [self.source.category(sample.id) for sample in self.data.samples]
 
     def encode(self) -> SplitFeatures:
         """Vectors of every image and caption of the split."""
@@ -119,13 +114,17 @@ class Evaluator:
         )
         return [class_name(captions[label]) for label in sorted(captions)]
 
-    def negative_scores(self, image: np.ndarray) -> Scores:
-        """How often the true caption of a synthetic image beats one with a changed attribute."""
+    def negative_scores(self, image: np.ndarray, rows: Sequence[int] | None = None) -> Scores:
+        """How often the true caption of a synthetic image beats one with a changed attribute.
+
+        `rows` are the images to use; None: all.
+        """
         assert isinstance(self.source, SyntheticSource)
+        samples = self.data.samples
         pairs = [
             (index, negative)
-            for index, sample in enumerate(self.data.samples)
-            for negative in negatives(self.source.scene_of[sample.id], seed=index)
+            for index in (range(len(samples)) if rows is None else rows)
+            for negative in negatives(self.source.scene_of[samples[index].id], seed=index)
         ]
         # The negatives of an image share one true caption, which is encoded once.
         texts = list(

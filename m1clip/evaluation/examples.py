@@ -19,11 +19,11 @@ from m1clip.evaluation.retrieval import is_match, nearest, ranks
 from m1clip.inference.features import SplitFeatures
 from m1clip.io import write_bytes, write_text
 
-FOLDER, THUMBNAILS = "snapshots", "thumbnails"
+SNAPSHOT_FOLDER, THUMBNAILS = "snapshots", "thumbnails"
 QUERIES, RETRIEVED, MATRIX, CONFUSIONS = 8, 5, 24, 8
 MAX_SNAPSHOTS = 24  # per run
 THUMBNAIL_SIDE = 72
-MAX_CAPTION = 300  # characters
+MAX_SHOWN_CAPTION = 300  # characters
 
 
 def write_snapshot(run: Path, step: int, split: str, data: Split, features: SplitFeatures) -> None:
@@ -36,7 +36,7 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Spli
         "matrix": _matrix(data, features[0], features[1]),
         "confusions": confusion_examples(data, features),
     }
-    folder = run / FOLDER
+    folder = run / SNAPSHOT_FOLDER
     (folder / THUMBNAILS).mkdir(parents=True, exist_ok=True)
     for image in _shown_images(content):
         path = folder / THUMBNAILS / f"{image}.jpg"
@@ -56,7 +56,9 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Spli
 
 def _caption(data: Split, caption: int) -> str:
     image = int(data.captions.image_index[caption])
-    return data.samples[image].captions[caption - int(data.captions.first[image])][:MAX_CAPTION]
+    return data.samples[image].captions[caption - int(data.captions.first[image])][
+        :MAX_SHOWN_CAPTION
+    ]
 
 
 def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]:
@@ -101,7 +103,7 @@ def confusion_examples(data: Split, features: SplitFeatures) -> list[dict[str, A
             "found": each.found,
             "right": each.right,
             "margin": round(each.margin, 3),
-            "truth": data.samples[each.found].captions[0][:MAX_CAPTION],
+            "truth": data.samples[each.found].captions[0][:MAX_SHOWN_CAPTION],
         }
         for each in confusions(*features[:4], limit=CONFUSIONS)
     ]
@@ -132,7 +134,7 @@ def thin_out(folder: Path, step: int) -> None:
 
 RIGHT, WRONG = (0, 138, 92), (206, 44, 58)
 INK, GRAY, PAPER = (28, 32, 38), (104, 112, 122), (255, 255, 255)
-MARGIN, GAP, FRAME, CELL = 24, 14, 5, 112
+PAGE_MARGIN, CELL_GAP, FRAME, CELL = 24, 14, 5, 112
 QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
 QUERY_LETTERS = 32  # per line; images are drawn over what is too wide
 MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
@@ -161,24 +163,24 @@ def draw_grid(
     side = CELL + 2 * FRAME
     columns = max(map(len, images))
     row_height = side + LABEL_HEIGHT + ROW_GAP
-    width = max(2 * MARGIN + QUERY_WIDTH + columns * (side + GAP), 560)
+    width = max(2 * PAGE_MARGIN + QUERY_WIDTH + columns * (side + CELL_GAP), 560)
     canvas = Image.new(
-        "RGB", (width, 2 * MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER
+        "RGB", (width, 2 * PAGE_MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER
     )
     draw = ImageDraw.Draw(canvas)
     small, normal, large = (ImageFont.load_default(size) for size in (12, 14, 20))
-    draw.text((MARGIN, MARGIN - 6), safe_text(title), fill=INK, font=large)
+    draw.text((PAGE_MARGIN, PAGE_MARGIN - 6), safe_text(title), fill=INK, font=large)
     legend = "Below each image: rank, cosine similarity, and whether it is an image of the caption."
-    draw.text((MARGIN, MARGIN + 28), legend, fill=GRAY, font=normal)
+    draw.text((PAGE_MARGIN, PAGE_MARGIN + 28), legend, fill=GRAY, font=normal)
     for number, row in enumerate(rows):
-        top = MARGIN + HEADER_HEIGHT + number * row_height
+        top = PAGE_MARGIN + HEADER_HEIGHT + number * row_height
         lines = textwrap.wrap(
             safe_text(row["caption"]), QUERY_LETTERS, max_lines=5, placeholder="..."
         )
         query = "\n".join([*lines, f"(right image: rank {row['rank']:,})"])
-        draw.multiline_text((MARGIN, top), query, fill=INK, font=normal)
+        draw.multiline_text((PAGE_MARGIN, top), query, fill=INK, font=normal)
         for column, pixels in enumerate(images[number]):
-            left = MARGIN + QUERY_WIDTH + GAP + column * (side + GAP)
+            left = PAGE_MARGIN + QUERY_WIDTH + CELL_GAP + column * (side + CELL_GAP)
             color = RIGHT if row["correct"][column] else WRONG
             draw.rectangle((left, top, left + side - 1, top + side - 1), fill=color)
             image = Image.fromarray(pixels).resize((CELL, CELL), Image.Resampling.BICUBIC)

@@ -13,7 +13,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.statistics import Scores
 from m1clip.evaluation.zeroshot import top_k_accuracy
 
-TEST_FRACTION = 0.3  # of each class
+PROBE_TEST_FRACTION = 0.3  # of each class
 PROBE_ITERATIONS = 1000
 
 
@@ -63,6 +63,6 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0]
-        count = max(round(TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
+        count = max(round(PROBE_TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
         chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
     return chosen

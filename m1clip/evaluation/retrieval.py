@@ -50,6 +50,37 @@ def retrieval(
     return Scores(tuple(metrics))
 
 
+def recall_by_group(features: SplitFeatures, groups: Sequence[str]) -> dict[str, Metric]:
+    """Mean recall of the images and captions of each group, among those of all groups.
+
+    groups: (n_images,) the group of each image; those with an empty name are candidates only.
+    """
+    found = ranks(*features[:4])
+    of_image = np.array(groups, dtype=object)
+    recalls: dict[str, Metric] = {}
+    for group in sorted(set(groups) - {""}):
+        queries = np.flatnonzero(found.captioned & (of_image == group))
+        texts = np.flatnonzero(of_image[features.image_index] == group)
+        if not len(queries) or not len(texts):
+            continue
+        by_text = _direction(
+            "text_to_image",
+            found.text_to_image[texts],
+            features.image_index[texts],
+            found.right_images[texts],
+            len(features.image),
+        )
+        by_image = _direction(
+            "image_to_text",
+            found.image_to_text[queries],
+            queries,
+            found.right_texts[queries],
+            found.distinct_texts,
+        )
+        recalls[group] = _mean_recall([*by_text, *by_image])
+    return recalls
+
+
 def _direction(
     name: str, rank: np.ndarray, image_index: np.ndarray, right: np.ndarray, candidates: int
 ) -> list[Metric]:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from m1clip.data.images import one_line
-from m1clip.formatting import percent, table
+from m1clip.formatting import one_line, percent, table
 from m1clip.runlog import SELECTION, label
 
 Z95 = 1.959964

@@ -53,7 +53,7 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[np.ndarray, li
     failures: dict[int, str] = {}
     readable: list[int] = []
     vectors: list[np.ndarray] = []
-    for indices, encoded in model.encoder.files(refs, failures, _ignore):
+    for indices, encoded in model.encoder.files(refs, failures):
         readable += indices
         vectors.append(np.asarray(encoded))
     reasons = [f"{refs[index]}: {reason}" for index, reason in sorted(failures.items())]
@@ -62,10 +62,6 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[np.ndarray, li
             f"none of {plural(len(paths), 'image')} can be read; first: {(reasons or ['no images'])[0]}"
         )
     return np.concatenate(vectors), readable, reasons
-
-
-def _ignore(done: int, total: int) -> None:
-    return None
 
 
 @dataclass(frozen=True)

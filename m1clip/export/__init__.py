@@ -41,10 +41,13 @@ class _CallablePackage(ModuleType):
         to="onnx", and so on. The result is compared with the original on the val split of `data`, by default that
         of the run. A UserError, and no folder, if it differs, unless `force`.
         """
+        from m1clip import console
         from m1clip.export.layouts import export
 
         sources = (data,) if isinstance(data, str | Path) else tuple(data)
-        return export(model, to, out, image_size, tuple(map(str, sources)), precision, force)
+        paths = tuple(map(str, sources))
+        with console.quiet():
+            return export(model, to, out, image_size, paths, precision, force)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

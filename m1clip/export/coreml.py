@@ -3,7 +3,6 @@
 import json
 import logging
 import warnings
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from importlib.resources import files
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from m1clip import console
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.onnx import TextGraph
@@ -25,7 +25,7 @@ from m1clip.model.folder import SavedModel
 
 IMAGE_PACKAGE, TEXT_PACKAGE, EXPECTED = "image.mlpackage", "text.mlpackage", "expected.json"
 VERIFY = "verify_on_mac.py"
-TEXTS = ("a dog runs on the grass", "two children play in the snow", "a red car")
+PARITY_TEXTS = ("a dog runs on the grass", "two children play in the snow", "a red car")
 LARGEST_DIFFERENCE = 1e-4  # of the exported program and the model, both in float32
 
 
@@ -91,17 +91,17 @@ def _exported(module: nn.Module, example: Tensor) -> Any:
         return torch.export.export(module.eval(), (example,)).run_decompositions({})
 
 
-def write_coreml(folder: Path, saved: SavedModel, say: Callable[[str], None]) -> list[str]:
+def write_coreml(folder: Path, saved: SavedModel) -> list[str]:
     """Two packages, what they must compute for an example, and a script that compares it on a Mac."""
     if find_spec("coremltools") is None:
         raise UserError("--to coreml needs coremltools: pip install 'm1clip[coreml]'")
     clip, side, context = saved.build(), saved.preprocess.image_size, saved.config.context_length
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-    tokens = saved.tokenizer.tokenize(TEXTS, context)
+    tokens = saved.tokenizer.tokenize(PARITY_TEXTS, context)
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None].float().contiguous()
-    say(f"writing    {IMAGE_PACKAGE}")
+    console.print(f"writing    {IMAGE_PACKAGE}")
     vector = _write_package(PixelGraph(clip, saved.preprocess), image, folder / IMAGE_PACKAGE)
-    say(f"writing    {TEXT_PACKAGE}")
+    console.print(f"writing    {TEXT_PACKAGE}")
     texts = [torch.from_numpy(row)[None].int() for row in tokens]
     _write_package(TextGraph(clip, saved.config.embed_dim), texts[0], folder / TEXT_PACKAGE)
     with torch.no_grad():

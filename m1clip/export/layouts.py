@@ -7,10 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from m1clip.data.decoding import DecodeOptions
+from m1clip import console
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
 from m1clip.export.coreml import ProgramEncoder, write_coreml
 from m1clip.export.onnx import Layout, write_combined, write_graphs, write_onnx
@@ -24,14 +23,13 @@ from m1clip.export.parity import (
 )
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
 from m1clip.formatting import did_you_mean, size
-from m1clip.hardware.facts import Facts
 from m1clip.inference import load
 from m1clip.inference.model import Model
 from m1clip.inference.onnx_encoder import OnnxEncoder, is_onnx_folder, read_settings
 from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import (
-    HUGGING_FACE,
+    HUGGING_FACE_CLIP,
     OPENCLIP,
     check_expressible,
     hf_config,
@@ -50,9 +48,9 @@ from m1clip.model.folder import (
 from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, read_json, replace_tokens, write_tensors
-from m1clip.text.base import FILE_NAME
+from m1clip.text.base import TOKENIZER_FILE
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
-from m1clip.text.tokenizers import FastTokenizer
+from m1clip.text.tokenizers import CharTokenizer
 
 Say = Callable[[str], None]
 REPORT, MODULE = "export.json", "m1clip_module"
@@ -92,22 +90,21 @@ IMMICH_NAMES = {
     1536: "ViT-gopt-16-SigLIP2-256__webli",
 }
 # Writes into the folder and returns notes for the user.
-Writer = Callable[[Path, SavedModel, Say], list[str]]
+Writer = Callable[[Path, SavedModel], list[str]]
 
 
 def convert(
     saved: SavedModel,
     to: Target,
     folder: Path,
-    say: Say = lambda line: None,
     check: Callable[[Path], None] = lambda partial: None,
 ) -> None:
     """Write a model to a new folder, which appears when it is complete and `check` did not raise."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
     with atomic_folder(folder) as partial:
-        for note in WRITERS[to](partial, saved, say):
-            say(f"note       {note}")
+        for note in WRITERS[to](partial, saved):
+            console.print(f"note       {note}")
         check(partial)
 
 
@@ -119,8 +116,6 @@ def export(
     data: tuple[str, ...] = (),
     precision: Precision = "fp32",
     force: bool = False,
-    say: Say = lambda line: None,
-    decoding: Callable[[Facts], DecodeOptions] = quiet_decoding,
 ) -> Path:
     """Convert a model, compare the result with the original and write the comparison to export.json.
 
@@ -143,7 +138,7 @@ def export(
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
     original = Model(TorchEncoder(saved.build(), saved.tokenizer, saved.preprocess, "fp32"))
-    examples = open_examples(path, data, original, decoding)
+    examples = open_examples(path, data, original)
 
     ending = TRANSFORMERS_JS_TYPES[precision].ending if to == "transformers.js" else ""
 
@@ -154,12 +149,12 @@ def export(
             runtimes["onnx fp32"] = Runtime(Model(full), folder_bytes(partial))
             pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
             full.pixels(pixels[:1])  # opens the graph, which is then converted in place
-            for note in quantize(partial, precision, full, pixels, say, ending):
-                say(f"note       {note}")
+            for note in quantize(partial, precision, full, pixels, ending):
+                console.print(f"note       {note}")
         name = to if precision == "fp32" else f"{to} {precision}"
         size_bytes = folder_bytes(partial)
         if to == "transformers.js":
-            _write_pipeline_files(partial, precision, say)
+            _write_pipeline_files(partial, precision)
         if to == "coreml":
             # Core ML runs on Apple computers only: what the packages were converted from is compared.
             program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
@@ -172,20 +167,20 @@ def export(
         else:
             exported = Runtime(load(partial, precision="fp32"), size_bytes)
         runtimes[name] = exported
-        say("comparing  with the original")
+        console.print("comparing  with the original")
         # Where the program crops differently, the vectors differ too: recall decides.
         same = exported.model.preprocess.resize == saved.preprocess.resize
         exact = precision == "fp32" and to != "coreml" and same
         record: dict[str, Any] = {"format": 1, "to": to, "precision": precision, "model": str(path)}
         record |= compare(runtimes, partial, examples, exact)
-        say(f"\n{report_table(record)}\n")
+        console.print(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
             raise UserError(
                 f"not exported: {'; '.join(record['failures'])}. --force writes it anyway"
             )
         write_json(partial / REPORT, record)
 
-    convert(saved, to, folder, say, check)
+    convert(saved, to, folder, check)
     return folder
 
 
@@ -195,7 +190,7 @@ def default_folder(model: Path, to: Target, precision: Precision) -> Path:
     return model.with_name(name if precision == "fp32" else f"{name}-{precision}")
 
 
-def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_own(folder: Path, saved: SavedModel) -> list[str]:
     write_model_files(folder, saved.build(), saved.tokenizer, saved.preprocess)
     return []
 
@@ -203,6 +198,11 @@ def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:
 def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[str]]:
     """The model in terms of open_clip and transformers, and what the user should know about it."""
     check_expressible(saved.config, to)
+    if isinstance(saved.tokenizer, CharTokenizer):
+        others = ", ".join(target for target in WRITERS if target not in ("hf", "openclip"))
+        raise UserError(
+            f"--to {to}: this program has no character tokenizer; these have one: --to {others}"
+        )
     saved, notes = with_full_vocabulary(with_learned_positions(saved))
     if saved.preprocess.resize not in (crop, "squash"):
         notes.append(
@@ -224,15 +224,9 @@ def with_learned_positions(saved: SavedModel) -> SavedModel:
 
 
 def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
-    """CLIP's 49,408 tokens in place of those that the training captions used."""
+    """CLIP's 49,408 tokens in place of those that the training captions used; other tokenizers stay."""
     old = saved.tokenizer
-    if isinstance(old, FastTokenizer):
-        return saved, []
-    if not isinstance(old, BpeTokenizer):
-        raise UserError(
-            "other programs have no character tokenizer; --to onnx and --to safetensors keep it"
-        )
-    if old.kept is None:
+    if not isinstance(old, BpeTokenizer) or old.kept is None:
         return saved, []
     full = BpeTokenizer()
     config = with_fields(saved.config, vocab_size=full.vocab_size)
@@ -244,7 +238,7 @@ def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
     return replace(saved, config=config, weights=weights, tokenizer=full), [note]
 
 
-def _write_openclip(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_openclip(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for `open_clip.create_model("local-dir:FOLDER")`."""
     saved, notes = _as_clip(saved, "openclip", "shortest")
     weights = to_theirs(saved.weights, OPENCLIP, saved.config)
@@ -266,7 +260,7 @@ def _write_openclip(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     return notes
 
 
-def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_hf(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for transformers' `CLIPModel.from_pretrained`."""
     saved, notes = _as_clip(saved, "hf", "shortest-floor")
     seen, tokenizer = saved.preprocess, saved.tokenizer
@@ -276,7 +270,7 @@ def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
         )
     write_tensors(
         folder / HF_WEIGHTS[0],
-        to_theirs(saved.weights, HUGGING_FACE, saved.config),
+        to_theirs(saved.weights, HUGGING_FACE_CLIP, saved.config),
         {"format": "pt"},
     )
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
@@ -286,16 +280,16 @@ def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     return notes
 
 
-def _write_sentence_transformers(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_sentence_transformers(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and custom code."""
     try:
-        notes = _write_hf(folder, saved, say)
+        notes = _write_hf(folder, saved)
         modules = [
             "sentence_transformers.models.CLIPModel",
             "sentence_transformers.models.Normalize",
         ]
     except UserError:
-        write_onnx(folder, saved, say)
+        write_onnx(folder, saved)
         write_text(
             folder / f"{MODULE}.py", (files("m1clip.export") / f"{MODULE}.txt").read_text("utf-8")
         )
@@ -335,17 +329,17 @@ def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
 def _write_tokenizer(folder: Path, saved: SavedModel) -> None:
     library, context = saved.tokenizer.library(), saved.config.context_length
     library.enable_truncation(context)
-    write_text(folder / FILE_NAME, library.to_str())
+    write_text(folder / TOKENIZER_FILE, library.to_str())
     names = {"pad_token": saved.tokenizer.pad_id, "eos_token": saved.tokenizer.eot_id}
     config: dict[str, Any] = {name: library.id_to_token(token) for name, token in names.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     write_json(folder / "tokenizer_config.json", config)
 
 
-def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_transformers_js(folder: Path, saved: SavedModel) -> list[str]:
     """The graphs for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of transformers.js."""
     saved, notes = with_full_vocabulary(saved)
-    write_graphs(folder, saved, TRANSFORMERS_JS, say)
+    write_graphs(folder, saved, TRANSFORMERS_JS)
     _write_tokenizer(folder, saved)
     write_json(
         folder / "config.json", {"model_type": "clip", "projection_dim": saved.config.embed_dim}
@@ -354,28 +348,28 @@ def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[st
     return notes
 
 
-def _write_pipeline_files(folder: Path, precision: Precision, say: Say) -> None:
+def _write_pipeline_files(folder: Path, precision: Precision) -> None:
     """What pipeline('zero-shot-image-classification') needs: one graph with logits, and the default dtype."""
     dtype, ending = TRANSFORMERS_JS_TYPES[precision]
     if folder_bytes(folder / "onnx") > MAX_GRAPH_BYTES:
-        say(
+        console.print(
             "note       no graph of both towers for ready-made pipelines: it would have more than 2 GB"
         )
         return
     path = write_combined(folder, ending)
-    say(
+    console.print(
         f"writing    {path.relative_to(folder)}, both towers for ready-made pipelines: {size(path.stat().st_size)}"
     )
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", {**config, "transformers.js_config": {"dtype": dtype}})
 
 
-def _write_coreml(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_coreml(folder: Path, saved: SavedModel) -> list[str]:
     saved, notes = with_full_vocabulary(saved)
-    return [*notes, *write_coreml(folder, saved, say)]
+    return [*notes, *write_coreml(folder, saved)]
 
 
-def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+def _write_immich(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for the machine-learning service of Immich."""
     saved, notes = with_full_vocabulary(saved)
     width = next((size for size in IMMICH_NAMES if size >= saved.config.embed_dim), None)
@@ -386,7 +380,7 @@ def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     if saved.preprocess.resize != "shortest-floor":
         notes.append("Immich crops images in its own way: recall is measured with it")
     seen = replace(saved.preprocess, resize="shortest-floor")
-    write_graphs(folder, replace(saved, preprocess=seen), IMMICH, say, width)
+    write_graphs(folder, replace(saved, preprocess=seen), IMMICH, width)
     _write_tokenizer(folder / "textual", saved)
     text = {"context_length": saved.config.context_length}
     write_json(folder / "config.json", {"embed_dim": width, "text_cfg": text})

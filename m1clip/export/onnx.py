@@ -3,7 +3,6 @@
 import json
 import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -14,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip import __version__
+from m1clip import __version__, console
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.inference.onnx_encoder import FORMAT, SETTINGS, read_settings
+from m1clip.inference.onnx_encoder import ONNX_FORMAT, SETTINGS, read_settings
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
-from m1clip.text.base import FILE_NAME
+from m1clip.model.presets import TextTowerConfig
+from m1clip.text.base import TOKENIZER_FILE
 from m1clip.text.bpe import BpeTokenizer
 
 EXAMPLE, TOKEN_PARTS = "example.py", "token_parts.json"
@@ -65,10 +65,22 @@ class TextGraph(nn.Module):
     def __init__(self, clip: CLIP, width: int) -> None:
         super().__init__()
         self.clip, self.missing = clip, width - clip.config.embed_dim
+        text_tower = clip.config.text_tower
+        self.eot_id = text_tower.eot_id if isinstance(text_tower, TextTowerConfig) else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        vectors = self.clip.encode_text(tokens.long())
+        tokens = tokens.long()
+        if self.eot_id is not None:
+            tokens = with_eot(tokens, self.eot_id)
+        vectors = self.clip.encode_text(tokens)
         return F.pad(vectors, (0, self.missing)) if self.missing else vectors
+
+
+def with_eot(tokens: Tensor, eot_id: int) -> Tensor:
+    """End rows without an EOT token with one: transformers.js truncates after it has added the token."""
+    count = (tokens == eot_id).long().sum(dim=1, keepdim=True)  # (n, 1)
+    last = torch.where(count > 0, tokens[:, -1:], torch.full_like(count, eot_id))
+    return torch.cat([tokens[:, :-1], last], dim=1)
 
 
 def check_installed() -> None:
@@ -78,15 +90,15 @@ def check_installed() -> None:
         raise UserError(f"--to onnx needs {', '.join(missing)}: pip install 'm1clip[export]'")
 
 
-def write_onnx(folder: Path, saved: SavedModel, say: Callable[[str], None]) -> list[str]:
+def write_onnx(folder: Path, saved: SavedModel) -> list[str]:
     """image.onnx, text.onnx, tokenizer.json, preprocess.json and example.py; returns notes for the user."""
-    write_graphs(folder, saved, ONNX, say)
+    write_graphs(folder, saved, ONNX)
     library, cut = saved.tokenizer.library(), token_parts(saved)
     if cut is None:
         library.enable_truncation(saved.config.context_length)
     else:
         write_text(folder / TOKEN_PARTS, json.dumps(cut, separators=(",", ":")))
-    write_text(folder / FILE_NAME, library.to_str())
+    write_text(folder / TOKENIZER_FILE, library.to_str())
     write_text(folder / EXAMPLE, (files("m1clip.export") / "example.txt").read_text("utf-8"))
     return []
 
@@ -98,26 +110,20 @@ def token_parts(saved: SavedModel) -> list[list[int]] | None:
     return parts and [*parts, [tokenizer.sot_id], [tokenizer.eot_id]]
 
 
-def write_graphs(
-    folder: Path,
-    saved: SavedModel,
-    layout: Layout,
-    say: Callable[[str], None],
-    width: int | None = None,
-) -> None:
+def write_graphs(folder: Path, saved: SavedModel, layout: Layout, width: int | None = None) -> None:
     """Both graphs, and preprocess.json, with which `m1clip.load` opens them; `width` is that of the vectors."""
     check_installed()
     clip, preprocess, context = saved.build(), saved.preprocess, saved.config.context_length
     width, side = width or saved.config.embed_dim, preprocess.image_size
     batch = torch.export.Dim("batch", min=1, max=2**16)
     length = torch.export.Dim("length", min=2, max=context)
-    say(f"writing    {layout.image}")
+    console.print(f"writing    {layout.image}")
     pixels = torch.zeros(2, 3, side, side)
     if layout.normalizes:
         pixels = torch.zeros(2, side, side, 3, dtype=torch.uint8)
     graph = ImageGraph(clip, preprocess if layout.normalizes else None, width)
     _write_graph(graph, pixels, layout.names[0], {0: batch}, folder / layout.image)
-    say(f"writing    {layout.text}")
+    console.print(f"writing    {layout.text}")
     tokens = torch.from_numpy(saved.tokenizer.tokenize(["a", "b"], context))
     tokens = tokens.int() if layout.int32 else tokens.long()
     _write_graph(
@@ -125,7 +131,7 @@ def write_graphs(
     )
     record = saved.tokenizer.record()
     settings = {
-        "format": FORMAT,
+        "format": ONNX_FORMAT,
         "m1clip": __version__,
         "image_graph": layout.image,
         "text_graph": layout.text,

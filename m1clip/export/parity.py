@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from m1clip.config import Config, DataConfig, load_config
-from m1clip.data.decoding import DecodeOptions
+from m1clip.data.decoding import DecodeOptions, decode_options
 from m1clip.data.images import Preprocess, to_square
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
@@ -21,20 +21,20 @@ from m1clip.evaluation.statistics import Z95
 from m1clip.export.onnx import EXAMPLE
 from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.device import threads
-from m1clip.hardware.facts import Facts, package_version, read_facts
+from m1clip.hardware.machine_info import package_version, read_machine_info
 from m1clip.hardware.timing import alternate
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.inference.model import Model
-from m1clip.text.base import FILE_NAME
+from m1clip.text.base import TOKENIZER_FILE
 
-MAX_IMAGES = 1000  # of the validation split
+EXPORT_PARITY_IMAGES = 1000  # of the validation split
 PROGRAM_IMAGES = 100  # for Core ML's programs, which take one image and one text at a time
 SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
 PIXEL_IMAGES = 64
 THROUGHPUT_BATCH = 16
 TIMING_SECONDS = 3.0
-RECALL_AT = (1, 10)
-PACKAGES = (
+PARITY_RECALL_AT = (1, 10)
+REPORTED_PACKAGES = (
     "torch",
     "onnx",
     "onnxscript",
@@ -47,9 +47,8 @@ PACKAGES = (
 # Beyond these an export is not the same model.
 LEAST_COSINE = 0.9999
 MOST_TOKEN_ROWS = 0.005
-MOST_PIXEL_DIFFERENCE = (
-    4.0  # mean, of 255: JPEG decoded at a reduced size against the complete image
-)
+# Mean, of 255: JPEG decoded at a reduced size against the complete image.
+MOST_PIXEL_DIFFERENCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Runtime:
     size_bytes: int
     own_inputs: bool = False  # its folder has a tokenizer and preprocessing for other programs
     graph: Path | None = None  # the image graph, in ONNX
-    max_images: int = MAX_IMAGES
+    max_images: int = EXPORT_PARITY_IMAGES
     timed: bool = True
 
 
@@ -70,14 +69,21 @@ class Examples:
 
     source: Source
     data: DataConfig
-    plan: DecodeOptions
+    decoding: DecodeOptions
     real: bool  # whether recall means something
 
     def split(self, model: Model) -> Split:
         """The split as a model sees it: with its own preprocessing and tokenizer."""
         length = model.context_length
         return load_split(
-            self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan
+            self.source,
+            "val",
+            self.data,
+            model.tokenizer,
+            length,
+            model.preprocess,
+            1.0,
+            self.decoding,
         )
 
     def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
@@ -91,9 +97,7 @@ class Examples:
         return np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
 
 
-def open_examples(
-    path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodeOptions]
-) -> Examples:
+def open_examples(path: Path, data: tuple[str, ...], model: Model) -> Examples:
     """The validation split of `data` or of the run's data; synthetic images where neither is known."""
     run = path / "config.toml"
     config = load_config(run) if run.is_file() else Config()
@@ -106,7 +110,7 @@ def open_examples(
         raise UserError(
             f"{', '.join(sources.source)}: has no val split to compare the exported model on"
         )
-    return Examples(source, sources, decoding(read_facts()), real)
+    return Examples(source, sources, decode_options(read_machine_info()), real)
 
 
 def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dict[str, float]]:
@@ -114,7 +118,7 @@ def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dic
     index, found = before.image_index, [ranks(*each[:4]) for each in (before, after)]
     captioned = found[0].captioned
     changes = {}
-    for k in RECALL_AT:
+    for k in PARITY_RECALL_AT:
         texts = [(each.text_to_image <= k).astype(np.float64) for each in found]
         images = [(each.image_to_text <= k).astype(np.float64)[captioned] for each in found]
         old, new = (
@@ -139,7 +143,7 @@ def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
         f"{metric.label} is {percent(new[metric.name].value)}, below the 95% interval of the original's "
         f"{percent(metric.value)} ({percent(metric.interval.low)} to {percent(metric.interval.high)})"
         for metric in old.metrics
-        if metric.name.endswith(tuple(f"recall@{k}" for k in RECALL_AT))
+        if metric.name.endswith(tuple(f"recall@{k}" for k in PARITY_RECALL_AT))
         and new[metric.name].value < metric.interval.low
     ]
 
@@ -199,7 +203,7 @@ def library_tokens(folder: Path, model: Model) -> Callable[[Sequence[str]], np.n
     """What reads the folder's tokenizer.json as other programs do."""
     from tokenizers import Tokenizer
 
-    library = Tokenizer.from_file(str(next(folder.rglob(FILE_NAME))))
+    library = Tokenizer.from_file(str(next(folder.rglob(TOKENIZER_FILE))))
     library.enable_truncation(model.context_length)
     library.enable_padding(pad_id=model.tokenizer.pad_id)
     return lambda texts: np.array([found.ids for found in library.encode_batch(list(texts))])
@@ -208,7 +212,7 @@ def library_tokens(folder: Path, model: Model) -> Callable[[Sequence[str]], np.n
 def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
     """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation on all cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads(0, read_facts()))
+    torch.set_num_threads(threads(0, read_machine_info()))
     block = split.images.read(np.arange(THROUGHPUT_BATCH) % len(split.images))
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
     for what, count in (
@@ -279,8 +283,8 @@ def compare(
     if examples.real:
         record["runtimes"][original] |= recall_changes(before, before)
         record["runtimes"][exported] |= recall_changes(before, after)
-    packages = {name: found for name in PACKAGES if (found := package_version(name))}
-    record |= {"machine": read_facts().cpu, "versions": packages}
+    packages = {name: found for name in REPORTED_PACKAGES if (found := package_version(name))}
+    record |= {"machine": read_machine_info().cpu, "versions": packages}
     record["failures"] = [*_failures(record, exported, exact)]
     if examples.real:
         record["failures"] += recall_failures(before, after)
@@ -326,7 +330,7 @@ def change_text(entry: dict[str, float] | None) -> str:
 
 
 # (label, path in the entry of a runtime, how to write it)
-ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+PARITY_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("image vectors: smallest cosine", "image/cosine_min", _cosine),
     ("  mean cosine", "image/cosine_mean", _cosine),
     ("  largest difference", "image/largest_difference", number),
@@ -348,7 +352,7 @@ def report_table(record: dict[str, Any]) -> str:
     """export.json for the screen: one column per runtime."""
     columns, examples = record["runtimes"], record["examples"]
     rows = []
-    for label, keys, text in ROWS:
+    for label, keys, text in PARITY_ROWS:
         values = (
             reduce(lambda found, key: (found or {}).get(key), keys.split("/"), each)
             for each in columns.values()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from m1clip import console
 from m1clip.export import Precision
 from m1clip.formatting import plural
 from m1clip.inference.onnx_encoder import SETTINGS, OnnxEncoder, read_settings
@@ -16,24 +17,18 @@ from m1clip.io import write_json
 
 CALIBRATION_IMAGES = 64
 TRIED = 32  # of them, to find the layers that int8 harms
-BATCH = 8
+CALIBRATION_BATCH = 8
 BLOCK_LAYERS = 4  # consecutive layers that are tried in float together
 # Mean cosine with the float vectors at which no further block stays in float.
 ENOUGH_COSINE = 0.999
-BLOCK = 64  # weights, and activations, with one scale
-LAYERS = ("Conv", "MatMul")
+QUANTIZED_BLOCK = 64  # weights, and activations, with one scale
+QUANTIZED_LAYERS = ("Conv", "MatMul")
 # Quantized together with the layer before them: the range before ReLU6 is much larger, and most of it is cut off.
 BOUNDS = ("Clip", "Relu")
-Say = Callable[[str], None]
 
 
 def quantize(
-    folder: Path,
-    precision: Precision,
-    encoder: OnnxEncoder,
-    pixels: np.ndarray,
-    say: Say,
-    ending: str = "",
+    folder: Path, precision: Precision, encoder: OnnxEncoder, pixels: np.ndarray, ending: str = ""
 ) -> list[str]:
     """Convert the graphs of a folder in place; `encoder` runs their float version. Returns notes for the user.
 
@@ -42,13 +37,13 @@ def quantize(
     settings, notes = read_settings(folder), []
     for name in ("image", "text"):
         path = folder / settings[f"{name}_graph"]
-        say(f"converting {path.name} to {precision}")
+        console.print(f"converting {path.name} to {precision}")
         with _quiet():
             if precision == "fp16":
                 _to_fp16(path)
             elif name == "text":
                 _int8_text(path)
-            elif kept := _int8_image(path, encoder.graph_input(pixels), say):
+            elif kept := _int8_image(path, encoder.graph_input(pixels)):
                 stay = "stays" if len(kept) == 1 else "stay"
                 notes.append(
                     f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)"
@@ -66,7 +61,7 @@ def _outputs(path: Path, inputs: np.ndarray) -> list[np.ndarray]:
     return [np.asarray(each) for each in session.run(None, {session.get_inputs()[0].name: inputs})]
 
 
-def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
+def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]:
     """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine is high enough."""
     kept: list[str] = []
     reached = cosine(kept)
@@ -74,10 +69,12 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) ->
         return kept
     weights = {each.name for each in graph.initializer}
     layers = [
-        node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)
+        node.name
+        for node in graph.node
+        if node.op_type in QUANTIZED_LAYERS and weights & set(node.input)
     ]
     parts = [layers[at : at + BLOCK_LAYERS] for at in range(0, len(layers), BLOCK_LAYERS)]
-    say(
+    console.print(
         f"trying     {plural(len(parts), 'block')} of layers in float: all in int8 give a mean cosine of {reached:.4f}"
     )
     alone = [cosine(part) for part in parts]
@@ -118,7 +115,7 @@ def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
     quantizer = MatMulNBitsQuantizer(
         source.model,
         bits=8,
-        block_size=BLOCK,
+        block_size=QUANTIZED_BLOCK,
         is_symmetric=True,
         accuracy_level=compute_int8,
         nodes_to_exclude=list(left),
@@ -168,7 +165,7 @@ def _int8_embeddings(graph: Any) -> None:
             graph.node.insert(place + offset, step)
 
 
-def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
+def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
     """Weights and activations in int8, with ranges from the calibration images; returns the layers kept in float."""
     from onnxruntime.quantization import (
         CalibrationDataReader,
@@ -180,7 +177,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
     source, ranges = _graph(path), path.with_name("ranges.json")
     name, tried = source.graph.input[0].name, inputs[:TRIED]
     wanted = _outputs(path, tried)[0]
-    batches = np.array_split(inputs, -(-len(inputs) // BATCH))
+    batches = np.array_split(inputs, -(-len(inputs) // CALIBRATION_BATCH))
     # The heads.
     source = _in_blocks(
         source, [node.name for node in source.graph.node if node.op_type == "MatMul"]
@@ -202,7 +199,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
             path,
             Reader(),
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=[*LAYERS, *BOUNDS],
+            op_types_to_quantize=[*QUANTIZED_LAYERS, *BOUNDS],
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
@@ -213,7 +210,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
         )
         return float((_outputs(path, tried)[0] * wanted).sum(axis=1).mean())
 
-    kept = _float_layers(source.graph, cosine, say)
+    kept = _float_layers(source.graph, cosine)
     ranges.unlink(missing_ok=True)
     return kept
 

@@ -20,18 +20,17 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from m1clip.hardware.device import DTYPES, Device, Kind, Precision, default_precision, rules
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.timing import Load
 from m1clip.io import read_small, user_cache, write_json
 
 ROUNDS = 5  # the default can lose only after this many
 MIN_WINS = 4  # rounds in which a candidate must be faster than the default
-MIN_SPEEDUP = (
-    1.1  # by which it must be faster: a smaller difference is not worth leaving the default
-)
+# By which it must be faster: a smaller difference is not worth leaving the default.
+MIN_SPEEDUP = 1.1
 MAX_OTHERS = 0.1  # fraction of CPU time used by other programs, from which on nothing is kept
 CONTRADICTED = 1.25  # times slower than a rejected candidate: the run contradicts the choice
-FOLDER = "choices"
+CHOICES_FOLDER = "choices"
 MATMUL_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 MATMUL_SIZE = 768  # rows and columns
 MATMULS = 20  # in one timed call: long enough to see the load of other programs
@@ -101,7 +100,7 @@ def time_rounds(
 
 def matmul_precision(
     kind: Kind,
-    facts: Facts,
+    facts: MachineInfo,
     measure: Callable[[Device, Precision], Rounds[Precision]] | None = None,
 ) -> Precision:
     """fp32 or bf16, whichever multiplies matrices faster; measured once, so that vectors stay the same."""
@@ -158,7 +157,7 @@ def contradicted(seconds: float, rejected: Sequence[float]) -> bool:
 
 
 def folder() -> Path:
-    return user_cache() / FOLDER
+    return user_cache() / CHOICES_FOLDER
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,13 @@ import torch
 
 from m1clip.config import device_name
 from m1clip.errors import UserError
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import return_freed_memory
 
-Kind = Literal["cpu", "mps", "cuda", "mlx"]
+SingleKind = Literal["cpu", "mps", "cuda", "mlx"]
+# A pair has the image tower on the first device and the text tower on the second.
+Kind = Literal["cpu", "mps", "cuda", "mlx", "cuda+cpu", "mps+cpu", "cpu+cpu"]
+HYBRIDS: tuple[Kind, ...] = ("cuda+cpu", "mps+cpu", "cpu+cpu")  # the last one is for tests
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -31,10 +34,10 @@ DTYPES: dict[Precision, torch.dtype] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class DeviceCapabilities:
     """How to use a device. The defaults are for a CPU on Linux."""
 
-    precisions: tuple[Precision, ...] = ("fp32", "bf16")  # supported
+    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")  # supported
     bf16: Literal["yes", "no", "measure"] = "measure"  # whether bf16 is faster
     non_blocking: bool = False  # copies overlap with computation
     pin_memory: bool = False
@@ -42,11 +45,11 @@ class Rules:
     fused_optimizer: bool = True
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
     graphs: bool = False  # CUDA graphs
-    resident: bool = False  # images fit into the device's own memory
+    on_device: bool = False  # images fit into the device's own memory
     max_reduction: int | None = None  # longest sum in a matrix product
     max_sequences: int | None = None  # in one call of a linear layer
 
-    def rows_at_once(self, tokens: int) -> int | None:
+    def max_batch_rows(self, tokens: int) -> int | None:
         """How many sequences of this length a tower may encode in one call; None: any number.
 
         The gradient of a weight is a sum over all tokens of the call.
@@ -58,9 +61,15 @@ class Rules:
         return min((limit for limit in limits if limit is not None), default=None)
 
 
-def available(facts: Facts) -> tuple[Kind, ...]:
+def device_parts(kind: Kind) -> tuple[SingleKind, SingleKind]:
+    """The device of the image tower and of the loss, and the device of the text tower."""
+    image, _, text = kind.partition("+")
+    return image, text or image  # type: ignore[return-value]
+
+
+def available(facts: MachineInfo) -> tuple[SingleKind, ...]:
     """Devices of this machine, usually the fastest first; MLX last, since only the user chooses it."""
-    kinds: dict[Kind, bool] = {
+    kinds: dict[SingleKind, bool] = {
         "cuda": facts.cuda is not None,
         "mps": facts.mps,
         "cpu": True,
@@ -69,11 +78,16 @@ def available(facts: Facts) -> tuple[Kind, ...]:
     return tuple(kind for kind, there in kinds.items() if there)
 
 
-def choose_device(asked: str, facts: Facts) -> Kind:
+def hybrids_of(kinds: Sequence[SingleKind]) -> tuple[Kind, ...]:
+    """The pairs that some devices form."""
+    return tuple(kind for kind in HYBRIDS if all(part in kinds for part in device_parts(kind)))
+
+
+def choose_device(asked: str, facts: MachineInfo) -> Kind:
     kinds, asked = available(facts), device_name(asked)
     if asked == "auto":
         return kinds[0]
-    for kind in kinds:
+    for kind in (*kinds, *hybrids_of(kinds)):
         if kind == asked:
             return kind
     fix = "run pip install 'm1clip[mlx]', or use" if asked == "mlx" else "use"
@@ -87,7 +101,7 @@ def choose_device(asked: str, facts: Facts) -> Kind:
 WRONG_REDUCTION = 32_767
 
 
-def apple_chip(facts: Facts) -> int:
+def apple_chip(facts: MachineInfo) -> int:
     """1 for M1, 2 for M2 ...; a name without a number counts as 1, for which every rule applies."""
     found = re.search(r"\bM(\d+)\b", facts.cpu)
     return int(found.group(1)) if found else 1
@@ -101,21 +115,23 @@ def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:
     return kind == "mps" and dtype in (torch.float16, torch.bfloat16)
 
 
-def rules(kind: Kind, facts: Facts) -> Rules:
+def rules(kind: Kind, facts: MachineInfo) -> DeviceCapabilities:
+    if kind in HYBRIDS:
+        return _rules_of_pair(*(rules(part, facts) for part in device_parts(kind)))
     if kind == "cuda":
         modern = facts.cuda_capability >= (8, 0)  # bf16 tensor cores came with Ampere
-        return Rules(
+        return DeviceCapabilities(
             precisions=("fp32", "bf16", "fp16") if modern else ("fp32", "fp16"),
             bf16="yes" if modern else "no",
             non_blocking=True,
             pin_memory=True,
             worker_start="forkserver",  # a forked child must not inherit a CUDA context
             graphs=True,
-            resident=True,
+            on_device=True,
         )
     if kind == "mps":
         # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.
-        return Rules(
+        return DeviceCapabilities(
             precisions=("fp32", "bf16", "fp16"),
             bf16="no" if apple_chip(facts) <= 2 else "measure",
             fixed_shapes=True,
@@ -128,18 +144,35 @@ def rules(kind: Kind, facts: Facts) -> Rules:
         # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its rules.
         host = rules("mps" if facts.mps else "cpu", facts)
         return replace(host, precisions=("fp32", "bf16"), bf16="no", fixed_shapes=True)
-    return Rules(worker_start="fork" if facts.system == "Linux" else "spawn")
+    return DeviceCapabilities(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 
-def default_precision(kind: Kind, facts: Facts) -> Precision:
+def _rules_of_pair(image: DeviceCapabilities, text: DeviceCapabilities) -> DeviceCapabilities:
+    """How to use two devices: what both support, with the image tower's way to get its batches."""
+    bf16: Literal["yes", "no", "measure"] = "measure"
+    if image.bf16 == text.bf16 or "no" in (image.bf16, text.bf16):
+        bf16 = "no" if text.bf16 == "no" else image.bf16
+    return replace(
+        image,
+        precisions=tuple(name for name in image.precisions if name in text.precisions),
+        bf16=bf16,
+        fused_optimizer=image.fused_optimizer and text.fused_optimizer,
+        graphs=False,  # a graph cannot contain the work of the CPU
+    )
+
+
+def default_precision(kind: Kind, facts: MachineInfo) -> Precision:
     """The precision to use unless a measurement shows clearly that another one is faster (docs/compare.md)."""
+    if kind in HYBRIDS:
+        image, text = (default_precision(part, facts) for part in device_parts(kind))
+        return image if image == text else "fp32"
     rule = rules(kind, facts)
     if rule.bf16 == "measure":
         return "bf16" if kind == "cpu" and facts.cpu_bf16 else "fp32"
     return "bf16" if rule.bf16 == "yes" else "fp32"
 
 
-def choose_precision(asked: str, kind: Kind, facts: Facts) -> Precision:
+def choose_precision(asked: str, kind: Kind, facts: MachineInfo) -> Precision:
     """The precision that was asked for, or the default of the device for `auto`."""
     rule = rules(kind, facts)
     if asked == "auto":
@@ -152,7 +185,7 @@ def choose_precision(asked: str, kind: Kind, facts: Facts) -> Precision:
     )
 
 
-def threads(asked: int, facts: Facts) -> int:
+def threads(asked: int, facts: MachineInfo) -> int:
     """One thread per physical core; only performance cores where cores differ."""
     return asked or facts.performance_cores
 
@@ -164,10 +197,16 @@ def peak_of_status(text: str) -> int:
 
 
 class Device:
-    def __init__(self, kind: Kind, facts: Facts) -> None:
-        self.kind: Kind = kind
-        self.rules = rules(kind, facts)
+    """A device, or two of which the second has the text tower: everything else is said of the first."""
+
+    def __init__(self, name: Kind, facts: MachineInfo) -> None:
+        self.name: Kind = name
+        self.is_hybrid = name in HYBRIDS
+        self.kind, text_kind = device_parts(name)
+        kind = self.kind
+        self.capabilities = rules(name, facts)
         self.torch = torch.device(kind if kind != "mlx" else "mps" if facts.mps else "cpu")
+        self.text_torch = torch.device(text_kind) if self.is_hybrid else self.torch
         self._backend: Any = (
             _mlx() if kind == "mlx" else {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
         )
@@ -266,14 +305,18 @@ def _mlx() -> Any:
 Autocast = Callable[[], AbstractContextManager[object]]  # makes the context of one forward pass
 
 
-def autocast(device: Device, precision: Precision, enabled: bool = True) -> Autocast:
+def autocast(
+    device: Device, precision: Precision, enabled: bool = True, place: torch.device | None = None
+) -> Autocast:
     """Factory of the autocast context for forward passes; fp32 needs none.
 
-    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast weights.
+    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast weights. `place` is
+    the device of the tower, if it is not that of the image tower.
     """
     if precision == "fp32":
         return nullcontext
-    return lambda: torch.autocast(device.torch.type, dtype=DTYPES[precision], enabled=enabled)
+    kind = (place or device.torch).type
+    return lambda: torch.autocast(kind, dtype=DTYPES[precision], enabled=enabled)
 
 
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:

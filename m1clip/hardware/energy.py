@@ -1,14 +1,16 @@
-"""Energy and temperature from the machine's own sensors; never estimated."""
+"""Energy from the machine's own meters; never estimated."""
 
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 POWERCAP = Path("/sys/class/powercap")  # Linux: RAPL counters of the processor packages
+IDLE_POWER_SECONDS = (
+    1.0  # for which the power of the idle machine is measured, where a meter exists
+)
 APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
 
@@ -32,6 +34,31 @@ def open_meter(kind: str) -> EnergyMeter | None:
     if sys.platform == "darwin":
         return _open_apple()
     return open_rapl(POWERCAP)
+
+
+def meter_obstacle(kind: str, system: str, powercap: Path = POWERCAP) -> str:
+    """Say why `open_meter` has found no meter, and what would help."""
+    if kind == "cuda":
+        return "needs nvidia-ml-py (pip install 'm1clip[energy]') and a GPU with an energy counter"
+    if system == "Darwin":
+        return "needs zeus-apple-silicon (pip install 'm1clip[energy]')"
+    if system != "Linux":
+        return f"m1clip reads no energy meter on {system or 'this system'}"
+    if any(powercap.glob("intel-rapl:*")):
+        return f"only root may read RAPL; allow it with: sudo chmod a+r {powercap}/*/energy_uj"
+    return f"no RAPL counters in {powercap} (usual in a virtual machine)"
+
+
+def idle_watts(
+    meter: EnergyMeter,
+    seconds: float = IDLE_POWER_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Measure the mean power while this process waits: what the machine uses without the run."""
+    before, began = meter.joules(), clock()
+    sleep(seconds)
+    return (meter.joules() - before) / max(clock() - began, 1e-9)
 
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
@@ -100,25 +127,3 @@ def _open_apple() -> EnergyMeter | None:
         return sum(getattr(metrics, part, None) or 0 for part in APPLE_PARTS) / 1e3
 
     return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)
-
-
-# Linux names, the best first.
-CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
-
-
-def temperature(kind: str) -> float | None:
-    """Current temperature of a device in Celsius; None if it cannot be read (most virtual machines, macOS)."""
-    if kind == "cuda":
-        nvml, handle = nvml_handle()
-        if nvml is None:
-            return None
-        try:
-            return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        except nvml.NVMLError:
-            return None
-    sensors: dict[str, list[Any]] = getattr(psutil, "sensors_temperatures", dict)()
-    for name in CPU_SENSORS:
-        values = [float(item.current) for item in sensors.get(name, ()) if item.current]
-        if values:
-            return max(values)
-    return None

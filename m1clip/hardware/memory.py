@@ -5,18 +5,19 @@ import ctypes
 import gc
 import os
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from m1clip.hardware.facts import local_ranks
+from m1clip.hardware.machine_info import local_ranks
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_ALL = 2**31 - 1
+_WITHOUT_LIMIT = 2**31 - 1
 _OLD_LIMIT = 32 * 2**20  # maximum of the second in glibc before 2.35
-_LARGE = 512 * 2**10
+_LARGE_ALLOCATION = 512 * 2**10
 
 
 def keep_freed_memory() -> bool:
@@ -29,8 +30,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return_freed_memory()
-    kept = mallopt(_M_MMAP_THRESHOLD, _ALL) or mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
-    return bool(kept and mallopt(_M_TRIM_THRESHOLD, _ALL))
+    kept = mallopt(_M_MMAP_THRESHOLD, _WITHOUT_LIMIT) or mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
+    return bool(kept and mallopt(_M_TRIM_THRESHOLD, _WITHOUT_LIMIT))
 
 
 def map_large_blocks() -> bool:
@@ -40,7 +41,7 @@ def map_large_blocks() -> bool:
     fragment the heap.
     """
     mallopt = _mallopt()
-    return bool(mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE))
+    return bool(mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE_ALLOCATION))
 
 
 def _mallopt() -> Any:
@@ -56,7 +57,15 @@ def return_freed_memory() -> bool:
     return bool(trim is not None and trim(0))
 
 
-NEAR = 0.95  # fraction of the limit; the rest is for the backward pass and other programs
+class MemoryPressure(Exception):
+    """Memory in use came close to the limit, but no allocation has failed yet."""
+
+    def __init__(self, reason: str, used: int) -> None:
+        super().__init__(reason)
+        self.used = used  # bytes
+
+
+NEAR_LIMIT = 0.95  # fraction of the limit; the rest is for the backward pass and other programs
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -76,3 +85,40 @@ def own_bytes() -> int:
     """Private memory of this process, without mapped files such as cached images."""
     facts = _process(os.getpid()).memory_info()
     return int(facts.rss - getattr(facts, "shared", 0))  # only Linux reports shared memory
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class MallocUse:
+    """Bytes that malloc has taken from the system: in use, and freed but kept for later."""
+
+    used: int
+    free: int
+
+
+def malloc_use() -> MallocUse | None:
+    """Ask malloc what it holds; None where it cannot say (macOS, musl, glibc before 2.33)."""
+    if sys.platform != "linux":
+        return None
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _MallocInfo
+    info: Any = mallinfo()
+    return MallocUse(used=int(info.uordblks + info.hblkhd), free=int(info.fordblks))
+
+
+def resident_bytes() -> int:
+    """Memory of this process, with mapped files."""
+    return int(_process(os.getpid()).memory_info().rss)

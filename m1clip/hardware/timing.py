@@ -1,11 +1,14 @@
 """Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step; speed of a device."""
 
+from __future__ import annotations
+
+import contextlib
 import functools
 import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +18,13 @@ import torch
 
 from m1clip.hardware.device import DTYPES, Device, Precision
 
+# Where both are one function, as in MLX; the forward pass is then timed by itself before.
+FORWARD_AND_BACKWARD = "forward and backward"
 MAX_MARKS = 2**16  # of phases that nobody reads
+# A matrix multiplication that would take longer is measured with smaller matrices.
+MAX_GEMM_SECONDS = 2.0
+SLOW_GEMM_SECONDS = 0.5  # that such a smaller multiplication takes
+PROBED_GEMM_SIZE = 256  # rows of the matrices that show how fast a precision is
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +91,46 @@ class Phases:
         self._marks: deque[tuple[str, Any]] = deque(maxlen=MAX_MARKS)  # "" is no phase
         # The host's clock would show when work was queued, not when it was done.
         self.silent = kind in ("mps", "mlx")
+        self._wait: Callable[[], None] | None = None  # in a synchronized step
+        self._stage_marks: list[tuple[str, float]] = []  # of a synchronized step
 
     def mark(self, name: str) -> None:
-        """Start the phase `name` and end the one before; the host does not wait."""
+        """Start the phase `name` and end the one before; the host waits only in a synchronized step."""
+        if self._wait is not None:
+            self._wait()
+            self._stage_marks.append((name, time.perf_counter()))
         if not self.silent and not (self._marks and self._marks[-1][0] == name):
             self._marks.append((name, self._now()))
 
     def stop(self) -> None:
         self.mark("")
+
+    @contextlib.contextmanager
+    def synchronized(self, wait: Callable[[], None]) -> Iterator[dict[str, float]]:
+        """Time one step on the host's clock, waiting for the device at each mark.
+
+        Yields a dict that has the seconds of each stage when the block ends.
+        """
+        stages: dict[str, float] = {}
+        self._wait = wait
+        self._stage_marks = []
+        try:
+            self.mark("")  # waits for earlier work
+            yield stages
+            self.mark("")
+        finally:
+            self._wait = None
+        for (name, begin), (_, end) in pairwise(self._stage_marks):
+            if name:
+                stages[name] = stages.get(name, 0.0) + end - begin
+        if FORWARD_AND_BACKWARD in stages:
+            both = stages.pop(FORWARD_AND_BACKWARD)
+            stages["backward"] = max(0.0, both - stages.get("forward", 0.0))
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether the current step is a synchronized one."""
+        return self._wait is not None
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call; {} if it cannot be measured. Synchronizes."""
@@ -110,6 +151,44 @@ class Phases:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+STAGE_COST = 0.01  # most of a run's time that synchronized steps may take together
+MAX_STAGE_STEPS = 20  # synchronized steps of a run
+ASSUMED_SLOWDOWN = 1.0  # until it is measured, a synchronized step may take this many steps longer
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What synchronized steps have cost so far."""
+
+    count: int = 0
+    seconds: float = 0.0  # that they took longer than other steps, together
+    last_step: int = 0  # when the last one was made
+
+    def with_step(self, step: int, taken: float, usual: float) -> StageCosts:
+        """Add a synchronized step that took `taken` seconds instead of the `usual`."""
+        return StageCosts(self.count + 1, self.seconds + max(0.0, taken - usual), step)
+
+    def fraction(self, elapsed: float) -> float:
+        """Fraction of the time of training."""
+        return self.seconds / elapsed if elapsed > 0 else 0.0
+
+
+def stages_due(step: int, total_steps: int, step_seconds: float, costs: StageCosts) -> bool:
+    """Decide whether to synchronize a step, so that all of them together cost less than 1% of the run.
+
+    `step` steps are made; `step_seconds` is the usual time of one, measured in this run. The first synchronized step is
+    paid by the steps that are planned, the others by those that are made.
+    """
+    if step_seconds <= 0:
+        return False
+    if costs.count == 0:
+        return ASSUMED_SLOWDOWN * step_seconds <= STAGE_COST * total_steps * step_seconds
+    if step - costs.last_step < max(1, total_steps // MAX_STAGE_STEPS):
+        return False
+    expected = max(costs.seconds / costs.count, step_seconds * STAGE_COST)
+    return costs.seconds + 2 * expected <= STAGE_COST * step * step_seconds
 
 
 class Load:
@@ -143,18 +222,37 @@ def _own() -> float:
 def gemm_rates(
     device: Device, precisions: Sequence[Precision], size: int = 1536, rounds: int = 7
 ) -> dict[str, float]:
-    """FLOP/s of a large matrix multiplication in each precision, in alternation: the upper bound for a step."""
-    calls: dict[Precision, Callable[[], object]] = {}
-    for precision in precisions:
-        if device.kind == "mlx":
-            calls[precision] = _mlx_product(size, precision)
-            continue
-        a, b = (
-            torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2)
-        )
-        calls[precision] = functools.partial(torch.mm, a, b)
+    """FLOP/s of a large matrix multiplication in each precision, in alternation: the upper bound for a step.
+
+    A precision that is very slow, such as fp16 on a CPU without instructions for it, is measured
+    with smaller matrices.
+    """
+    sizes = {precision: affordable_size(device, precision, size) for precision in precisions}
+    calls = {
+        precision: matmul_call(device, precision, sizes[precision]) for precision in precisions
+    }
     found = alternate(calls, device.synchronize, rounds=rounds, warmup=2)
-    return {precision: 2 * size**3 / taken.low for precision, taken in found.items()}
+    return {precision: 2 * size**3 / found[precision].low for precision, size in sizes.items()}
+
+
+def affordable_size(device: Device, precision: Precision, size: int) -> int:
+    """The size of matrices to measure: `size`, or less if one multiplication would take too long."""
+    if size <= PROBED_GEMM_SIZE:
+        return size
+    call = {precision: matmul_call(device, precision, PROBED_GEMM_SIZE)}
+    seconds = alternate(call, device.synchronize, rounds=3)[precision].low
+    if seconds * (size / PROBED_GEMM_SIZE) ** 3 <= MAX_GEMM_SECONDS:
+        return size
+    fraction = (SLOW_GEMM_SECONDS / seconds) ** (1 / 3)
+    return min(size, max(PROBED_GEMM_SIZE, int(PROBED_GEMM_SIZE * fraction)))
+
+
+def matmul_call(device: Device, precision: Precision, size: int) -> Callable[[], object]:
+    """A call that multiplies two square matrices of `size` rows on a device."""
+    if device.kind == "mlx":
+        return _mlx_product(size, precision)
+    a, b = (torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    return functools.partial(torch.mm, a, b)
 
 
 def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:

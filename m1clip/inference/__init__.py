@@ -16,8 +16,9 @@ def load(
     image_size: int | None = None,
     precision: Precision | Literal["auto"] = "auto",
 ) -> Model:
-    """Load a model folder, the best model of a run, a model of open_clip or Hugging Face, or an exported ONNX folder.
+    """Load a model: "general", a model folder, the best model of a run, a model of open_clip or Hugging Face, or ONNX.
 
+    "general" is the model in the box (docs/models.md); it needs the towers: pip install 'm1clip[towers]'.
     `image_size` is for images of another size; `precision` is "fp32", "bf16" or "auto", the faster one on the device.
     An ONNX folder runs in onnxruntime, without torch, and gives numpy arrays.
     """

@@ -20,9 +20,9 @@ from torch import Tensor
 from m1clip.data.augment import render
 from m1clip.data.decoding import decode_images
 from m1clip.data.images import Preprocess
-from m1clip.data.types import ImageRef, Progress
+from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
-from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.machine_info import decode_threads
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.text.base import rounded
 
@@ -96,6 +96,7 @@ class TowerRunner:
     precision: Precision = "fp32"
     max_batch: int | None = None  # images or texts
     tokens_per_image: int = 1  # 1: the image tower has no tokens
+    text_device: torch.device | None = None  # of the text tower; None: `device`
 
     @torch.inference_mode()
     def pixels(self, pixels: np.ndarray) -> Tensor:
@@ -120,17 +121,12 @@ class TowerRunner:
         return np.stack(images, out=pinned.numpy())
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
+        self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         size = self.batch(len(refs))
         blocks = decode_images(
-            refs,
-            self.preprocess.image_size,
-            self.preprocess.resize,
-            failures,
-            progress,
-            decode_threads(),
+            refs, self.preprocess.image_size, self.preprocess.resize, failures, decode_threads()
         )
         batches = (
             (items[at : at + size], block[at : at + size])
@@ -151,10 +147,10 @@ class TowerRunner:
         @torch.inference_mode()
         def encode(texts: np.ndarray) -> tuple[np.ndarray, Tensor]:
             cut = tokens[texts, : rounded(int(lengths[texts].max()), tokens.shape[1])]
-            with self.autocast():
-                vectors = (
-                    self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
-                )
+            device = self.text_device or self.device
+            with self.autocast(device):
+                sent = torch.from_numpy(cut.astype(np.int64)).to(device)
+                vectors = self.text(sent).float().cpu()
             members = [rows[text] for text in texts.tolist()]
             repeats = torch.tensor([len(each) for each in members])
             return np.concatenate(members), vectors.repeat_interleave(repeats, dim=0)
@@ -200,13 +196,11 @@ class TowerRunner:
             else 1 + (self.device.type == "cuda")
         )
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context of the precision."""
-        return (
-            torch.autocast(self.device.type, DTYPES[self.precision])
-            if self.precision != "fp32"
-            else nullcontext()
-        )
+    def autocast(self, device: torch.device | None = None) -> AbstractContextManager[object]:
+        """The context of the precision, on the device of the image tower unless another one is given."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast((device or self.device).type, DTYPES[self.precision])
 
 
 def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from m1clip import console
 from m1clip.data.array_view import ArrayView
 from m1clip.data.cache import Computed, RowCache, image_keys, row_key
 from m1clip.data.captions import CaptionTable, tokenize_captions
@@ -45,7 +46,7 @@ class FeatureCache:
     roots: tuple[str, ...]
     device: torch.device
     precision: Precision
-    plan: DecodeOptions
+    decoding: DecodeOptions
 
     @property
     def towers(self) -> TowerRunner:
@@ -63,14 +64,12 @@ class FeatureCache:
         refs = [sample.image for sample in samples]
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
-            with self.plan.progress(f"computing features of {split} images") as show:
-                for items, vectors in self.towers.files(
-                    [refs[item] for item in wanted], failed, show
-                ):
+            with console.progress(f"computing features of {split} images"):
+                for items, vectors in self.towers.files([refs[item] for item in wanted], failed):
                     yield items, vectors.numpy()
 
-        rows, bad = cache.fill(image_keys(samples, self.roots), compute, self.plan.warn)
-        failures = check_failures(bad, refs, split, len(samples), max_unreadable, self.plan.warn)
+        rows, bad = cache.fill(image_keys(samples, self.roots), compute)
+        failures = check_failures(bad, refs, split, len(samples), max_unreadable)
         good = np.flatnonzero(rows >= 0).tolist()
         if not good:
             raise UserError(
@@ -93,14 +92,14 @@ class FeatureCache:
 
         def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
             tokens, done = table.tokens[wanted], 0
-            with self.plan.progress(f"computing features of {split} captions") as show:
-                show(0, len(wanted))
+            with console.progress(f"computing features of {split} captions") as refresh:
+                refresh(0, len(wanted))
                 for rows, vectors in self.towers.tokens(tokens, self.tokenizer.lengths(tokens)):
                     yield rows.tolist(), vectors.numpy()
                     done += len(rows)
-                    show(done, len(wanted))
+                    refresh(done, len(wanted))
 
-        return replace(table, features=cache.view(cache.fill(names, compute, self.plan.warn)[0]))
+        return replace(table, features=cache.view(cache.fill(names, compute)[0]))
 
     def tokens(self, samples: Sequence[Sample]) -> CaptionTable:
         """The captions of the samples as tokens, for a text tower that is trained."""

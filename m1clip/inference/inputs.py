@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     ImageInput = str | Path | bytes | bytearray | Image.Image | np.ndarray | Tensor
 
-IMAGE = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
-IMAGES = (
+IMAGE_TYPES = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
+IMAGES_EXPECTED = (
     "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array or tensor, "
     "or a list of these"
 )
 IN_MEMORY = "the bytes of an image"
-TEXTS = "encode_text takes a text, or a list of texts"
+TEXTS_EXPECTED = "encode_text takes a text, or a list of texts"
 NOT_FINITE = "the model computes NaN: its weights are too large or damaged; use another model"
 
 
@@ -81,7 +81,7 @@ def many(values: Any, kind: Any, takes: str) -> list[Any]:
 
 
 def _is(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) or (kind is IMAGE and _is_tensor(value))
+    return isinstance(value, kind) or (kind is IMAGE_TYPES and _is_tensor(value))
 
 
 def count(batch_size: int | None) -> int | None:

@@ -11,13 +11,13 @@ from PIL import Image
 
 from m1clip.data.images import READ_TIMEOUT, BadImage, Preprocess, map_with_timeout
 from m1clip.errors import UserError
-from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.machine_info import decode_threads
 from m1clip.inference.inputs import (
-    IMAGE,
-    IMAGES,
+    IMAGE_TYPES,
+    IMAGES_EXPECTED,
     IN_MEMORY,
     NOT_FINITE,
-    TEXTS,
+    TEXTS_EXPECTED,
     count,
     labels_of,
     many,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from m1clip.config import TrainConfig
     from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
-    from m1clip.data.types import ImageRef, Progress
+    from m1clip.data.types import ImageRef
     from m1clip.inference.inputs import ImageInput
     from m1clip.model.clip import CLIP
 
@@ -80,7 +80,7 @@ class Encoder(Protocol):
         """(n, embed_dim) vectors of (n, context_length) token ids; `lengths` (n,) include the EOT token."""
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
+        self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Array]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
 
@@ -161,7 +161,7 @@ class Model:
         one more dimension.
         `batch_size` limits how many are computed at a time.
         """
-        inputs = many(images, IMAGE, IMAGES)
+        inputs = many(images, IMAGE_TYPES, IMAGES_EXPECTED)
         max_batch = count(batch_size)
         return _finite(self.encoder.images(self._squares(inputs), len(inputs), max_batch))
 
@@ -182,7 +182,7 @@ class Model:
 
     def encode_text(self, texts: str | Iterable[str], batch_size: int | None = None) -> Array:
         """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
-        tokens = self.tokenizer.tokenize(many(texts, str, TEXTS), self.context_length)
+        tokens = self.tokenizer.tokenize(many(texts, str, TEXTS_EXPECTED), self.context_length)
         lengths = self.tokenizer.lengths(tokens)
         return _finite(self.encoder.tokens(tokens, lengths, count(batch_size)))
 

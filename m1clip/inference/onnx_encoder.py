@@ -16,13 +16,13 @@ from PIL import Image
 
 from m1clip.data.images import Preprocess, to_square
 from m1clip.errors import UserError
-from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.machine_info import decode_threads
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
 from m1clip.io import read_small
 from m1clip.schema import format_version, matches_schema
-from m1clip.text.base import FILE_NAME, Tokenizer, by_length
-from m1clip.text.tokenizers import MAX_BYTES, from_record
+from m1clip.text.base import TOKENIZER_FILE, Tokenizer, by_length
+from m1clip.text.tokenizers import MAX_TOKENIZER_BYTES, from_record
 
 if TYPE_CHECKING:
     import torch
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from m1clip.config import TrainConfig
     from m1clip.data.captions import CaptionTable
     from m1clip.data.prepare import Split
-    from m1clip.data.types import ImageRef, Progress
+    from m1clip.data.types import ImageRef
     from m1clip.model.clip import CLIP
 
 IMAGE_BATCH = 8  # images that a graph takes at a time
 TEXT_BATCH = 256
 SPLIT_IMAGES = 16  # the same for the images of a split, which are decoded already
 SPLIT_TEXTS = 64
-FORMAT = 1
+ONNX_FORMAT = 1
 SETTINGS = "preprocess.json"
 HINT = "export the model again with m1clip export"
-SCHEMA = {
+SETTINGS_SCHEMA = {
     "image_graph": str,
     "text_graph": str,
     "image": dict,
@@ -107,13 +107,13 @@ class ArrayEncoder(ABC):
         return vectors
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
+        self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         from m1clip.data.decoding import decode_images  # not needed to load a model
 
         image_size, resize = self.preprocess.image_size, self.preprocess.resize
-        blocks = decode_images(refs, image_size, resize, failures, progress, decode_threads())
+        blocks = decode_images(refs, image_size, resize, failures, decode_threads())
         return ((indices, self.pixels(block)) for indices, block in blocks)
 
     def split_images(self, split: Split, rows: range) -> np.ndarray:
@@ -161,8 +161,11 @@ class OnnxEncoder(ArrayEncoder):
             self.preprocess = ArrayPreprocess.from_dict(settings["image"])
             record = settings["tokenizer"]
             if record.get("kind") == "fast":  # the same file as for other programs
-                path = next(folder.rglob(FILE_NAME), folder / FILE_NAME)
-                record = {**record, "tokenizer": json.loads(read_small(path, MAX_BYTES, folder))}
+                path = next(folder.rglob(TOKENIZER_FILE), folder / TOKENIZER_FILE)
+                record = {
+                    **record,
+                    "tokenizer": json.loads(read_small(path, MAX_TOKENIZER_BYTES, folder)),
+                }
             self.tokenizer = from_record(record)
         except OSError as error:
             raise UserError(
@@ -236,11 +239,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {HINT}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path}: not written by m1clip export; {HINT}") from None
-    if version > FORMAT:
+    if version > ONNX_FORMAT:
         raise UserError(
-            f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+            f"{path}: written by a newer m1clip (format {version}, this one reads {ONNX_FORMAT}): upgrade"
         )
-    if not matches_schema(settings, SCHEMA):
+    if not matches_schema(settings, SETTINGS_SCHEMA):
         raise UserError(f"{path}: values are missing or of the wrong type; {HINT}")
     return dict(settings)
 

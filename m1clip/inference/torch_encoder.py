@@ -17,11 +17,11 @@ from m1clip.data.array_view import ArrayView
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split
-from m1clip.data.types import ImageRef, Progress
+from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.hardware.choices import matmul_precision
 from m1clip.hardware.device import Device, Kind, Precision, choose_device, choose_precision, threads
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference.batches import Tower, TowerRunner, chunks, in_order, parallel
 from m1clip.inference.inputs import LoadingProcess
 from m1clip.inference.model import Model
@@ -35,7 +35,7 @@ HEAD_BATCH = 1024  # features that go through a head at a time
 @functools.cache
 def fastest_precision(kind: Kind) -> Precision:
     """The precision for `auto`: bf16 where its matmuls are faster."""
-    return matmul_precision(kind, read_facts())
+    return matmul_precision(kind, read_machine_info())
 
 
 class TorchEncoder:
@@ -79,6 +79,11 @@ class TorchEncoder:
         """The device of the weights."""
         return self.clip.logit_scale.device
 
+    @property
+    def text_device(self) -> torch.device:
+        """The device of the text tower: another one while a model is trained on two devices."""
+        return next(self.clip.text_head.parameters()).device
+
     def describe(self) -> str:
         """Number of parameters, and the device."""
         parameters = sum(parameter.numel() for parameter in self.clip.parameters())
@@ -102,6 +107,7 @@ class TorchEncoder:
             fastest_precision(kind) if self.precision == "auto" else self.precision,
             max_batch,
             self.clip.image_tower.tokens_per_image,
+            self.text_device,
         )
 
     def images(self, images: Iterable[np.ndarray], total: int, max_batch: int | None) -> Tensor:
@@ -116,16 +122,19 @@ class TorchEncoder:
         return in_order(self.towers(max_batch).tokens(tokens, lengths))
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
+        self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
-        return self.towers().files(refs, failures, progress)
+        return self.towers().files(refs, failures)
 
     def split_images(self, split: Split, rows: range) -> Tensor:
         """(rows, embed_dim) vectors of some images of a split; features of a frozen tower are reused."""
         with self._evaluating() as towers:
             if split.image_features is not None:
-                return self._project(self.clip.project_image, split.image_features, rows, towers)
+                device = self.device
+                return self._project(
+                    self.clip.project_image, split.image_features, rows, towers, device
+                )
             batches = chunks(rows, towers.batch(len(rows)))
             parts = parallel(
                 lambda batch: towers.pixels(split.images.read(np.array(batch))),
@@ -138,7 +147,8 @@ class TorchEncoder:
         """(rows, embed_dim) vectors of some captions; features of a frozen tower are reused."""
         with self._evaluating() as towers:
             if table.features is not None:
-                return self._project(self.clip.project_text, table.features, rows, towers)
+                device = self.text_device
+                return self._project(self.clip.project_text, table.features, rows, towers, device)
             part = slice(rows.start, rows.stop)
             return in_order(towers.tokens(table.tokens[part], table.lengths[part]))
 
@@ -153,13 +163,13 @@ class TorchEncoder:
             if training:
                 self.clip.train()
 
-    def _project(self, head: Tower, table: ArrayView, rows: range, towers: TowerRunner) -> Tensor:
+    def _project(
+        self, head: Tower, table: ArrayView, rows: range, towers: TowerRunner, device: torch.device
+    ) -> Tensor:
         """(rows, embed_dim) vectors from the cached features of a tower."""
         batches = np.array_split(np.array(rows), -(-len(rows) // HEAD_BATCH))
-        with towers.autocast():
-            features = [
-                torch.from_numpy(table.read(batch)).to(self.device).float() for batch in batches
-            ]
+        with towers.autocast(device):
+            features = [torch.from_numpy(table.read(batch)).to(device).float() for batch in batches]
             return torch.cat([head(part).float().cpu() for part in features])
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
@@ -167,7 +177,7 @@ class TorchEncoder:
 
         Then the scores of an evaluation match those printed in training.
         """
-        facts = read_facts()
+        facts = read_machine_info()
         device = Device(choose_device(requested, facts), facts)
         torch.set_num_threads(threads(0 if run is None else run.threads, facts))
         self.clip.to(device.torch)

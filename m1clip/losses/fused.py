@@ -14,24 +14,16 @@ INFONCE_BLOCK = 1 << 19  # logits: 1 MB of bf16, which stays in the processor's 
 # Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs its
 # own offset.
 MAX_SHARED_SCALE = 75.0
-HALF_PRECISION_PAIRS = 1 << 20  # with as many pairs, InfoNCE's matmuls use autocast's precision
 FLAGS_PER_WORD = 8  # bools in an int64
 
 
-def infonce(features: Any, positive: Tensor) -> Tensor:
-    """Compute InfoNCE of `model.clip.Features`, of a large batch in autocast's precision."""
-    half = torch.is_autocast_enabled("cpu") and positive.numel() >= HALF_PRECISION_PAIRS
-    dtype = torch.get_autocast_dtype("cpu") if half else None
-    return fused_infonce(features.image, features.text, features.scale, positive, dtype)
+def infonce(features: Any, positive: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d); the gradient overwrites the logits.
 
-
-def fused_infonce(
-    image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Compute InfoNCE of unit vectors (n, d) and (m, d); the gradient overwrites the logits.
-
-    Products and exponentials are in `dtype`, sums in the dtype of the scale.
+    Matmuls and exponentials are in `dtype`, by default that of the features; sums are in the dtype
+    of the scale.
     """
+    image, text, scale, _ = features
     loss: Tensor = _FusedInfoNCE.apply(image, text, scale, positive, dtype or image.dtype)
     return loss
 

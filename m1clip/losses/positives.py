@@ -9,21 +9,21 @@ from m1clip.losses.registry import Ids
 ALL = slice(None)
 
 
-def own_pairs(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
-    """Match each image with its own captions."""
+def own_captions(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
+    """Match each image with its own captions only."""
     image_rows = torch.arange(len(ids.sample_ids), device=ids.image_index.device)
     return image_rows[images, None] == ids.image_index[captions]
 
 
-def same_pairs(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
+def same_image_or_caption(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
     """Match caption j with image i if its image or one of that image's captions is the same."""
     on_cpu = ids.image_index.device.type == "cpu" and not is_fake(ids.image_index)
     if images == captions == ALL and on_cpu:
-        return _same_pairs_by_repeats(ids)
-    return _same_pairs_without_sync(ids, images, captions)
+        return _compare_repeats(ids)
+    return _compare_without_sync(ids, images, captions)
 
 
-def _same_pairs_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor:
+def _compare_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor:
     """Compare the rows `images` and columns `captions` on the device, without reading values."""
     image_ids = ids.sample_ids[images]
     text_images = ids.image_index[captions]
@@ -41,7 +41,7 @@ def _same_pairs_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor
     return same_image | has_caption.view(rows + 1, columns + 1)[:rows, column[captions]]
 
 
-def _same_pairs_by_repeats(ids: Ids) -> Tensor:
+def _compare_repeats(ids: Ids) -> Tensor:
     """Compare only images and captions that occur twice: on the CPU, reading values is free."""
     sample_ids, caption_ids, image_index = ids
     positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)

@@ -2,8 +2,7 @@
 
 A loss is written as its row term: some rows of logits -> the summed loss of those rows. The loss
 of a batch, of a block of rows, of one rank's rows (run_loss.py) and the loss in MLX follow from it,
-so a new entry here works everywhere. MLX trains with it once it is in its list
-(training/mlx_step.py).
+so a new entry here works everywhere. Only MLX does not train a loss that needs a bias.
 
 The command line reads this module, so it does not import torch.
 """
@@ -12,32 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # heavy imports
+    import torch
     from torch import Tensor
 
 Array = Any  # a tensor of torch, or an array of MLX
 
 
 class Ops(Protocol):
-    """The operations that torch and MLX write differently; `x.sum(axis=1)` works in both."""
+    """The operations that torch and MLX write differently.
+
+    A row term uses these and what both libraries write alike: the operators of Python (`+`, `*`,
+    `**`, `@`, `<`, `&`, `~`), slices, `x[:, None]`, `x.T`, `x.shape`, `x.abs()`, and `x.sum(...)`
+    and `x.mean(...)` with `axis` and `keepdims`. The operations return new arrays, have a gradient,
+    and read no values. Nor may a row term (no `if` on a value, no `.item()`): on an accelerator it
+    would wait for the device, and MLX compiles the step.
+
+    Logits are float32, whatever the precision of the towers; float64 in some tests.
+    """
 
     @staticmethod
     def cast(x: Array, like: Array) -> Array:
-        """Convert to the dtype of another array; bools become 0 and 1."""
+        """Convert to the dtype of another array, or to float32 if that is wider.
+
+        Bools become 0 and 1, so `cast(positive, logits)` is a target.
+        """
 
     @staticmethod
     def log_softmax(x: Array) -> Array:
-        """Normalize each row."""
+        """Normalize each row of a matrix: the exponentials of a row add up to 1."""
 
     @staticmethod
     def log_sigmoid(x: Array) -> Array:
-        """Take the logarithm of the sigmoid, without overflow."""
+        """Take the logarithm of the sigmoid of each element, finite for every finite element."""
 
     @staticmethod
     def masked_fill(x: Array, mask: Array, value: float) -> Array:
-        """Replace the elements where the mask is true."""
+        """Replace the elements where the mask is true; they pass on no gradient."""
 
 
 class Ids(NamedTuple):
@@ -52,8 +65,26 @@ class Ids(NamedTuple):
 RowTerm = Callable[[Ops, Array, Array], Array]
 # (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
 Positives = Callable[[Ids, slice, slice], "Tensor"]
-# (model.clip.Features of a batch, positive (n, m) bool) -> the loss of the batch
-FusedLoss = Callable[[Any, "Tensor"], "Tensor"]
+# (model.clip.Features of a batch, positive (n, m) bool, dtype of the matmuls) -> the loss of the batch
+FusedLoss = Callable[[Any, "Tensor", "torch.dtype"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A function of another module of this package, imported when it is called: it needs torch."""
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return getattr(import_module(f"m1clip.losses.{self.module}"), self.name)(*arguments)
+
+
+# Match each image with its own captions only.
+OWN_CAPTIONS = Imported("positives", "own_captions")
+# Match each image also with captions of the same image, and with captions equal to its own.
+SAME_IMAGE_OR_CAPTION = Imported("positives", "same_image_or_caption")
 
 
 @dataclass(frozen=True)
@@ -70,7 +101,8 @@ class Loss:
     positives: Positives
     pairwise: bool = False
     needs_bias: bool = False  # the logits include the model's bias
-    fused: FusedLoss | None = None  # the same loss of a batch, faster on the CPU
+    # An optimization, never needed: the same loss of a batch in one pass, faster on the CPU.
+    fused: FusedLoss | None = None
 
     def image_rows(self, ops: Ops, logits: Array, positive: Array, n: int, m: int) -> Array:
         """Return what some images contribute to the loss, given their rows of the logits."""
@@ -102,43 +134,26 @@ def sigmoid_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     return -ops.log_sigmoid(sign * logits).sum()
 
 
-def own_captions(ids: Ids, images: slice, captions: slice) -> Tensor:
-    """Match each image with its own captions only."""
-    from m1clip.losses.positives import own_pairs
-
-    return own_pairs(ids, images, captions)
-
-
-def same_image_or_caption(ids: Ids, images: slice, captions: slice) -> Tensor:
-    """Match each image also with captions of the same image, and with captions equal to its own."""
-    from m1clip.losses.positives import same_pairs
-
-    return same_pairs(ids, images, captions)
-
-
-def fused_infonce(features: Any, positive: Tensor) -> Tensor:
-    """Compute `infonce_rows` in both directions without an autograd graph of the logits."""
-    from m1clip.losses.fused import infonce
-
-    return infonce(features, positive)
-
-
 LOSSES: dict[str, Loss] = {
     "infonce": Loss(
-        help="CLIP's loss", row_term=infonce_rows, positives=own_captions, fused=fused_infonce
+        help="CLIP's loss, where each image matches only its own captions",
+        row_term=infonce_rows,
+        positives=OWN_CAPTIONS,
+        fused=Imported("fused", "infonce"),
     ),
     "sigmoid": Loss(
-        help="SigLIP's loss, with a bias",
+        help="SigLIP's loss, with a bias, and with the matches of multi-positive",
         row_term=sigmoid_rows,
-        positives=same_image_or_caption,
+        positives=SAME_IMAGE_OR_CAPTION,
         pairwise=True,
         needs_bias=True,
     ),
     "multi-positive": Loss(
-        help="infonce with all captions of an image, and identical ones, as positives",
+        help="infonce where copies of an image in a batch share their captions, and equal captions "
+        "match the images of each other",
         row_term=infonce_rows,
-        positives=same_image_or_caption,
-        fused=fused_infonce,
+        positives=SAME_IMAGE_OR_CAPTION,
+        fused=Imported("fused", "infonce"),
     ),
 }
 DEFAULT_LOSS = "multi-positive"

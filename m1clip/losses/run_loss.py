@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from m1clip.losses import fused
-from m1clip.losses.positives import captions_with_positives
+from m1clip.losses.positives import ALL, captions_with_positives
 from m1clip.losses.registry import Ids, Loss, text_contrast_rows
+from m1clip.model.backward import backward_from
 from m1clip.model.clip import Features
 
 TEACHER_WEIGHT = 0.5  # of the distillation loss; the rest of the loss has the other half
@@ -21,7 +22,8 @@ TERM_LOGITS = 1 << 23  # logits of one block: 32 MB of float32
 # Rows of a matmul. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and
 # M2 (pytorch#193487).
 MAX_ROWS = 32_766
-ALL = slice(None)
+# With as many pairs, the matmul of the logits is in autocast's precision; the rest never is.
+HALF_PRECISION_PAIRS = 1 << 20
 
 # Sample ids (n,), caption ids (m,) -> logits (n, m).
 TeacherLogits = Callable[[Tensor, Tensor], Tensor]
@@ -41,8 +43,8 @@ class TorchOps:
 
     @staticmethod
     def cast(x: Tensor, like: Tensor) -> Tensor:
-        """Convert to the dtype of another tensor."""
-        return x.to(like.dtype)
+        """Convert to the dtype of another tensor, or to float32 if that is wider."""
+        return x.to(torch.promote_types(like.dtype, torch.float32))
 
     @staticmethod
     def log_softmax(x: Tensor) -> Tensor:
@@ -120,38 +122,45 @@ class RunLoss:
         `rows` are the rows of this process; None: all. Loss and gradients are then those of its
         rows against all features, and add up to those of the batch over the processes.
 
-        A small loss is computed at once, the objective within `autocast`. A large one, or that of a
-        rank, is computed in blocks with a backward pass after each, so that its memory grows with
-        the batch and not with its square. `backward` is called with each block's loss; it may
-        scale the loss (fp16), and then all gradients are scaled.
+        A small loss is computed at once. A large one, or that of a rank, is computed in blocks with
+        a backward pass after each, so that its memory grows with the batch and not with its square.
+        `backward` is called with each block's loss; it may scale the loss (fp16), and then all
+        gradients are scaled.
+
+        All is computed in the precision of the features, float32. Of a loss computed at once, the
+        matmul of at least HALF_PRECISION_PAIRS logits is in the precision of `autocast`.
         """
         leaves = self._leaves(features)
         if rows is None:
             rows = Rows(slice(0, len(ids.sample_ids)), slice(0, len(ids.caption_ids)))
-        if self._fits(ids, rows):
-            loss = self.value(leaves, ids, autocast)
-            backward(loss)
-            total = loss.detach()
-        else:
-            total = torch.zeros_like(leaves.scale)
-            for term in self._terms(leaves, ids, rows):
-                backward(term)
-                total += term.detach()
+        with without_autocast(leaves.image.device):
+            if self._fits(ids, rows):
+                loss = self.value(leaves, ids, autocast)
+                backward(loss)
+                total = loss.detach()
+            else:
+                total = torch.zeros_like(leaves.scale)
+                for term in self._terms(leaves, ids, rows):
+                    backward(term)
+                    total += term.detach()
         _backward_into(features.scale, leaves.scale)
         if features.bias is not None and leaves.bias is not None:
             _backward_into(features.bias, leaves.bias)
         return total, [_gradient(leaves.image), _gradient(leaves.text)]
 
     def value(self, features: Features, ids: Ids, autocast: Context = nullcontext) -> Tensor:
-        """Return the loss of a batch, with a graph."""
+        """Return the loss of a batch, with a graph; for the precision see `loss_and_grads`."""
         positive = self.objective.positives(ids, ALL, ALL)
         with autocast():
-            loss = self._objective(features, positive)
-        if self.text_contrast:
-            loss = loss + self.text_contrast * self._contrast(features, ids)
-        if self.teacher is not None:
-            teacher = self.teacher(ids.sample_ids, ids.caption_ids)
-            loss = (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * distillation(features, teacher)
+            dtype = _matmul_dtype(features.image, positive.numel())
+        with without_autocast(features.image.device):
+            loss = self._objective(features, positive, dtype)
+            if self.text_contrast:
+                loss = loss + self.text_contrast * self._contrast(features, ids)
+            if self.teacher is not None:
+                teacher = self.teacher(ids.sample_ids, ids.caption_ids)
+                by_teacher = distillation(features, teacher)
+                loss = (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * by_teacher
         return loss
 
     def _leaves(self, features: Features) -> Features:
@@ -173,13 +182,14 @@ class RunLoss:
         m = len(ids.caption_ids)
         return rows == (slice(0, n), slice(0, m)) and n * m <= MAX_LOGITS
 
-    def _objective(self, features: Features, positive: Tensor) -> Tensor:
+    def _objective(self, features: Features, positive: Tensor, dtype: torch.dtype) -> Tensor:
         # The fused forms read values: on an accelerator this would synchronize, and a fake tensor
         # (training/memory.py) has none.
         fusible = features.image.device.type == "cpu" and not is_fake(features.image)
         if self.objective.fused is not None and self.fused and fusible:
-            return self.objective.fused(features, positive)
-        logits = similarity(features.scale * features.image, features.text)
+            return self.objective.fused(features, positive, dtype)
+        scaled = features.scale * features.image
+        logits = similarity(scaled.to(dtype), features.text.to(dtype)).to(features.image.dtype)
         logits = self._with_bias(logits, features)
         loss: Tensor = self.objective.of_logits(TORCH, logits, positive)
         return loss
@@ -252,6 +262,25 @@ class RunLoss:
         return logits + features.bias
 
 
+def _matmul_dtype(image: Tensor, pairs: int) -> torch.dtype:
+    """Return the precision in which the logits of a batch are multiplied."""
+    kind = image.device.type
+    if pairs >= HALF_PRECISION_PAIRS and _has_autocast(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return image.dtype
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    return (
+        torch.autocast(device.type, enabled=False) if _has_autocast(device.type) else nullcontext()
+    )
+
+
+def _has_autocast(kind: str) -> bool:
+    """Tell whether torch knows autocast for a kind of device; the meta device has none."""
+    return torch.amp.is_autocast_available(kind)
+
+
 def _row_blocks(rows: slice, columns: int) -> Iterator[slice]:
     """Split rows into blocks of at most TERM_LOGITS logits."""
     size = max(1, TERM_LOGITS // columns)
@@ -262,7 +291,7 @@ def _row_blocks(rows: slice, columns: int) -> Iterator[slice]:
 def _backward_into(tensor: Tensor, leaf: Tensor) -> None:
     """Continue the backward pass of a leaf in the graph of the tensor it was taken from."""
     if tensor.requires_grad:
-        tensor.backward(_gradient(leaf))
+        backward_from([tensor], [_gradient(leaf)])
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from m1clip.model.clip import SHORTEST
-from m1clip.model.heads import FEATURE_DROPOUT, LARGEST, dropped_of_256
+from m1clip.model.heads import FEATURE_DROPOUT, LARGEST_FEATURE, dropout_threshold
 from m1clip.model.presets import CLIPConfig, HeadConfig
 from m1clip.model.towers import stem_groups
 
@@ -175,11 +175,15 @@ def _transformer(
 def _head(w: Arrays, features: Array, config: HeadConfig, masks: Arrays, dtype: Any) -> Array:
     if config.kind == "projection":
         return _product(features.astype(dtype), w["weight"], w.get("bias"))
-    x = mx.clip((features.astype(mx.float32) - w["mean"]) * (1 / w["deviation"]), -LARGEST, LARGEST)
+    x = mx.clip(
+        (features.astype(mx.float32) - w["mean"]) * (1 / w["deviation"]),
+        -LARGEST_FEATURE,
+        LARGEST_FEATURE,
+    )
     x = _dropped(x, masks.get("feature_mask"), FEATURE_DROPOUT * config.dropout).astype(dtype)
     hidden = _dropped(_gelu(_linear(w, "up", x)), masks.get("hidden_mask"), config.dropout)
     return _linear(w, "down", hidden) + _linear(w, "project", x)
 
 
 def _dropped(x: Array, mask: Array | None, p: float) -> Array:
-    return x if mask is None else x * mask.astype(x.dtype) * (256 / (256 - dropped_of_256(p)))
+    return x if mask is None else x * mask.astype(x.dtype) * (256 / (256 - dropout_threshold(p)))

@@ -95,6 +95,19 @@ class CLIP(nn.Module):
         """Clamp the temperature after an update, so that its gradient never vanishes."""
         self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
+    def place(self, device: torch.device, text_device: torch.device) -> CLIP:
+        """Move the text tower with its head to one device, and everything else to another; they may be the same."""
+        if device == text_device:
+            return self.to(device)
+        for part in (self.text_tower, self.text_head):
+            part.to(text_device)
+        for part in (self.image_tower, self.image_head):
+            part.to(device)
+        for parameter in (self.logit_scale, self.logit_bias):
+            if parameter is not None:
+                parameter.data = parameter.data.to(device)
+        return self
+
     def set_attention(self, kind: AttentionKind) -> None:
         """Choose the implementation of attention in our own towers."""
         for module in self.modules():

@@ -47,7 +47,7 @@ class Format(NamedTuple):
 # The last three are in OpenAI's own files.
 OPENCLIP_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size")
 OPENCLIP = Format(1, "visual.transformer.resblocks", "transformer.resblocks", OPENCLIP_BUFFERS)
-HUGGING_FACE = Format(
+HUGGING_FACE_CLIP = Format(
     2, "vision_model.encoder.layers", "text_model.encoder.layers", ("embeddings.position_ids",)
 )
 

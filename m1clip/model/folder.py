@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as tensors_from_bytes
 
 from m1clip.config import device_name
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
@@ -15,14 +16,16 @@ from m1clip.errors import UserError, first_line, hub_hint
 from m1clip.io import atomic_folder, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import (
-    HUGGING_FACE,
+    HUGGING_FACE_CLIP,
     OPENCLIP,
     config_from_hf,
     config_from_openclip,
     to_ours,
     without_prefixes,
 )
+from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers
 from m1clip.model.presets import CLIPConfig
+from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
 from m1clip.model.pretrained.transformers import check_settings
 from m1clip.model.weights import (
     Tensors,
@@ -39,8 +42,9 @@ from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
 
-FORMAT = 1
+MODEL_FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+TOWER_PREFIXES = ("image_tower.", "text_tower.")  # how the names of their weights begin
 OPENCLIP_CONFIG = "open_clip_config.json"
 OPENCLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 HF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -104,14 +108,40 @@ def write_model_files(
 ) -> None:
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
-    config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
+    config = {
+        "format": MODEL_FORMAT,
+        "model": model.config.to_dict(),
+        "preprocess": preprocess.to_dict(),
+    }
     write_json(folder / CONFIG, config)
     tokenizer.save(folder)
 
 
+def write_boxed(folder: Path, model: CLIP, preprocess: Preprocess) -> None:
+    """Write the files of a model in this package: a config and all weights but those of the towers.
+
+    Matrices are written in float16, statistics and biases as they are.
+    """
+    heads = {
+        name: tensor.detach().cpu().half() if tensor.ndim == 2 else tensor.detach().cpu()
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(TOWER_PREFIXES)
+    }
+    write_tensors(folder / HEADS, heads, {"format": "pt"})
+    config = {
+        "format": MODEL_FORMAT,
+        "model": model.config.to_dict(),
+        "preprocess": preprocess.to_dict(),
+    }
+    write_json(folder / CONFIG, config)
+
+
 def read_model(path: Path) -> SavedModel:
-    """A model folder, the best model of a run, or a model of open_clip or Hugging Face."""
-    if path.is_file():
+    """A model with a name, a model folder, the best model of a run, or a model of open_clip or Hugging Face."""
+    name = boxed_name(path)
+    if name is not None:
+        saved = _read_boxed(name)
+    elif path.is_file():
         saved = _read_openclip(path.with_name(OPENCLIP_CONFIG), path)
     elif (path / OPENCLIP_CONFIG).is_file():
         saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
@@ -138,44 +168,63 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path}: no trained model found ({looked}){hub_hint(path)}")
 
 
-def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run that was written to last, among those that have a model."""
+def newest_run(runs: Path = Path("runs")) -> Path | None:
+    """The run that was written to last, among those that have a model; None if no run has one."""
     found = [
         path.parent.parent
         for path in runs.glob(f"*/*/{WEIGHTS}")
         if path.parent.name in ("best", "model")
     ]
-    if not found:
-        raise UserError(f"no trained model in {runs}/: train one, or specify one with --model")
     return max(
         found,
         key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0,
+        default=None,
     )
 
 
-def _read_own(folder: Path) -> SavedModel:
-    config, preprocess = _read_config(folder / CONFIG)
-    tokenizer = load_tokenizer(folder)
+def _read_boxed(name: str) -> SavedModel:
+    """A model whose heads are in this package and whose towers are in other packages."""
+    require_towers(name)
+    files = boxed_files(name)
+    heads_path = BOXED[name].folder / HEADS
+    config, preprocess = _parse_config(json.loads(files[CONFIG]), heads_path.with_name(CONFIG))
+    image_tower, text_tower = BOXED[name].towers
+    _, image_weights, _ = load_image_tower(image_tower, config.image_size)
+    _, text_weights, tokenizer = load_text_tower(text_tower, config.context_length)
+    weights = {f"image_tower.{key}": tensor for key, tensor in image_weights.items()}
+    weights |= {f"text_tower.{key}": tensor for key, tensor in text_weights.items()}
+    weights |= {key: tensor.float() for key, tensor in tensors_from_bytes(files[HEADS]).items()}
+    _check_tokenizer(config, tokenizer, heads_path.parent)
+    return SavedModel(config, weights, tokenizer, preprocess, str(heads_path))
+
+
+def _check_tokenizer(config: CLIPConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise UserError if a tokenizer is not that of the text tower."""
     for name in ("vocab_size", "eot_id", "pad_id"):
         wanted = getattr(config.text_tower, name, None)
         if wanted is not None and wanted != getattr(tokenizer, name):
             raise UserError(
                 f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model"
             )
+
+
+def _read_own(folder: Path) -> SavedModel:
+    config, preprocess = _parse_config(read_json(folder / CONFIG), folder / CONFIG)
+    tokenizer = load_tokenizer(folder)
+    _check_tokenizer(config, tokenizer, folder)
     return SavedModel(
         config, read_tensors(folder / WEIGHTS), tokenizer, preprocess, str(folder / WEIGHTS)
     )
 
 
-def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
-    record = read_json(path)
+def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Preprocess]:
     try:
         version, model, preprocess = format_version(record), record["model"], record["preprocess"]
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
-    if version > FORMAT:
+    if version > MODEL_FORMAT:
         raise UserError(
-            f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+            f"{path}: written by a newer m1clip (format {version}, this one reads {MODEL_FORMAT}): upgrade"
         )
     if not isinstance(model, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
@@ -241,7 +290,7 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
 def _read_hf(folder: Path) -> SavedModel:
     config = config_from_hf(read_json(folder / CONFIG), str(folder / CONFIG))
     weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / "preprocessor_config.json"
-    weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE, config, str(weights_file))
+    weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE_CLIP, config, str(weights_file))
     seen = read_json(seen_file) if seen_file.is_file() else {}
     if seen.get("resample", BICUBIC) != BICUBIC:
         raise UserError(

@@ -9,7 +9,7 @@ from m1clip.model.layers import linear
 from m1clip.model.presets import HeadConfig
 
 DEAD_CHANNEL = 0.01  # of the median deviation
-LARGEST = 8.0  # of a standardized feature; larger ones are outliers
+LARGEST_FEATURE = 8.0  # of a standardized feature; larger ones are outliers
 FEATURE_DROPOUT = 0.4  # of the hidden layer's
 
 
@@ -22,12 +22,12 @@ def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | H
     )
 
 
-def dropped_of_256(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """A dropout probability in steps of 1/256."""
     return round(256 * p)
 
 
-def mixed(x: Tensor) -> Tensor:
+def hash64(x: Tensor) -> Tensor:
     """A hash of each int64."""
     x = x * -0x40A7B892E31B1A47
     x ^= x >> 32
@@ -42,9 +42,9 @@ def dropout_mask(keys: Tensor, width: int, p: float) -> Tensor:
     So the mask of a sample depends neither on the other rows of its batch nor on the number of ranks. One hash serves
     eight elements, which takes half the time of torch's random numbers.
     """
-    dropped = dropped_of_256(p)
+    dropped = dropout_threshold(p)
     words = torch.arange(-(-width // 8), device=keys.device) * -0x61C8864680B583EB
-    draws = mixed(keys[:, None] + words).view(torch.uint8)[:, :width]
+    draws = hash64(keys[:, None] + words).view(torch.uint8)[:, :width]
     # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as long.
     return draws.clamp(dropped - 1, dropped).sub_(dropped - 1)
 
@@ -91,10 +91,14 @@ class Head(nn.Module):
 
     def standardized(self, features: Tensor) -> Tensor:
         """The features with mean 0 and deviation 1 on the training set, without outliers."""
-        return (features.float() - self.mean).mul_(1 / self.deviation).clamp_(-LARGEST, LARGEST)
+        return (
+            (features.float() - self.mean)
+            .mul_(1 / self.deviation)
+            .clamp_(-LARGEST_FEATURE, LARGEST_FEATURE)
+        )
 
     def _dropped(self, x: Tensor, p: float, keys: Tensor | None) -> Tensor:
-        dropped = dropped_of_256(p)
+        dropped = dropout_threshold(p)
         if keys is None or not dropped:
             return x
         return x * dropout_mask(keys, x.shape[1], p).to(x.dtype).mul_(256 / (256 - dropped))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from m1clip.hardware.device import causal_sdpa_is_wrong
+from m1clip.model.backward import gradients_from
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
 MAX_POSITIONS = 256  # of an inference by two products: their memory grows with the square
@@ -80,7 +81,7 @@ Packed = TypeVar("Packed")
 _packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
 
 
-def packed(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -> Packed:
+def prepack(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -> Packed:
     """`pack(parameter)`, in inference mode kept until the parameter or `key` changes, or a model starts to train."""
     if (
         not torch.is_inference_mode_enabled()
@@ -116,8 +117,8 @@ def linear(
         if torch.is_inference_mode_enabled():
             y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
             matrix, vector = (
-                packed(weight, _pack_matrix),
-                None if bias is None else packed(bias, to_bf16),
+                prepack(weight, _pack_matrix),
+                None if bias is None else prepack(bias, to_bf16),
             )
             return onednn_linear(y, matrix, vector, residual, gelu)
         if not gelu:
@@ -141,7 +142,7 @@ def keeps_copies(x: Tensor) -> bool:
 
 def _kept(parameter: Tensor, x: Tensor) -> Tensor:
     """The parameter, or its copy in the precision of the input; autocast would make one for each call."""
-    return packed(parameter, lambda p: p.to(x.dtype), x.dtype) if keeps_copies(x) else parameter
+    return prepack(parameter, lambda p: p.to(x.dtype), x.dtype) if keeps_copies(x) else parameter
 
 
 def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -290,10 +291,7 @@ class _Recompute(torch.autograd.Function):
         inputs = [x, *trainable] if x.requires_grad else trainable
         with torch.enable_grad(), _autocast(ctx):
             y = ctx.function(x, *ctx.rest)
-        # torch.autograd.grad, which would load the compiler's symbols to look at the shape of a given gradient.
-        found = torch.autograd.graph._engine_run_backward(
-            (y,), (grad,), False, False, tuple(inputs), True, accumulate_grad=False
-        )
+        found = gradients_from(y, grad, inputs)
         return None, None, *(() if x.requires_grad else (None,)), *found
 
 

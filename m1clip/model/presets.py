@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
 AttentionKind = Literal["auto", "bmm", "sdpa"]
-SIZES = (
+SIZE_FIELDS = (
     "image_size",
     "patch_size",
     "width",
@@ -42,7 +42,7 @@ class _Part:
 
     def __post_init__(self) -> None:
         check_limits(self, "model: ")
-        for name in SIZES:
+        for name in SIZE_FIELDS:
             _check(
                 getattr(self, name, 1) >= 1,
                 f"{name} must be at least 1, not {getattr(self, name, 1)}",
@@ -253,7 +253,7 @@ class CLIPConfig(_Part):
     def from_dict(cls, values: dict[str, Any]) -> CLIPConfig:
         """The inverse of `to_dict`; an unknown or missing key or a wrong type is an error, never a guess."""
         parts: dict[str, Any] = {}
-        for name, kinds in _PARTS.items():
+        for name, kinds in _PART_TYPES.items():
             part = values.get(name)
             if not isinstance(part, dict):
                 raise UserError(f"model: {name} must be an object")
@@ -262,7 +262,7 @@ class CLIPConfig(_Part):
         return cls(**validated(cls, {**values, **parts}, "model"))
 
 
-_PARTS: dict[str, tuple[Any, ...]] = {
+_PART_TYPES: dict[str, tuple[Any, ...]] = {
     "image_tower": (VisionTowerConfig, PretrainedImageConfig),
     "text_tower": (TextTowerConfig, PretrainedTextConfig),
     "image_head": (HeadConfig,),
@@ -301,8 +301,8 @@ _SMALL_DATA: dict[str, Any] = {
     "stem": "conv",
 }
 _SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
-# The prior art: biases on the patch layer and the projections, no norm before the first block.
-_PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
+# The original project: biases on the patch layer and the projections, no norm before the first block.
+_ORIGINAL = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
 
 def _vit(
@@ -316,15 +316,16 @@ def _vit(
         )
     )
     sizes |= {
-        f"{tower}_heads": sizes[f"{tower}_width"] // HEAD_WIDTH for tower in ("vision", "text")
+        f"{tower}_heads": sizes[f"{tower}_width"] // ATTENTION_HEAD_WIDTH
+        for tower in ("vision", "text")
     }
     return with_fields(CLIPConfig(), embed_dim=embed, patch_size=patch, **sizes, **rest)
 
 
-HEAD_WIDTH = 64  # of an attention head, in every preset
+ATTENTION_HEAD_WIDTH = 64  # of an attention head, in every preset
 
 # Setting of `ModelConfig` -> the fields of a CLIPConfig on our own towers that it sets.
-FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
+FIELDS_OF_SETTING: dict[str, tuple[tuple[str, str], ...]] = {
     **{
         f"vision_{name}": (("image_tower", name),)
         for name in ("width", "layers", "heads", "pre_norm")
@@ -350,7 +351,7 @@ def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
     own = {name: values.pop(name) for name in ("embed_dim", "logit_bias") if name in values}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        for part, item in FIELDS[name]:
+        for part, item in FIELDS_OF_SETTING[name]:
             changes.setdefault(part, {})[item] = value
     return replace(
         config,
@@ -361,15 +362,15 @@ def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
 
 def field_value(config: CLIPConfig, name: str) -> Any:
     """The value of a config on our own towers under its name in `ModelConfig`."""
-    part, item = FIELDS[name][0]
+    part, item = FIELDS_OF_SETTING[name][0]
     return getattr(getattr(config, part), item)
 
 
 PRESETS: dict[str, CLIPConfig] = {
     #             vision (width, layers)  text     embed  patch
     "tiny": _vit((256, 4), (256, 2), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
-    "small": _vit((512, 12), (512, 12), 512, 16, vocab_size=33, **_PRIOR_ART),
-    "documented": _vit((768, 12), (512, 6), 512, 16, vocab_size=33, **_PRIOR_ART),
+    "original": _vit((512, 12), (512, 12), 512, 16, vocab_size=33, **_ORIGINAL),
+    "original-documented": _vit((768, 12), (512, 6), 512, 16, vocab_size=33, **_ORIGINAL),
     "ViT-S-16": _vit((384, 12), (384, 12), 384, 16),
     "ViT-B-32": _vit((768, 12), (512, 12), 512, 32),
     "ViT-B-16": _vit((768, 12), (512, 12), 512, 16),
@@ -398,11 +399,11 @@ def clip_config(
     model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any
 ) -> CLIPConfig:
     """The preset with the config's changes; the vocabulary comes from the tokenizer."""
-    names = {item.name for item in dataclasses.fields(model)} & {*FIELDS, "embed_dim"}
+    names = {item.name for item in dataclasses.fields(model)} & {*FIELDS_OF_SETTING, "embed_dim"}
     given = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     for tower in ("vision", "text"):
         if f"{tower}_width" in given:
-            given[f"{tower}_heads"] = max(1, given[f"{tower}_width"] // HEAD_WIDTH)
+            given[f"{tower}_heads"] = max(1, given[f"{tower}_width"] // ATTENTION_HEAD_WIDTH)
     if tokenizer is not None:
         given |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
     return with_fields(preset(model.name), **given, **values)
@@ -416,7 +417,7 @@ def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
         "text_tower": config.text_tower.kind == "transformer",
     }
     for item in dataclasses.fields(model):
-        for part, name in FIELDS.get(item.name, ()):
+        for part, name in FIELDS_OF_SETTING.get(item.name, ()):
             if own.get(part, all(own.values())):
                 values.setdefault(item.name, getattr(getattr(config, part), name))
     if all(own.values()):

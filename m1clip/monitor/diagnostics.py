@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from m1clip.analyses import ANALYSES
 from m1clip.formatting import duration, number, percent, plural, size
 from m1clip.monitor.history import History, numbers
-from m1clip.runlog import SELECTION, Record, selection_metric
+from m1clip.runlog import SELECTION, Record, selection_name
 
 DATA_FRACTION = 0.10  # of a step spent waiting for batches
 SLOWER = 1.25  # times the first steps
@@ -24,6 +25,7 @@ def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
     """All diagnostics that apply, the worst first."""
     found = [
         *(check(history) for check in CHECKS),
+        *judged_analyses(history),
         stalled(history, now, state),
         interrupted(history, state),
     ]
@@ -60,7 +62,11 @@ def throttling(history: History) -> Diagnostic | None:
     if ratio < SLOWER:
         return None
     hot = [celsius for celsius in numbers([history.newest], "celsius") if celsius >= HOT]
-    cause = f"throttling at {hot[0]:.0f} °C" if hot else "throttling, or busy with other programs"
+    cause = "throttling, or busy with other programs"
+    if any(value > 0 for value in numbers(history.recent, "throttled")):
+        cause = "throttling, according to its sensors"
+    if hot:
+        cause = f"throttling at {hot[0]:.0f} °C"
     return Diagnostic(
         "error", f"steps are {ratio:.1f}x slower than at the start: the machine is {cause}"
     )
@@ -123,7 +129,7 @@ def loss_rises(history: History) -> Diagnostic | None:
 
 def no_longer_better(history: History) -> Diagnostic | None:
     best = history.best()
-    if not best or (stale := sum(row["step"] > best["step"] for row in history.evaluations)) < 3:
+    if not best or (stale := history.evaluations.count_after(best["step"])) < 3:
         return None
     since = numbers((row for row in history.steps if row["step"] >= best["step"]), "loss")
     overfits = len(since) > 5 and statistics.mean(since[-3:]) < 0.9 * statistics.mean(since[:3])
@@ -141,6 +147,17 @@ def memory(history: History) -> Diagnostic | None:
     return Diagnostic(
         "error", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch-size"
     )
+
+
+def judged_analyses(history: History) -> list[Diagnostic]:
+    """What the rules of the table of analyses say about the newest values."""
+    newest = [(each, history.analysis(each)[-1:]) for each in ANALYSES.values() if each.verdict]
+    return [
+        Diagnostic("warning", problem)
+        for analysis, values in newest
+        for _, value in values
+        for problem in analysis.problems(value)
+    ]
 
 
 def unreadable(history: History) -> Diagnostic | None:
@@ -197,7 +214,7 @@ CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
 def describe(record: Record) -> str:
     step, steps = record.get("step"), record.get("steps")
     at = f" at step {step:,}" if step else ""
-    metric = selection_metric(record)
+    metric = selection_name(record)
     score = f"{SELECTION[metric]} {percent(record[metric])}" if numbers([record], metric) else ""
     reason = record.get("reason")
     texts: dict[str, str] = {

@@ -6,26 +6,33 @@ import json
 import math
 import re
 import tomllib
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from m1clip.analyses import ANALYSES, RECORD, Analysis
+from m1clip.epochs import RunTables
 from m1clip.io import open_regular, read_small
-from m1clip.runlog import FIELDS, NAME, Record, curve_fields, parse, selection_metric
+from m1clip.resource_use import ResourceUse
+from m1clip.runlog import FIELDS, LONGEST_LINE, NAME, Record, curve_fields, parse, selection_name
 from m1clip.schema import is_well_formed, matches_schema
 
-BLOCK = 1 << 20  # bytes read at a time
-LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
-POINTS, EVALUATIONS, EVENTS, RECENT, FIRST = 2000, 500, 200, 60, 12
+READ_BYTES = 1 << 20  # bytes read at a time
+POINTS, MAX_EVALUATIONS, EVENTS, RECENT_STEPS, FIRST = 2000, 500, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
-PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "step", "rest")
+PHASES = (
+    *("data", "copy", "preprocess", "forward", "backward", "exchange", "optimizer", "step"),
+    "rest",
+)
 EVENT_KINDS = ("start", "checkpoint", "event", "warning", "skipped", "parity")
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
 
 
-class Thinned:
+class Downsampled:
     """Rows ordered by `step`; stores at most `most`, evenly spread, and always the newest."""
 
     def __init__(self, most: int) -> None:
@@ -58,6 +65,86 @@ class Thinned:
             yield self.last
 
 
+class Highest:
+    """The highest value of some rows, and its step; exact also after later rows were cut.
+
+    Has each value that was the highest when it was added.
+    """
+
+    def __init__(self) -> None:
+        self._values = array("d")
+        self._steps = array("q")
+
+    @property
+    def value(self) -> float | None:
+        return self._values[-1] if self._values else None
+
+    @property
+    def step(self) -> int | None:
+        return self._steps[-1] if self._steps else None
+
+    def add(self, step: int, value: float) -> bool:
+        """Add the value of the next row; returns whether it is the highest."""
+        if self._values and value <= self._values[-1]:
+            return False
+        self._values.append(value)
+        self._steps.append(step)
+        return True
+
+    def cut(self, step: int) -> None:
+        """Remove values after a step."""
+        kept = bisect_right(self._steps, step)
+        del self._values[kept:], self._steps[kept:]
+
+
+class Evaluations(Downsampled):
+    """The evaluations of a run: some of many, but always the first, the best and the newest."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_EVALUATIONS)
+        self._highest = Highest()
+        self._steps = array("q")  # of all evaluations
+        # The best at their time, for a rollback; of more than these, the best has only its score.
+        self._best_rows: deque[Row] = deque(maxlen=MAX_EVALUATIONS)
+
+    @property
+    def best(self) -> Row:
+        """The evaluation with the highest selection metric; {} before the first."""
+        if self._highest.step is None or self.last is None:
+            return {}
+        if self._best_rows:
+            return self._best_rows[-1]
+        return {"step": self._highest.step, selection_name(self.last): self._highest.value}
+
+    def add(self, row: Row) -> None:
+        super().add(row)
+        if self.last is not row:  # it is not newer than the last
+            return
+        self._steps.append(row["step"])
+        for value in numbers([row], selection_name(row)):
+            if self._highest.add(row["step"], value):
+                self._best_rows.append(row)
+
+    def cut(self, step: int) -> None:
+        super().cut(step)
+        self._highest.cut(step)
+        while self._best_rows and self._best_rows[-1]["step"] > step:
+            self._best_rows.pop()
+        del self._steps[bisect_right(self._steps, step) :]
+
+    def count_after(self, step: int) -> int:
+        """Number of evaluations after a step."""
+        return len(self._steps) - bisect_right(self._steps, step)
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = {row["step"]: row for row in super().__iter__()}
+        best = self.best
+        if best:
+            rows.setdefault(best["step"], best)
+        for step in sorted(rows):
+            yield rows[step]
+
+
 class History:
     """Follows one run: `poll` reads new records, everything else is read-only."""
 
@@ -73,13 +160,23 @@ class History:
         self.records = 0  # that were read
         self.config = _read(self.run / "config.toml")
         self.environment = _read(self.run / "environment.json")
-        self.steps, self.evaluations = Thinned(POINTS), Thinned(EVALUATIONS)
+        self.steps = Downsampled(POINTS)
+        self.evaluations = Evaluations()
+        self.analyses = Downsampled(
+            MAX_EVALUATIONS
+        )  # analyses of steps, beside those of evaluations
+        # Analysis of layers -> layer -> its highest value.
+        self.highest: dict[str, dict[str, Highest]] = {}
         self.events: deque[Record] = deque(maxlen=EVENTS)
-        self.recent: deque[Record] = deque(maxlen=RECENT)  # complete records of the newest steps
+        # Complete records of the newest steps.
+        self.recent: deque[Record] = deque(maxlen=RECENT_STEPS)
         self.first: list[Record] = []  # and of this session's first ones
         self.start: Record = {}
         self.end: Record = {}
         self.memory: Record = {}
+        self.sensors: Record = {}
+        self.stages: Record = {}  # the newest line with a synchronized step
+        self.use = ResourceUse()
         self.total = 0
         self.skipped = 0
         self.last_time = 0.0
@@ -112,7 +209,7 @@ class History:
         with open_regular(self.path, self.run) as file:
             self.problem = ""
             file.seek(self._offset)
-            while block := file.read(BLOCK):
+            while block := file.read(READ_BYTES):
                 self._offset += len(block)
                 lines = (self._partial_line + block).split(b"\n")
                 self._partial_line = lines.pop()
@@ -135,17 +232,24 @@ class History:
             self._cut(step)
             self.start, self.end = record, {}
             self.total = record.get("steps") or self.total
-            self.first, self.recent = [], deque(maxlen=RECENT)
+            self.first, self.recent = [], deque(maxlen=RECENT_STEPS)
         elif kind == "step":
             self._reached = max(self._reached, step)
             self.steps.add({**curve_row(record), "order": self.records})
             self.recent.append(record)
+            self.use.add(record)
+            if record.get("stages"):
+                self.stages = record
             if len(self.first) < FIRST:
                 self.first.append(record)
         elif kind == "eval":
-            self.evaluations.add({**record, "order": self.records})
+            self._add_evaluated(self.evaluations, record)
+        elif kind == RECORD:
+            self._add_evaluated(self.analyses, record)
         elif kind == "memory":
             self.memory = record
+        elif kind == "sensors":
+            self.sensors = record
         elif kind == "end":
             self.end = record
         if kind in EVENT_KINDS:
@@ -155,8 +259,25 @@ class History:
                 self._cut(back)
             self.events.append(record)
 
+    def _add_evaluated(self, rows: Downsampled, record: Record) -> None:
+        """Add a record with scores or analyses, and the highest values of layers."""
+        row = {**record, "order": self.records}
+        rows.add(row)
+        if rows.last is not row:  # it is not newer than the last
+            return
+        for analysis in ANALYSES.values():
+            value = _value_at(row, analysis.path)
+            if analysis.shown_as == "heat map" and isinstance(value, dict):
+                layers = self.highest.setdefault(analysis.name, {})
+                for layer in value:
+                    for number in numbers([value], layer):
+                        layers.setdefault(layer, Highest()).add(row["step"], number)
+
     def _cut(self, step: int) -> None:
-        curves = (self.steps, self.evaluations)
+        curves = (self.steps, self.evaluations, self.analyses)
+        for layers in self.highest.values():
+            for highest in layers.values():
+                highest.cut(step)
         if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
         for curve in curves:
@@ -177,7 +298,7 @@ class History:
 
     @property
     def metric(self) -> str:
-        return selection_metric(self.evaluations.last or {})
+        return selection_name(self.evaluations.last or {})
 
     def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
         """A value of config.toml; None if it is missing or of another type."""
@@ -201,8 +322,18 @@ class History:
         return [(step, factor * value) for step, value in found if value is not None]
 
     def best(self) -> Row:
-        rows = [row for row in self.evaluations if numbers([row], self.metric)]
-        return max(rows, key=lambda row: row[self.metric], default={})
+        """The evaluation with the highest selection metric, exactly; {} before the first."""
+        return self.evaluations.best
+
+    def tables(self) -> RunTables:
+        """The table by epoch and the phases of the loss; of a very long run, some lines stand for all."""
+        return RunTables(self.steps, self.evaluations)
+
+    def analysis(self, analysis: Analysis) -> list[tuple[int, Any]]:
+        """The values (step, value) of an analysis; if there are many, some of them."""
+        rows = self.analyses if analysis.record_kind == RECORD else self.evaluations
+        found = ((row["step"], _value_at(row, analysis.path)) for row in rows)
+        return [(step, value) for step, value in found if value is not None]
 
 
 def curve_row(record: Record) -> Row:
@@ -223,13 +354,19 @@ def numbers(rows: Iterable[Row], name: str) -> list[float]:
 
 
 def figure_of(row: Row, name: str) -> float | None:
-    """A figure of an evaluation by its name, or one inside its analysis; the fraction of [fraction, n]."""
+    """A figure of an evaluation by its name, or one inside its analysis; the value of a rate."""
     value: Any = row.get(name)
     if value is None:
-        value = row
-        for part in name.split("/"):
-            value = value.get(part) if isinstance(value, dict) else None
-    return _number(value[0] if isinstance(value, list) and value else value)
+        value = _value_at(row, name)
+    return _number(value.get("value") if isinstance(value, dict) else value)
+
+
+def _value_at(row: Row, path: str) -> Any:
+    """The value at a/path/in/dicts; None if it is missing."""
+    value: Any = row
+    for part in path.split("/"):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _number(value: Any) -> float | None:
@@ -249,7 +386,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 SNAPSHOT_NAME = re.compile(r"step-(\d{1,12})\.json")
-MAX_BYTES = 1 << 22
+MAX_SNAPSHOT_BYTES = 1 << 22
 MAX_MATRIX = 256  # rows
 SNAPSHOT: dict[str, Any] = {
     "step": int,
@@ -280,7 +417,9 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
     path = snapshot_steps(run).get(step)
     try:
         value: Any = (
-            json.loads(read_small(path, MAX_BYTES, inside=run)) if path is not None else None
+            json.loads(read_small(path, MAX_SNAPSHOT_BYTES, inside=run))
+            if path is not None
+            else None
         )
     except (OSError, ValueError, RecursionError):
         return None
@@ -297,6 +436,8 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
 
 def read_thumbnail(run: Path, image: int) -> bytes | None:
     try:
-        return read_small(run / "snapshots" / "thumbnails" / f"{image}.jpg", MAX_BYTES, inside=run)
+        return read_small(
+            run / "snapshots" / "thumbnails" / f"{image}.jpg", MAX_SNAPSHOT_BYTES, inside=run
+        )
     except OSError:
         return None

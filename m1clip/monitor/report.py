@@ -17,32 +17,45 @@ from typing import Any
 
 from PIL import Image
 
+from m1clip.analyses import ANALYSES
+from m1clip.epochs import NOT_COMPARABLE, PHASE_HEAD
 from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, one_line, percent, size
 from m1clip.io import read_small, write_bytes
+from m1clip.log_field import LogField
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import PHASES, History, numbers
+from m1clip.monitor.resources import (
+    Rows,
+    core_table,
+    energy_rows,
+    heat_rows,
+    memory_table,
+    stage_note,
+    stage_seconds,
+)
 from m1clip.monitor.status import elapsed, status_of
-from m1clip.runlog import SELECTION, LogField, label, plotted_fields
+from m1clip.runlog import SELECTION, label, plotted_fields
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
-COLORS, GRAY = (
+PLOT_COLORS, PLOT_GRAY = (
     ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"),
     "#868e96",
 )
 CHANCE = "chance"
-INK = "#76818f"  # text of a plot: readable on white and on the dark theme
+WIDE_LOG_RANGE = 30.0  # the highest value divided by the lowest
+PLOT_INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "values") -> str:
     """A horizontally scrollable table; cells are escaped here."""
     top = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in head)
     body = ""
     for first, *rest in rows:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         body += f"<tr><th scope='row'>{escape(first)}</th>{cells}</tr>"
-    return f"<div class='scroll'><table class='values'><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<div class='scroll'><table class='{css}'><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def html_image(data: bytes, kind: str, alt: str, css: str = "") -> str:
@@ -59,9 +72,18 @@ def has_matplotlib() -> bool:
 
 
 def plot(
-    title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]], log: bool = False
+    title: str,
+    curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    log: bool = False,
+    *,
+    x_label: str = "step",
+    log_x: bool = False,
+    reference: str = CHANCE,
 ) -> str:
-    """A line plot of (name, points), drawn by matplotlib as SVG; "" if nothing was measured."""
+    """A line plot of (name, points), drawn by matplotlib as SVG; "" if nothing was measured.
+
+    The curve with the name `reference` is dashed and gray.
+    """
     shown = [(name, points) for name, points in curves if any(y > 0 or not log for _, y in points)]
     if not shown:
         return ""
@@ -69,7 +91,7 @@ def plot(
     from matplotlib.figure import Figure
 
     inks = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), PLOT_INK
     )
     settings = {
         "font.size": 8,
@@ -82,10 +104,10 @@ def plot(
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
-        for (name, points), color in zip(shown, itertools.cycle(COLORS), strict=False):
+        for (name, points), color in zip(shown, itertools.cycle(PLOT_COLORS), strict=False):
             xs, ys = zip(*points, strict=True)
             style: dict[str, Any] = (
-                {"color": GRAY, "linestyle": "--"} if name == CHANCE else {"color": color}
+                {"color": PLOT_GRAY, "linestyle": "--"} if name == reference else {"color": color}
             )
             axes.plot(
                 xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style
@@ -93,9 +115,18 @@ def plot(
         if log:
             axes.set_yscale("log", nonpositive="mask")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
-            axes.yaxis.set_minor_formatter(lambda value, _: number(value))
+            heights = [y for _, points in shown for _, y in points if y > 0]
+            is_wide = max(heights) > WIDE_LOG_RANGE * min(heights)
+            # Labels between powers of ten would overlap on a wide range.
+            minor = (lambda value, _: "") if is_wide else (lambda value, _: number(value))
+            axes.yaxis.set_minor_formatter(minor)
+        if log_x:
+            axes.set_xscale("log")
+            axes.set_xticks(sorted({x for _, points in shown for x, _ in points}))
+            axes.xaxis.set_major_formatter(lambda value, _: number(value))
+            axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.grid(alpha=0.25)
-        axes.set_xlabel("step")
+        axes.set_xlabel(x_label)
         if len(shown) > 1:
             axes.legend(frameon=False)
         with warnings.catch_warnings():
@@ -122,7 +153,7 @@ def curve_plots(histories: Sequence[History]) -> str:
             (history.name, history.curve(field.name or history.metric, field.factor))
             for history in histories
         ]
-        chance = f"{field.name or histories[0].metric}/chance"
+        chance = field.chance or f"{field.name or histories[0].metric}/chance"
         curves.append((CHANCE, histories[0].curve(chance, field.factor)))
         plots += plot(field.title, curves, log=field.log_scale)
     return plots
@@ -179,6 +210,71 @@ def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str
     return f"{percent(record[name])} ({100 * change:+.1f}{' *' if apart else ''})"
 
 
+def epoch_table(history: History) -> str:
+    """Loss, accuracies within a batch, recall and seconds by epoch."""
+    tables = history.tables()
+    rows = tables.epoch_cells
+    if not rows:
+        return ""
+    note = f"<p class='hint'>{escape(NOT_COMPARABLE)}</p>"
+    return f"<h3>By epoch</h3>{note}{html_table(tables.epoch_head, rows)}"
+
+
+def phase_table(history: History) -> str:
+    """The phases of the loss, and how fast it fell in each."""
+    rows = history.tables().phase_cells
+    if not rows:
+        return ""
+    return f"<h3>Phases of the loss</h3>{html_table(PHASE_HEAD, rows)}"
+
+
+def rate_tables(history: History) -> str:
+    """A table for each analysis with rates: the values of the newest evaluation."""
+    tables = ""
+    for analysis in ANALYSES.values():
+        values = history.analysis(analysis) if analysis.has_rates else []
+        if not values:
+            continue
+        step, newest = values[-1]
+        rows = []
+        for part, rate in newest.items():
+            interval = f"{percent(rate['low'])} to {percent(rate['high'])}"
+            cells = [percent(rate["value"]), interval, percent(rate["chance"]), f"{rate['n']:,}"]
+            rows.append([part, *cells, analysis.parts.get(part, "")])
+        title = analysis.title.partition(", %")[0]
+        note = f"{analysis.meaning[0].upper()}{analysis.meaning[1:]}."
+        tables += f"<h3>{escape(title)}, step {step:,}</h3><p class='hint'>{escape(note)}</p>"
+        tables += html_table(["", "value", "95% interval", "chance", "n", ""], rows)
+    return tables
+
+
+def layer_tables(history: History) -> str:
+    """A table for each analysis by layer: its first, last and largest value."""
+    tables = ""
+    for analysis in ANALYSES.values():
+        values = history.analysis(analysis) if analysis.shown_as == "heat map" else []
+        if not values:
+            continue
+        (first_step, first), (last_step, last) = values[0], values[-1]
+        rows = []
+        highest = history.highest.get(analysis.name, {})
+        for layer in dict.fromkeys([*first, *last]):
+            peak = "-"
+            if layer in highest and highest[layer].step is not None:
+                peak = f"{number(highest[layer].value)} at step {highest[layer].step:,}"
+            rows.append([layer, _figure(first.get(layer)), _figure(last.get(layer)), peak])
+        head = ["layer", f"first (step {first_step:,})", f"last (step {last_step:,})", "largest"]
+        note = f"{analysis.meaning[0].upper()}{analysis.meaning[1:]}."
+        tables += f"<h3>{escape(analysis.title)}</h3><p class='hint'>{escape(note)}</p>"
+        tables += html_table(head, rows)
+    return tables
+
+
+def _figure(value: float | str | None) -> str:
+    """A number of the log as text; the log writes NaN as text."""
+    return value if isinstance(value, str) else number(value)
+
+
 def costs(histories: Sequence[History]) -> str:
     def median(history: History, name: str, words: Callable[[float], str]) -> str:
         values = numbers(history.steps, name)
@@ -186,14 +282,14 @@ def costs(histories: Sequence[History]) -> str:
 
     def phases(history: History) -> str:
         sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
+        if history.stages:
+            sums = stage_seconds(history)
         total = sum(sums.values())
-        return ", ".join(
+        words = ", ".join(
             f"{name} {percent(value / total, 0)}" for name, value in sums.items() if value > 0
         )
-
-    def energy(history: History) -> str:
-        values = numbers([history.end], "joules_per_epoch")
-        return f"{values[0]:,.4g} J" if values else "not measured"
+        note = stage_note(history)
+        return f"{words} ({note})" if note else words
 
     rows: dict[str, Callable[[History], str]] = {
         "state": lambda h: status_of(h).message,
@@ -203,13 +299,32 @@ def costs(histories: Sequence[History]) -> str:
             h, "images_per_second", lambda value: f"{value:,.0f}"
         ),
         "step, median": lambda h: median(h, "step_seconds", duration),
-        "step time by phase": phases,
+        "step time by stage": phases,
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
-        "power, median": lambda h: median(h, "watts", lambda value: f"{value:.1f} W"),
-        "energy per epoch": energy,
     }
     table = [[name, *(words(history) for history in histories)] for name, words in rows.items()]
     return html_table(["", *(history.name for history in histories)], table)
+
+
+MACHINE_TABLES: dict[str, Callable[[History], Rows]] = {
+    "Memory by component": memory_table,
+    "Use of each core, mean": core_table,
+    "Energy": energy_rows,
+    "Temperature, throttling, fan": heat_rows,
+}
+
+
+def machine_tables(histories: Sequence[History]) -> str:
+    """What the runs used of their machines, one column per run."""
+    tables = ""
+    for title, rows_of in MACHINE_TABLES.items():
+        columns = [dict(rows_of(history)) for history in histories]
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+        if rows:
+            head = ["", *(history.name for history in histories)]
+            tables += f"<h3>{escape(title)}</h3>{html_table(head, rows)}"
+    return tables
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
@@ -226,7 +341,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _page(histories: Sequence[History]) -> bytes:
-    """The page with an inline stylesheet, without scripts or external requests."""
+    """The page of the report."""
     names = ", ".join(history.name for history in histories)
     version = escape(str(histories[0].start.get("version", "")))
     several = len(histories) > 1
@@ -246,16 +361,24 @@ def _page(histories: Sequence[History]) -> bytes:
         else escape(NO_PLOTS)
     )
     body += _section("Curves", plots)
+    body += _section("Machine", machine_tables(histories))
     for history in histories:
         run = f": {history.name}" if several else ""
+        body += _section(f"Training{run}", epoch_table(history) + phase_table(history))
+        body += _section(f"Analysis{run}", rate_tables(history) + layer_tables(history))
         body += _section(f"Examples{run}", _retrieval_grid(history))
         body += _section(f"Settings{run}", _settings(history))
+    return html_page(names, body)
+
+
+def html_page(title: str, body: str) -> bytes:
+    """A page with the stylesheet inside it, without scripts or external requests."""
     style = (resources.files("m1clip.web") / "page" / "style.css").read_text(encoding="utf-8")
     page = (
         "<!doctype html>\n<html lang='en' class='report'><head><meta charset='utf-8'><meta name='viewport' "
         "content='width=device-width, initial-scale=1'><meta http-equiv='Content-Security-Policy' "
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>m1clip: {escape(names)}</title><style>{style}</style></head><body>{body}</body></html>\n"
+        f"<title>m1clip: {escape(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
     )
     return page.encode("utf-8", "replace")  # a folder name may be invalid UTF-8
 

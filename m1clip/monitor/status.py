@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from m1clip.errors import UserError
 from m1clip.formatting import ago, ceil_div, clock, percent, table
-from m1clip.io import LOCK, read_owner
+from m1clip.io import RUN_LOCK, read_owner
 from m1clip.monitor.history import History, numbers
 from m1clip.runlog import NAME, SELECTION, RunLog, read_preparing
 
@@ -47,7 +47,7 @@ def status_of(history: History, now: float | None = None) -> Status:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (NAME, "config.toml", LOCK))
+    return any((folder / name).is_file() for name in (NAME, "config.toml", RUN_LOCK))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def find_runs(folder: Path) -> list[Path]:
         return next(
             (
                 (run / name).stat().st_mtime
-                for name in (NAME, "config.toml", LOCK)
+                for name in (NAME, "config.toml", RUN_LOCK)
                 if (run / name).is_file()
             ),
             0,

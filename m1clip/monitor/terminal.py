@@ -25,7 +25,7 @@ from m1clip.monitor.history import PHASES, History, numbers
 from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
 from m1clip.runlog import FIELDS, SELECTION, Record
 
-SMALLEST = (40, 10)
+SMALLEST_TERMINAL = (40, 10)
 STYLES = {
     **{
         "running": "green",
@@ -37,7 +37,11 @@ STYLES = {
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }
 PHASE_STYLES = dict(
-    zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True)
+    zip(
+        PHASES,
+        ("yellow", "magenta", "white", "cyan", "blue", "red", "green", "cyan", "dim"),
+        strict=True,
+    )
 )
 ALL_METRICS = "All metrics: m1clip monitor --web"
 RANK_FIGURES, SHOWN_RANKS = ("images_per_second", "step_seconds"), 8
@@ -280,8 +284,10 @@ def frame(
     history: History, status: Status, now: float, console: Console, live: bool = True
 ) -> RenderableType:
     width, height = console.size
-    if width < SMALLEST[0] or height < SMALLEST[1]:
-        return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")
+    if width < SMALLEST_TERMINAL[0] or height < SMALLEST_TERMINAL[1]:
+        return Text(
+            f"window too small\nneeds {SMALLEST_TERMINAL[0]}x{SMALLEST_TERMINAL[1]}", "bold red"
+        )
     top = head_lines(history, status, width, now)
     lower: list[RenderableType] = [
         *value_lines(history),

@@ -26,20 +26,21 @@ from m1clip.search.index import (
     stored_statements,
 )
 
-SCHEMA = """
-CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
+CONCEPTS_SCHEMA = """
+CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, positive INTEGER, time REAL,
   PRIMARY KEY (name, sha256, model));
 """
 # The rows that m1clip writes; a file from a stranger may contain others, which do not count.
-VALID = (
+VALID_EXAMPLE = (
     "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 "
-    "AND typeof(vector) = 'blob' AND length(vector) = ? AND typeof(good) = 'integer' AND good IN (0, 1)"
+    "AND typeof(vector) = 'blob' AND length(vector) = ? AND typeof(positive) = 'integer' AND positive IN (0, 1)"
 )
 # Strength of the covariance in the linear head, as a multiple of its mean variance; the prototype is the last.
 SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
 TEXT_WEIGHTS = (0.0, 0.5, 1.0)
 MIN_EXAMPLES = 2  # to choose by leave-one-out
-KNOWN = 0.1  # a text finds examples that it ranks, on average, within this fraction of the library
+# A text finds examples that it ranks, on average, within this fraction of the library.
+KNOWN_FRACTION = 0.1
 SAME = 0.9995  # cosine of two vectors of the same image
 
 # (n, dim) vectors of positive examples, (m, dim) of negative ones.
@@ -72,8 +73,10 @@ class Concepts:
                 db.execute("PRAGMA trusted_schema = OFF")
                 stored = stored_statements(db)
                 if not stored:
-                    db.executescript(SCHEMA.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS"))
-                elif stored != statements(SCHEMA):
+                    db.executescript(
+                        CONCEPTS_SCHEMA.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS")
+                    )
+                elif stored != statements(CONCEPTS_SCHEMA):
                     raise sqlite3.DatabaseError("other tables than m1clip's")
                 yield db
         except sqlite3.DatabaseError as error:
@@ -123,9 +126,9 @@ class Concepts:
         """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the oldest first."""
         if not self.path.is_file():
             return []
-        columns = "SELECT name, sha256, vector, good FROM examples"
+        columns = "SELECT name, sha256, vector, positive FROM examples"
         with self._open() as db:
-            query = f"{columns} WHERE model = ? AND {VALID} ORDER BY time, sha256"
+            query = f"{columns} WHERE model = ? AND {VALID_EXAMPLE} ORDER BY time, sha256"
             rows = db.execute(query, (self.model, self.vector_bytes)).fetchall()
         return [row for row in rows if np.isfinite(np.frombuffer(row[2], np.float16)).all()]
 
@@ -221,7 +224,7 @@ def fit_concept(
 
     # Images that the text ranks higher.
     above = np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1
-    text_finds_them = len(positive) == 0 or above.mean() <= KNOWN * len(unmarked)
+    text_finds_them = len(positive) == 0 or above.mean() <= KNOWN_FRACTION * len(unmarked)
     if len(positive) >= MIN_EXAMPLES:
         choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
         chosen = max(choices, key=mean_height)

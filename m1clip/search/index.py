@@ -19,7 +19,7 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 import m1clip
+from m1clip import console
 from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
 from m1clip.data.images import (
     READ_TIMEOUT,
@@ -41,19 +42,20 @@ from m1clip.data.images import (
     decode,
     map_with_timeout,
     one_line,
-    opened,
+    open_header,
 )
 from m1clip.errors import UserError, hub_hint
 from m1clip.extras import require
-from m1clip.hardware.facts import decode_threads
+from m1clip.hardware.machine_info import decode_threads
 from m1clip.io import first_writable, open_regular, read_small, unlink_beneath, write_bytes
+from m1clip.model.named import BOXED, boxed_name, default_model, require_towers
 from m1clip.search import vectors
 
-FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
+INDEX_FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
 CONCEPTS = "concepts.sqlite"  # taught words: user data, which stays if the index is made again
 LAST = "last-folder"  # in the data folder of the user
-FORMAT = 2
-BATCH = 64  # images encoded together
+SEARCH_INDEX_FORMAT = 3
+ENCODED_BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
@@ -66,12 +68,12 @@ READ_SECONDS = 5.0
 # The end of a journal that names another file, which SQLite deletes.
 SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 ABOUT = "CREATE TABLE about (name TEXT PRIMARY KEY, value)"
-SCHEMA = f"""
+INDEX_SCHEMA = f"""
 {ABOUT};
 CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, path TEXT, stamp TEXT, dim INTEGER, generation INTEGER,
   used REAL);
 CREATE TABLE images (id INTEGER PRIMARY KEY, sha256 BLOB UNIQUE, width INTEGER, height INTEGER, taken TEXT,
-  orientation INTEGER, look BLOB, thumb BLOB);
+  orientation INTEGER, perceptual_hash BLOB, thumb BLOB);
 CREATE TABLE files (id INTEGER PRIMARY KEY, path BLOB UNIQUE, bytes INTEGER, mtime_ns INTEGER, image INTEGER,
   problem TEXT);
 CREATE TABLE vectors (model INTEGER, image INTEGER, row INTEGER, PRIMARY KEY (model, image)) WITHOUT ROWID;
@@ -91,11 +93,9 @@ VALID_FILE = f"{VALID_PATH} AND typeof(bytes) = 'integer' AND typeof(mtime_ns) =
 VALID_IMAGE = (
     "typeof(sha256) = 'blob' AND length(sha256) = 32 "
     "AND typeof(width) = 'integer' AND typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') "
-    f"AND typeof(look) = 'blob' AND length(look) = {LOOK_BYTES} "
+    f"AND typeof(perceptual_hash) = 'blob' AND length(perceptual_hash) = {LOOK_BYTES} "
     f"AND typeof(thumb) = 'blob' AND length(thumb) = {THUMB_BYTES}"
 )
-
-Progress = Callable[[int, int], None]  # (done, total)
 
 
 @dataclass
@@ -141,7 +141,9 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     for start in [folder] if folder is not None else [Path(), *_last_folder()]:
         path = Path(os.path.abspath(start.expanduser()))
         for root in (path, *path.parents):
-            places = [place for place in (root / FOLDER, _outside(root)) if _has_database(place)]
+            places = [
+                place for place in (root / INDEX_FOLDER, _outside(root)) if _has_database(place)
+            ]
             place = next((place for place in places if is_own(place)), None)
             if place is None and places:
                 if folder is None or root != path:
@@ -155,9 +157,9 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     if foreign:
         raise UserError(
             f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; "
-            f"name that folder to use it); run: m1clip index {folder or 'FOLDER'}"
+            f"name that folder to use it); run: m1clip index {folder or 'INDEX_FOLDER'}"
         )
-    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
+    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'INDEX_FOLDER'}")
 
 
 def _has_database(place: Path) -> bool:
@@ -229,7 +231,7 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         db = sqlite3.connect(uri, uri=True, timeout=seconds, check_same_thread=False)
         db.execute("PRAGMA trusted_schema = OFF")
         if write and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+            db.executescript(f"BEGIN; {INDEX_SCHEMA} COMMIT;")
         try:
             stored = stored_statements(db)
         except sqlite3.OperationalError as error:
@@ -242,12 +244,12 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         if stored and ABOUT not in stored:
             raise other
         facts = dict(db.execute("SELECT name, value FROM about"))
-        if facts.get("format", FORMAT) != FORMAT:
+        if facts.get("format", SEARCH_INDEX_FORMAT) != SEARCH_INDEX_FORMAT:
             version = one_line(str(facts.get("version")))
             raise UserError(
                 f"{path}: written by another version of m1clip ({version}); {hint(path)}"
             )
-        if stored != statements(SCHEMA):
+        if stored != statements(INDEX_SCHEMA):
             raise other
     return db
 
@@ -349,6 +351,9 @@ def model_hash(path: str | Path) -> str:
 
 
 def _model_files(path: str | Path) -> list[str]:
+    name = boxed_name(path)
+    if name is not None:
+        path = BOXED[name].folder
     if os.path.isfile(path):
         return [str(path)]
     # Of a model folder only: the index of a stranger may name any folder of the disk.
@@ -360,7 +365,11 @@ def _model_files(path: str | Path) -> list[str]:
 
 
 def _resolved(model: str | Path) -> str:
-    """The absolute path of a model folder or file: best/ or model/ of a run."""
+    """The name of a model, or the absolute path of a model folder or file: best/ or model/ of a run."""
+    name = boxed_name(model)
+    if name is not None:
+        require_towers(name)
+        return name
     for folder in (Path(model), Path(model) / "best", Path(model) / "model"):
         if folder.is_file() or any((folder / name).is_file() for name in MODEL_FILES):
             return os.path.abspath(folder)
@@ -372,7 +381,7 @@ def _resolved(model: str | Path) -> str:
 def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
     """(number of the set of vectors, path of the model), which is by default that of the last call."""
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
-    path = asked or (str(last[0]) if last else _newest_model())
+    path = asked or (str(last[0]) if last else _resolved(default_model()))
     stamp = model_stamp(path)
     found = db.execute(
         "SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)
@@ -384,12 +393,6 @@ def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
         db.execute("UPDATE models SET path = ?, stamp = ? WHERE id = ?", (path, stamp, found[0]))
     db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), found[0]))
     return found[0], path
-
-
-def _newest_model() -> str:
-    from m1clip.model.folder import newest_run
-
-    return _resolved(newest_run())
 
 
 # Files
@@ -410,7 +413,7 @@ def _scan(root: Path, report: Report) -> tuple[dict[bytes, tuple[int, int]], lis
             report.problems.append((os.fsdecode(prefix), error.strerror or str(error)))
             continue
         for entry in entries:
-            if entry.name == FOLDER.encode():
+            if entry.name == INDEX_FOLDER.encode():
                 continue
             if entry.name.startswith(b".") or entry.name == b"__MACOSX":
                 report.hidden += 1
@@ -450,7 +453,7 @@ def _read(root: bytes, path: bytes, known: dict[bytes, int], model: Any) -> _Rea
         digest = hashlib.sha256(data).digest()
         if digest in known:
             return _Read(path, digest)
-        with opened(data, where) as header:
+        with open_header(data, where) as header:
             facts = _facts(header)
         image = decode(data, model.preprocess.image_size, where)
         return _Read(path, digest, model.square(image), (*facts, *appearance(image)))
@@ -477,22 +480,18 @@ def _facts(header: Image.Image) -> tuple[int, int, str | None, int]:
 # The index
 
 
-def update_index(
-    folder: str | Path,
-    model: str | Path | None = None,
-    progress: Progress = lambda done, total: None,
-) -> Report:
+def update_index(folder: str | Path, model: str | Path | None = None) -> Report:
     """Index the images of a folder and its subfolders; unchanged files are not read again."""
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
-    places = [place for place in (root / FOLDER, _outside(root)) if is_own(place)]
+    places = [place for place in (root / INDEX_FOLDER, _outside(root)) if is_own(place)]
     for place in filter(os.path.lexists, places):
         check_place(place, write=True)
     # Chosen before anything is created: a missing model leaves no empty index.
     path = None if model is None else _resolved(model)
     if path is None and not any(map(_has_database, places)):
-        path = _newest_model()
+        path = _resolved(default_model())
     report = Report(first_writable(places, "index", "make one of them writable"), root)
     # A soft lock would outlive a killed process.
     lock = FileLock(report.place / LOCK, fallback_to_soft=False)
@@ -502,7 +501,7 @@ def update_index(
             database_errors(report.place / DATABASE),
             closing(connect(report.place, write=True)) as db,
         ):
-            _update(db, root, path, report, progress)
+            _update(db, root, path, report)
     except Timeout:
         raise UserError(f"{root}: another process is indexing this folder now") from None
     except (OSError, sqlite3.Error) as error:
@@ -517,12 +516,10 @@ def update_index(
     return report
 
 
-def _update(
-    db: sqlite3.Connection, root: Path, asked: str | None, report: Report, progress: Progress
-) -> None:
+def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Report) -> None:
     db.executemany(
         "INSERT OR REPLACE INTO about VALUES (?, ?)",
-        [("format", FORMAT), ("version", m1clip.__version__)],
+        [("format", SEARCH_INDEX_FORMAT), ("version", m1clip.__version__)],
     )
     set_id, path = _choose_model(db, asked)
     db.commit()
@@ -545,16 +542,18 @@ def _update(
     db.commit()
     wanted = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
 
-    def noted(done: int, total: int) -> None:
+    refresh = console.current_progress()
+
+    def record_progress(done: int, total: int) -> None:
         """Also for `m1clip serve`; committed with the images."""
         note = f"{done} {total} {time.time():.0f}"
         db.execute("INSERT OR REPLACE INTO about VALUES ('progress', ?)", (note,))
-        progress(done, total)
+        refresh(done, total)
 
     if wanted:
         model = m1clip.load(path)
         with _Writer(db, report, set_id) as writer:
-            for found in _pipeline(root, wanted, writer, model, noted):
+            for found in _pipeline(root, wanted, writer, model, record_progress):
                 writer.add(found, files, model)
     unused = (
         "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
@@ -577,7 +576,7 @@ def _update(
 
 
 def _pipeline(
-    root: Path, wanted: Sequence[bytes], writer: _Writer, model: Any, progress: Progress
+    root: Path, wanted: Sequence[bytes], writer: _Writer, model: Any, refresh: console.Refresh
 ) -> Iterator[list[_Read]]:
     """Read and decode in threads while the caller encodes."""
     threads, start = max(2, min(decode_threads(), (os.cpu_count() or 2) // 2)), os.fsencode(root)
@@ -586,15 +585,15 @@ def _pipeline(
     )
     late = f"the read did not finish within {READ_TIMEOUT:g} s"
     done, names = 0, iter(wanted)
-    progress(0, len(wanted))
-    while chunk := list(itertools.islice(reads, BATCH)):
+    refresh(0, len(wanted))
+    while chunk := list(itertools.islice(reads, ENCODED_BATCH)):
         both = zip(chunk, names, strict=False)
         yield [
             _Read(name, problem=late, kind="unreadable") if read is None else read
             for read, name in both
         ]
         done += len(chunk)
-        progress(done, len(wanted))
+        refresh(done, len(wanted))
 
 
 class _Writer:
@@ -660,7 +659,7 @@ class _Writer:
             self.file = self._open_file(encoded.shape[1])
         self.file.write(encoded.data)
         self.db.executemany(
-            "INSERT OR IGNORE INTO images (sha256, width, height, taken, orientation, look, thumb) "
+            "INSERT OR IGNORE INTO images (sha256, width, height, taken, orientation, perceptual_hash, thumb) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
             [(read.sha256, *read.facts) for read in reads],
         )
@@ -789,7 +788,7 @@ def _rewrite(
 
 def watch_folder(folder: Path) -> Iterator[object]:
     """Yield once the folder is watched, and then whenever its files have changed; the index itself does not count."""
-    inside = os.sep + FOLDER + os.sep
+    inside = os.sep + INDEX_FOLDER + os.sep
     steps = require("watchfiles", "--watch", "search").watch(
         folder,
         watch_filter=lambda _, path: inside not in path + os.sep,

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 MAX_LENGTH = 1.01  # of a unit vector rounded to float16
-BLOCK = 4096  # rows converted at a time
+NEAREST_BLOCK = 4096  # rows converted at a time
 SAMPLE = 4096  # rows from which a threshold is estimated
 # All but the three bits of an exponent that float16 does not have.
 HALF_BITS = np.int32(-0x70000001)
@@ -54,12 +54,12 @@ def _fast_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, fl
         return scores, lost + length * (2**-11 + rounding)
     scores = np.empty(len(vectors), np.float32)
     scaled = query.astype(np.float32) * HALF_SCALE
-    block = np.empty((BLOCK, len(query)), np.int32)
-    for start in range(0, len(vectors), BLOCK):
-        part = vectors[start : start + BLOCK]
+    block = np.empty((NEAREST_BLOCK, len(query)), np.int32)
+    for start in range(0, len(vectors), NEAREST_BLOCK):
+        part = vectors[start : start + NEAREST_BLOCK]
         widened = _widen(part, block[: len(part)])
         # In one thread: those of a BLAS would wait for each other on a busy machine.
-        np.einsum("nd,d->n", widened, scaled, out=scores[start : start + BLOCK])
+        np.einsum("nd,d->n", widened, scaled, out=scores[start : start + NEAREST_BLOCK])
     return scores, length * rounding
 
 
@@ -75,7 +75,9 @@ def _widen(halves: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def _exact_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
-    blocks = [vectors[start : start + BLOCK] for start in range(0, len(vectors), BLOCK)]
+    blocks = [
+        vectors[start : start + NEAREST_BLOCK] for start in range(0, len(vectors), NEAREST_BLOCK)
+    ]
     scores = np.concatenate(
         [block.astype(np.float64) @ query.astype(np.float64) for block in blocks]
     )

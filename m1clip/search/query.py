@@ -6,7 +6,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -23,6 +23,7 @@ from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.formatting import ceil_div, one_line
 from m1clip.io import PARTIAL
+from m1clip.model.named import boxed_name
 from m1clip.search.concepts import TEXT_ONLY, Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import (
     DATABASE,
@@ -50,7 +51,7 @@ from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted on the validation
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
-WEIGHTS = (-4.41, 0.553)
+MATCH_WEIGHTS = (-4.41, 0.553)
 CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5
@@ -189,7 +190,7 @@ class Index:
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
         self.place, self.root = find_index(None if folder is None else Path(folder))
-        self._asked = None if model is None else os.path.abspath(model)
+        self._asked = None if model is None else boxed_name(model) or os.path.abspath(model)
         self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
@@ -206,23 +207,18 @@ class Index:
         self.refresh()
 
     @classmethod
-    def build(
-        cls,
-        folder: str | Path,
-        model: str | Path | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> "Index":
+    def build(cls, folder: str | Path, model: str | Path | None = None) -> "Index":
         """Index a folder of photos, like the command `m1clip index`, and open the index.
 
-        Only new and changed files are read. `model` is by default the one used last, or the newest run in runs/;
-        `progress` is called with the number of files done and their total.
+        Only new and changed files are read. `model` is by default the one used last, the newest run in runs/, or
+        general. `console.on_progress` calls a function with the number of files done and their total.
         """
-        update_index(folder, model, progress)
+        update_index(folder, model)
         return cls(folder, model)
 
-    def update(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    def update(self) -> Report:
         """Bring the index up to date with its folder, for the model of this index; returns what was done."""
-        report = update_index(self.root, self.model_path, progress)
+        report = update_index(self.root, self.model_path)
         self.refresh()
         return report
 
@@ -501,7 +497,7 @@ class Index:
     ) -> list[Result]:
         """The files of some rows, in the order of the rows; rows of deleted files have none."""
         place = {row: number for number, row in enumerate(rows.tolist())}
-        columns = f"row, files.id, path, width, height, {TAKEN}, bytes, look, thumb"
+        columns = f"row, files.id, path, width, height, {TAKEN}, bytes, perceptual_hash, thumb"
         query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){filtered[0]}"
         found = self._db.execute(query, (self.set_id, *filtered[1]))
         files = sorted(found, key=lambda file: (place[file[0]], file[2]))
@@ -552,7 +548,9 @@ class Index:
 
         The best has the most pixels, then the most bytes, then the shortest path.
         """
-        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files"
+        query = (
+            "SELECT files.id, path, width, height, bytes, sha256, perceptual_hash, thumb FROM files"
+        )
         with self._reading() as db:
             files = db.execute(
                 f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path"
@@ -758,7 +756,7 @@ def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -
     )
 
 
-def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> np.ndarray:
+def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHTS) -> np.ndarray:
     """(n,) probability that each image matches."""
     return np.asarray(1 / (1 + np.exp(-weights[0] - weights[1] * zscores)))
 

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from torch import Tensor
 
-FILE_NAME = "tokenizer.json"
-FORMAT = 1
-BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the number of shapes
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FORMAT = 1
+# Text lengths are rounded up to a multiple of this, to limit the number of shapes.
+LENGTH_MULTIPLE = 4
 
 
 class Tokenizer(ABC):
@@ -82,8 +83,8 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a model folder."""
         # ASCII only, so that no editor or locale can change a character of the alphabet.
-        text = json.dumps({"format": FORMAT, **self.record()}, ensure_ascii=True)
-        (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="ascii")
+        text = json.dumps({"format": TOKENIZER_FORMAT, **self.record()}, ensure_ascii=True)
+        (Path(folder) / TOKENIZER_FILE).write_text(text + "\n", encoding="ascii")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and other.record() == self.record()
@@ -93,8 +94,8 @@ class Tokenizer(ABC):
 
 
 def rounded(length: int, context: int) -> int:
-    """A text length rounded up to a multiple of BUCKET, at most the context."""
-    return min(-(-length // BUCKET) * BUCKET, context)
+    """A text length rounded up to a multiple of LENGTH_MULTIPLE, at most the context."""
+    return min(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
 
 
 def by_length(

@@ -31,7 +31,7 @@ FULL_SOT_ID = 49_406  # also the number of other tokens
 FULL_EOT_ID = 49_407
 END_OF_WORD = "</w>"
 START, END = "<|startoftext|>", "<|endoftext|>"
-CHUNK = 4_096  # texts per call: bounds the memory for a large set
+ENCODED_CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
 # open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an s, and U+0345 (its
 # capital is a letter) is in no class and is dropped. Its two special tokens are left out: a caption that contains
@@ -127,7 +127,7 @@ class BpeTokenizer(Tokenizer):
         """Ids of each text alone, some thousand texts at a time."""
         rust, parts = _rust_tokenizer(), self.parts
         cleaned = map(clean_text, texts)
-        while chunk := list(islice(cleaned, CHUNK)):
+        while chunk := list(islice(cleaned, ENCODED_CHUNK)):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
                 yield (
                     encoding.ids

@@ -13,28 +13,37 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import WordLevel, WordPiece
-from tokenizers.normalizers import BertNormalizer, Lowercase
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer, Lowercase, Replace
+from tokenizers.normalizers import Sequence as AllOf
 from tokenizers.pre_tokenizers import BertPreTokenizer, Split
 from tokenizers.processors import BertProcessing
 
 from m1clip.errors import UserError
 from m1clip.io import read_small
 from m1clip.schema import format_version
-from m1clip.text.base import FILE_NAME, FORMAT, Tokenizer
+from m1clip.text.base import TOKENIZER_FILE, TOKENIZER_FORMAT, Tokenizer
 from m1clip.text.bpe import BASE_COUNT, END, FULL_SOT_ID, START, BpeTokenizer, with_ends
 
 LETTERS = string.ascii_lowercase + " ,."
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
-MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
+MAX_TOKENIZER_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
 
 # Truncation is a setting of the library's object, which must not change while it is used.
 _rust_lock = threading.Lock()
 
 
+def lowercase(text: str) -> str:
+    """Lowercase each character alone.
+
+    Python and JavaScript lowercase a capital sigma by its place in the word, Rust does not.
+    """
+    return text.replace("Σ", "σ").lower()
+
+
 class CharTokenizer(Tokenizer):
-    """Lower-cased characters of a fixed alphabet; any other character is the unknown id."""
+    """Lowercased characters of a fixed alphabet; any other character is the unknown id."""
 
     pad_id, sot_id, eot_id, unk_id = range(SPECIAL_COUNT)
 
@@ -44,7 +53,7 @@ class CharTokenizer(Tokenizer):
             raise ValueError("the alphabet is empty")
         if len(set(alphabet)) != len(alphabet):
             raise ValueError("the alphabet contains a character twice")
-        # Text is lower-cased before the look-up, so a capital could never be found.
+        # Text is lowercased before the look-up, so a capital could never be found.
         if capitals := [c for c in alphabet if c.lower() != c]:
             raise ValueError(f"the alphabet contains {capitals[0]!r}, which is not lower case")
         self.alphabet = alphabet
@@ -53,16 +62,16 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_captions(cls, captions: Iterable[str]) -> CharTokenizer:
-        """a to z, space, comma and full stop, then any other lower-cased characters of the captions, sorted."""
-        others = {c for caption in captions for c in caption.lower()} - set(LETTERS)
+        """a to z, space, comma and full stop, then any other lowercased characters of the captions, sorted."""
+        others = {c for caption in captions for c in lowercase(caption)} - set(LETTERS)
         return cls(LETTERS + "".join(sorted(others)))
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
-        """One id per character of the lower-cased text."""
-        return ([self._id_of.get(c, self.unk_id) for c in text.lower()] for text in texts)
+        """One id per character of the lowercased text."""
+        return ([self._id_of.get(c, self.unk_id) for c in lowercase(text)] for text in texts)
 
     def library(self) -> RustTokenizer:
-        """One token per character; a final sigma is the only letter that the library lower-cases differently."""
+        """One token per character, as WordPiece of words of one character: transformers.js has no WordLevel."""
         ids = {
             "<pad>": self.pad_id,
             START: self.sot_id,
@@ -70,8 +79,9 @@ class CharTokenizer(Tokenizer):
             "<unk>": self.unk_id,
             **self._id_of,
         }
-        rust = RustTokenizer(WordLevel(ids, unk_token="<unk>"))
-        rust.normalizer, rust.pre_tokenizer = Lowercase(), Split(Regex(r"[\s\S]"), "isolated")
+        rust = RustTokenizer(WordPiece(ids, unk_token="<unk>"))
+        rust.normalizer = AllOf([Replace("Σ", "σ"), Lowercase()])
+        rust.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
         rust.post_processor = with_ends(self.sot_id, self.eot_id)
         return rust
 
@@ -145,7 +155,7 @@ def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
             return CharTokenizer.from_captions(captions)
         except (
             ValueError
-        ) as error:  # lower-casing can give a character that is not lower case, such as "İ"
+        ) as error:  # lowercasing can give a character that is not lower case, such as "İ"
             raise UserError(
                 f"no character tokenizer: {error}; use --tokenizer clip-bpe-pruned"
             ) from error
@@ -159,14 +169,15 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer saved in a model folder; a damaged file is a UserError."""
-    path = Path(folder) / FILE_NAME
+    path = Path(folder) / TOKENIZER_FILE
     try:
-        record = json.loads(read_small(path, MAX_BYTES))
+        record = json.loads(read_small(path, MAX_TOKENIZER_BYTES))
         version = format_version(record)
         # Checked before the rest: a newer m1clip may have kinds of its own.
-        if version > FORMAT:
+        if version > TOKENIZER_FORMAT:
             raise UserError(
-                f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}); upgrade m1clip"
+                f"{path}: written by a newer m1clip (format {version}, "
+                f"this one reads {TOKENIZER_FORMAT}); upgrade m1clip"
             )
         return from_record(record)
     except OSError as error:

@@ -14,8 +14,8 @@ from m1clip.model.heads import Head
 IMAGE_RIDGE = 0.1456  # for each feature: two towers side by side need twice that of one
 TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
-MAX_IMAGES = 20_000  # used to estimate the covariances
-BLOCK = 1024  # images at a time
+CCA_IMAGES = 20_000  # used to estimate the covariances
+CCA_BLOCK = 1024  # images at a time
 
 
 @torch.no_grad()
@@ -84,9 +84,9 @@ def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     captions, images = train.captions, train.image_features
     assert images is not None
     assert captions.features is not None
-    chosen = np.asarray(even_indices(len(train.samples), MAX_IMAGES))
-    for start in range(0, len(chosen), BLOCK):
-        block = chosen[start : start + BLOCK]
+    chosen = np.asarray(even_indices(len(train.samples), CCA_IMAGES))
+    for start in range(0, len(chosen), CCA_BLOCK):
+        block = chosen[start : start + CCA_BLOCK]
         counts = captions.first[block + 1] - captions.first[block]
         image_index = np.repeat(np.arange(len(block)), counts)
         rows = np.concatenate([np.arange(captions.first[i], captions.first[i + 1]) for i in block])

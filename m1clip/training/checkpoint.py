@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from m1clip import console
 from m1clip.errors import UserError
-from m1clip.formatting import plural, size, steps_or_seconds, table
+from m1clip.formatting import plural, save_interval, size, table
 from m1clip.io import (
     atomic_folder,
     read_small,
@@ -31,13 +32,13 @@ from m1clip.runlog import RunLog
 from m1clip.schema import format_version, validated
 
 if TYPE_CHECKING:
+    from m1clip.training.compose import TrainStep
     from m1clip.training.context import RunContext
-    from m1clip.training.step import TrainStep
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 STATE = "state.json"
 MANIFEST = "manifest.json"  # sha256 of every other file
-FOLDER = "checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
 REQUIRED = {STATE, "weights.safetensors", "optimizer.safetensors"}
 MAX_JSON_BYTES = 2**24
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # of a damaged JSON file
@@ -67,13 +68,13 @@ class TrainState:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    return run / FOLDER / f"step-{step:06d}"
+    return run / CHECKPOINT_FOLDER / f"step-{step:06d}"
 
 
 def saved_steps(run: Path) -> list[int]:
     names = (
         re.fullmatch(r"step-([0-9]{6,18})", item.name)
-        for item in (run / FOLDER).glob("step-*")
+        for item in (run / CHECKPOINT_FOLDER).glob("step-*")
         if item.is_dir()
     )
     return sorted(int(name[1]) for name in names if name)
@@ -94,7 +95,7 @@ def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
     with atomic_folder(target) as folder, torch.no_grad():
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
-        write_json(folder / STATE, {"format": FORMAT, **asdict(state)})
+        write_json(folder / STATE, {"format": CHECKPOINT_FORMAT, **asdict(state)})
         write_json(
             folder / MANIFEST,
             {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}},
@@ -133,27 +134,27 @@ def verify(folder: Path) -> str:
         version = format_version(json.loads(read_small(folder / STATE, MAX_JSON_BYTES)))
     except UNREADABLE as error:
         return f"its {STATE} cannot be read ({type(error).__name__})"
-    if version > FORMAT:
+    if version > CHECKPOINT_FORMAT:
         raise UserError(
-            f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+            f"{folder}: written by a newer m1clip (format {version}, this one reads {CHECKPOINT_FORMAT}): upgrade"
         )
     return ""
 
 
 def load_latest(
-    run: Path, device: torch.device, warn: Callable[[str], None], without_skips: bool = False
+    run: Path, device: torch.device, without_skips: bool = False
 ) -> tuple[TrainState, TensorGroups] | None:
     """The latest valid checkpoint; `without_skips` prefers the latest one saved after a finite step.
 
     A damaged checkpoint is reported and skipped. None if there are none; UserError if none is valid, so that hours
     of work are not dropped silently.
     """
-    for name in restore_folders(run / FOLDER):
-        warn(
-            f"{run / FOLDER / name}: was being replaced when the run was killed; restored the old one"
+    for name in restore_folders(run / CHECKPOINT_FOLDER):
+        console.warn(
+            f"{run / CHECKPOINT_FOLDER / name}: was being replaced when the run was killed; restored the old one"
         )
-    for name in remove_leftovers(run / FOLDER):
-        warn(f"{run / FOLDER / name}: removed an unfinished save")
+    for name in remove_leftovers(run / CHECKPOINT_FOLDER):
+        console.warn(f"{run / CHECKPOINT_FOLDER / name}: removed an unfinished save")
     steps = saved_steps(run)
     chosen: Path | None = None
     for step in reversed(steps):
@@ -162,10 +163,10 @@ def load_latest(
         if problem and step == steps[0] and chosen is None:
             raise UserError(
                 f"{run}: none of its checkpoints is valid (step {step}: {problem}). Restore one from a backup, "
-                f"or delete {run / FOLDER} to train from scratch"
+                f"or delete {run / CHECKPOINT_FOLDER} to train from scratch"
             )
         if problem:
-            warn(f"{folder}: {problem}; using the checkpoint before it")
+            console.warn(f"{folder}: {problem}; using the checkpoint before it")
             continue
         chosen = chosen or folder
         if not without_skips or _read_state(folder / STATE).skipped == 0:
@@ -186,12 +187,23 @@ def _read_state(path: Path) -> TrainState:
     return TrainState(**validated(TrainState, values, str(path)))
 
 
-class SaveTimer:
-    """When to save: every N steps, or every N seconds of a clock that excludes sleep, or after each evaluation."""
+def _passes(interval: float, step: int) -> bool:
+    """Whether a multiple of the interval is reached with this step, not with the one before."""
+    almost = (
+        step + 1e-6
+    )  # rounding, as in 0.1 epochs of 30 steps, must not delay a checkpoint by one
+    return almost // interval > (almost - 1) // interval
 
-    def __init__(self, every: int | str | None) -> None:
+
+class SaveTimer:
+    """When to save: every N steps, epochs or seconds of a clock that excludes sleep, or after each evaluation."""
+
+    def __init__(self, every: int | str | None, steps_per_epoch: int = 1) -> None:
         self.with_evaluations = every is None
-        self.steps, self.seconds = steps_or_seconds(every or 0, "train.save_every")
+        interval = save_interval(every or 0, "train.save_every")
+        self.seconds = interval.seconds
+        # Not rounded: half an epoch of 5 steps is over after 3, 5, 8, ... steps.
+        self.steps = interval.steps or interval.epochs * steps_per_epoch
         self.announced = False  # whether the first checkpoint was shown to the user
         self.reset()
 
@@ -203,7 +215,7 @@ class SaveTimer:
     def due(self, step: int, evaluated: bool) -> bool:
         """Whether a checkpoint is due; stays true until `reset`, because skipped steps delay it."""
         elapsed = bool(self.seconds) and time.monotonic() - self._last >= self.seconds
-        at_step = bool(self.steps and step) and step % self.steps == 0
+        at_step = bool(self.steps and step) and _passes(self.steps, step)
         at_evaluation = self.with_evaluations and evaluated and step > 0
         self._due = self._due or elapsed or at_step or at_evaluation
         return self._due
@@ -211,12 +223,13 @@ class SaveTimer:
 
 def state_to_save(run: RunContext) -> TrainState:
     """The state of a run with what its collaborators know: loss scale, micro-batch, used time."""
-    train_step = run.train_step
-    state = replace(run.state, frozen_sha256=train_step.frozen_sha256)
-    if train_step.oom is not None:
-        state = replace(state, micro_batch=train_step.oom.micro_batch)
-    if train_step.scaler is not None:
-        scaler = train_step.scaler.state_dict()
+    parts = run.train_step.parts
+    state = replace(run.state, frozen_sha256=parts.frozen_sha256)
+    handler = run.train_step.retrying.handler
+    if handler is not None:
+        state = replace(state, micro_batch=handler.micro_batch)
+    if parts.update.scaler is not None:
+        scaler = parts.update.scaler.state_dict()
         scale, growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
         state = replace(state, scaler_scale=scale, scaler_growth=growth)
     if run.pacer is not None:
@@ -239,7 +252,7 @@ def write_checkpoint(run: RunContext) -> None:
     begin = time.monotonic()
     keep = run.config.train.save_total_limit
     step = run.state.step
-    with disk_errors(run.log, run.folder / FOLDER, step):
+    with disk_errors(run.log, run.folder / CHECKPOINT_FOLDER, step):
         path = save(run.folder, run.state, groups, keep)
     run.save_timer.reset()  # saving takes time
     nbytes = folder_bytes(path)
@@ -247,7 +260,7 @@ def write_checkpoint(run: RunContext) -> None:
     run.log.write("checkpoint", step=step, path=path.name, bytes=nbytes, seconds=seconds)
     if not run.save_timer.announced:
         run.save_timer.announced = True
-        run.screen.say(f"checkpoint step {step:,}: {size(nbytes)}; keeping the newest {keep}")
+        console.print(f"checkpoint step {step:,}: {size(nbytes)}; keeping the newest {keep}")
 
 
 @contextlib.contextmanager
@@ -282,17 +295,18 @@ def checkpoint_tensors(train_step: TrainStep) -> TensorGroups:
         "weights": trained_tensors(train_step.model),
         "optimizer": train_step.optimizer.tensors(),
     }
-    if train_step.shards is None:
+    shards = train_step.parts.world.shards
+    if shards is None:
         return groups
-    return {name: train_step.shards.complete(tensors) for name, tensors in groups.items()}
+    return {name: shards.complete(tensors) for name, tensors in groups.items()}
 
 
 def share_checkpoint(
     train_step: TrainStep, read: Callable[[torch.device], tuple[TrainState, TensorGroups] | None]
 ) -> tuple[TrainState, TensorGroups] | None:
     """What rank 0 reads, on all ranks, which need no access to the run folder; of sharded tensors only their rows."""
-    ranks, shards = train_step.ranks, train_step.shards
-    device = train_step.device.torch if shards is None else torch.device("cpu")
+    ranks, shards = train_step.parts.world.ranks, train_step.parts.world.shards
+    device = train_step.parts.device.torch if shards is None else torch.device("cpu")
     found: list[TensorGroups] = []
 
     def describe() -> (
@@ -308,7 +322,7 @@ def share_checkpoint(
         }
         return kept[0], shapes
 
-    described = ranks.first(describe)
+    described = ranks.on_rank0(describe)
     if described is None:
         return None
     state, shapes = described
@@ -321,8 +335,8 @@ def share_checkpoint(
                 if found
                 else torch.empty(shape, dtype=dtype, device=device)
             )
-            ranks.share([tensor])
-            groups[group][name] = tensor if shards is None else shards.divided(name, tensor)
+            ranks.broadcast([tensor])
+            groups[group][name] = tensor if shards is None else shards.own_rows(name, tensor)
     return state, groups
 
 
@@ -334,21 +348,23 @@ def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> N
             f"the checkpoint of step {state.step:,} does not match the run: {mismatch}. Restore an earlier one from a "
             f"backup, or start a new run"
         )
-    train_step.reset_graph()
-    weights, moments, shards = groups["weights"], groups["optimizer"], train_step.shards
+    train_step.reset()
+    weights, moments = groups["weights"], groups["optimizer"]
+    shards = train_step.parts.world.shards
     if shards is not None:
-        weights = {name: shards.divided(name, tensor) for name, tensor in weights.items()}
+        weights = {name: shards.own_rows(name, tensor) for name, tensor in weights.items()}
         moments = {key: shards.local_rows(key, tensor) for key, tensor in moments.items()}
     train_step.model.load_state_dict(weights, strict=False)  # frozen weights are not saved
     train_step.optimizer.load_tensors(moments)
-    if train_step.scaler is not None:
+    scaler = train_step.parts.update.scaler
+    if scaler is not None:
         scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
-        train_step.scaler.load_state_dict({**train_step.scaler.state_dict(), **scale})
+        scaler.load_state_dict({**scaler.state_dict(), **scale})
 
 
 def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> str:
     """The first tensor that is missing, unknown or of another shape; "" if all fit."""
-    if state.frozen_sha256 != train_step.frozen_sha256:
+    if state.frozen_sha256 != train_step.parts.frozen_sha256:
         return "the frozen weights have changed since the run started"
     trained = {
         name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad
@@ -376,8 +392,8 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
 
 def list_checkpoints(run: Path, verified: bool = False) -> list[dict[str, Any]]:
     """The checkpoints of a run, oldest first; `problem` is None if not verified, and empty if valid."""
-    if not (run / "config.toml").is_file() and not (run / FOLDER).is_dir():
-        raise UserError(f"{run}: not a run (no config.toml, no {FOLDER}/)")
+    if not (run / "config.toml").is_file() and not (run / CHECKPOINT_FOLDER).is_dir():
+        raise UserError(f"{run}: not a run (no config.toml, no {CHECKPOINT_FOLDER}/)")
     rows = []
     for step in saved_steps(run):
         path = checkpoint_folder(run, step)

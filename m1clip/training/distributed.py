@@ -25,16 +25,25 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.training.oom import MemoryPressure, is_out_of_memory
+from m1clip.hardware.memory import MemoryPressure
+from m1clip.training.oom import is_out_of_memory
 
 Result = TypeVar("Result")
 Sizes = list[list[int]]  # images and captions of each rank
-TIMEOUT_VARIABLE, TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
+TIMEOUT_VARIABLE, RANK_TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
 REPORT_SECONDS = 5.0  # a rank that has lost another one waits this long for the others to report
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
-BUCKET = 1 << 21  # gradient values exchanged at a time: 8 MB of float32
+BUCKET_VALUES = 1 << 21  # gradient values exchanged at a time: 8 MB of float32
 PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
+
+
+def needs_host_copy(device_type: str) -> bool:
+    """Whether tensors of a device are exchanged through host memory: gloo and NCCL know only CPU and CUDA.
+
+    On Apple's unified memory this is a copy within the same memory.
+    """
+    return device_type not in ("cpu", "cuda")
 
 
 class RankLost(UserError):
@@ -60,32 +69,45 @@ class Ranks:
     size: int = 1
     store: dist.Store | None = None
     names: tuple[str, ...] = ()  # process and host of each rank
-    timeout: float = TIMEOUT
+    timeout: float = RANK_TIMEOUT
     _exchanges: int = 0  # rare ones so far; the same number on every rank
+    needs_host_copy: Callable[[str], bool] = needs_host_copy  # by type of device
 
     # Exchanges of a step.
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy in host memory if the ranks cannot exchange tensors of its device."""
+        if not self.needs_host_copy(tensor.device.type):
+            return tensor
+        return tensor.to("cpu", copy=True)
+
     def gather(self, values: Tensor) -> Tensor:
         """(ranks, ...) from tensors of equal shape."""
-        found = values.new_empty((self.size, *values.shape))
+        sent = self.to_host(values.contiguous())
+        gathered = sent.new_empty((self.size, *sent.shape))
         with self._watched():
-            dist.all_gather(list(found), values.contiguous())
-        return found
+            dist.all_gather(list(gathered), sent)
+        return gathered.to(values.device)
 
-    def agree(self, *values: int) -> list[int]:
+    def all_reduce_max(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks."""
         if self.size == 1:
             return list(values)
         return self.gather(torch.tensor(values, dtype=torch.int64)).amax(dim=0).tolist()
 
-    def together(self, work: Callable[[], Result], *facts: int) -> tuple[Result, Sizes]:
-        """Run work that may run out of memory; if it does on one rank, all raise. Also exchanges the `facts`."""
+    @contextlib.contextmanager
+    def synchronized(self, *facts: int) -> Iterator[Sizes]:
+        """Run a block that may run out of memory; if it does on one rank, all raise.
+
+        Yields a list, which has the `facts` of every rank when the block ends.
+        """
         if self.size == 1:
-            return work(), [list(facts)]
-        result: Any = None
+            yield [list(facts)]
+            return
+        sizes: Sizes = []
         problem, used = 0, 0
         try:
-            result = work()
+            yield sizes
         except MemoryPressure as error:
             problem, used = PRESSURE, error.used
         except (RuntimeError, MemoryError) as error:
@@ -98,14 +120,14 @@ class Ranks:
         worst = max(table)
         where = f"on rank {table.index(worst)}"
         if worst[0] == FAILED:
-            raise torch.OutOfMemoryError(f"out of memory {where}")
+            raise torch.OutOfMemoryError(f"out of memory {where}") from None
         if worst[0] == PRESSURE:
             raise MemoryPressure(
                 f"{worst[1] / 1e9:.2f} GB in use {where}, close to its limit", worst[1]
-            )
-        return result, [row[2:] for row in table]
+            ) from None
+        sizes += [row[2:] for row in table]
 
-    def join(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
+    def all_gather(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
         """The features and ids of all ranks; `sizes` are the numbers of their images and captions."""
         images, texts = ([row[column] for row in sizes] for column in (0, 1))
         first_image, first_text = sum(images[: self.rank]), sum(texts[: self.rank])
@@ -120,7 +142,7 @@ class Ranks:
         own_texts = slice(first_text, first_text + texts[self.rank])
         return JointBatch(encoded, ids[0], ids[1], ids[2], own_images, own_texts)
 
-    def own_rows(self, gradients: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def reduce_scatter(self, gradients: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """This rank's rows of the gradients of all features, added over all ranks."""
         if self.size == 1:
             return list(gradients)
@@ -130,12 +152,14 @@ class Ranks:
             gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)
         ]
         parts = [torch.cat(list(map(_padded, rows, most))) for rows in zip(*split, strict=True)]
-        own = torch.empty_like(parts[0])
+        sent = [self.to_host(part) for part in parts]
+        received = torch.empty_like(sent[0])
         with self._watched():
-            dist.reduce_scatter(own, parts)
+            dist.reduce_scatter(received, sent)
+        own = received.to(gradients[0].device)
         return [part[:count] for part, count in zip(own.split(most), sizes[self.rank], strict=True)]
 
-    def concatenated(self, rows: Tensor) -> Tensor:
+    def concatenate_rows(self, rows: Tensor) -> Tensor:
         """The rows of all ranks in order; their numbers may differ."""
         if self.size == 1:
             return rows
@@ -150,39 +174,38 @@ class Ranks:
             for g, each in zip(gathered, sizes, strict=True)
         ]
 
-    def add(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add the tensors of all ranks, in place."""
-        flat = torch.cat([t.reshape(-1) for t in tensors])
+        flat = self.to_host(torch.cat([t.reshape(-1) for t in tensors]))
         with self._watched():
             dist.all_reduce(flat)
-        parts = flat.split([t.numel() for t in tensors])
+        parts = flat.to(tensors[0].device).split([t.numel() for t in tensors])
         torch._foreach_copy_(
             tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
         )
 
     def bandwidth(self, device: torch.device) -> float:
         """Bytes per second that each rank sends while gradients are added; the median of some exchanges."""
-        values, seconds = torch.zeros(4 * BUCKET, device=device), []
+        values, seconds = torch.zeros(4 * BUCKET_VALUES, device=device), []
         for _ in range(7):
             self.gather(torch.zeros(1))  # start together
             begin = time.perf_counter()
-            self.add([values])
+            self.all_reduce([values])
             float(values[0])  # wait for the device
             seconds.append(time.perf_counter() - begin)
         return 2 * (self.size - 1) / self.size * values.nbytes / statistics.median(seconds[2:])
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Send the r-th flat tensor to rank r; returns those received, of which the r-th has `sizes[r]` numbers."""
-        found = parts[0].new_empty(sum(sizes))
+        sent = self.to_host(torch.cat(list(parts)))
+        received = sent.new_empty(sum(sizes))
         with self._watched():
-            dist.all_to_all_single(
-                found, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts]
-            )
-        return found.split(list(sizes))
+            dist.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts])
+        return received.to(parts[0].device).split(list(sizes))
 
     # Rare exchanges.
 
-    def first(self, work: Callable[[], Result]) -> Result:
+    def on_rank0(self, work: Callable[[], Result]) -> Result:
         """Run on rank 0 and give the result to all ranks, which wait for as long as it takes."""
         if self.size == 1:
             return work()
@@ -210,10 +233,10 @@ class Ranks:
             dist.all_gather_object(found, value)
         return found
 
-    def chained(self, values: list[Result]) -> list[Result]:
+    def gather_lists(self, values: list[Result]) -> list[Result]:
         return [value for part in self.gather_objects(values) for value in part]
 
-    def everywhere(self, work: Callable[[], Result]) -> Result:
+    def on_all_ranks(self, work: Callable[[], Result]) -> Result:
         """Run on all ranks; if it fails on one, all end, and rank 0 reports which."""
         if self.size == 1:
             return work()
@@ -224,7 +247,7 @@ class Ranks:
             error = str(found)
         for rank, problem in enumerate(self.gather_objects(error)):
             if problem:
-                self.refuse(problem if rank == 0 else f"{self.name(rank)}: {problem}")
+                self.abort(problem if rank == 0 else f"{self.name(rank)}: {problem}")
         return result  # type: ignore[return-value]
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
@@ -233,7 +256,7 @@ class Ranks:
         for rank, found in enumerate(others, start=1):
             for name in expected.keys() | found.keys():
                 if found.get(name) != expected.get(name):
-                    self.refuse(
+                    self.abort(
                         f"{self.name(rank)}: {name} is {found.get(name)}, but {expected.get(name)} on rank 0; all "
                         f"ranks need the same version, command and data"
                     )
@@ -242,21 +265,24 @@ class Ranks:
         """End all ranks if the clock of one is far off."""
         for rank, clock in enumerate(clocks):
             if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
-                self.refuse(
+                self.abort(
                     f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it"
                 )
 
-    def refuse(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         if self.rank:
             raise SystemExit(2)
         raise UserError(reason)
 
     @torch.no_grad()
-    def share(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values of rank 0 to all ranks, in place."""
         for tensor in tensors if self.size > 1 else ():
+            values = self.to_host(tensor)
             with self._watched():
-                dist.broadcast(tensor, 0)
+                dist.broadcast(values, 0)
+            if values is not tensor:
+                tensor.copy_(values)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.names[rank]})"
@@ -295,11 +321,21 @@ class Ranks:
         if self.rank != min(reporting, default=self.rank):
             return SystemExit(1)  # type: ignore[return-value]  # one report is enough
         names = ", ".join(self.name(rank) for rank in missing) or "the connection"
-        timed_out = "timed out" in str(error).lower()
+        # gloo says "Timed out waiting ..." or "Application timeout caused pair closure".
+        message = str(error).lower()
+        timed_out = "timed out" in message or "timeout" in message
         reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
         return RankLost(
             f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it"
         )
+
+
+class SentBucket(NamedTuple):
+    """Gradients that are being added."""
+
+    work: dist.Work
+    sent: Tensor  # the gradients, or their copy in host memory
+    gradients: Tensor
 
 
 class GradientExchange:
@@ -317,17 +353,18 @@ class GradientExchange:
         self.buckets: list[list[Tensor]] = [[]]
         for p in parameters:
             last = self.buckets[-1]
-            if last and sum(map(Tensor.numel, last)) + p.numel() > BUCKET:
+            if last and sum(map(Tensor.numel, last)) + p.numel() > BUCKET_VALUES:
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
         most = max((sum(map(Tensor.numel, bucket)) for bucket in self.buckets), default=0)
-        self._spare = torch.zeros(most, dtype=parameters[0].dtype, device=parameters[0].device)
+        spare = torch.zeros(most, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._spare = ranks.to_host(spare)
         self._begin()
 
     def _begin(self) -> None:
         self._missing = list(map(len, self.buckets))
-        self._sent: list[dist.Work] = []
+        self._sent: list[SentBucket] = []
 
     def _completed(self, number: int, parameter: Tensor) -> None:
         if self.final:
@@ -343,8 +380,10 @@ class GradientExchange:
         for p, part in zip(bucket, flat.split(list(map(Tensor.numel, bucket))), strict=True):
             if p.grad is not None:
                 p.grad = part.view_as(p)  # instead of a second copy
+        sent = self.ranks.to_host(flat)
         with self.ranks._watched():
-            self._sent.append(dist.all_reduce(flat, async_op=True))
+            work = dist.all_reduce(sent, async_op=True)
+        self._sent.append(SentBucket(work, sent, flat))
 
     def before_pass(self, is_last: bool) -> None:
         """Send the gradients of the next backward pass as soon as they are complete, if it is the last one."""
@@ -369,9 +408,11 @@ class GradientExchange:
 
     def finish(self) -> None:
         """Wait for the buckets that were sent: the gradients are then those of all ranks."""
-        for work in self._sent:
+        for work, sent, gradients in self._sent:
             with self.ranks._watched():
                 work.wait()
+            if sent is not gradients:
+                gradients.copy_(sent)
         self._begin()
 
 
@@ -406,7 +447,7 @@ def _connect(device: str) -> Ranks:
     if not launched() or int(os.environ["WORLD_SIZE"]) == 1:
         return Ranks()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    seconds = float(os.environ.get(TIMEOUT_VARIABLE, TIMEOUT))
+    seconds = float(os.environ.get(TIMEOUT_VARIABLE, RANK_TIMEOUT))
     backend = "gloo"
     if device in ("auto", "cuda") and torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -12,27 +12,29 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
+from m1clip.analyses import ANALYSES, RECORD, Analysis
 from m1clip.config import TrainConfig
 from m1clip.formatting import ceil_div
 
+if TYPE_CHECKING:
+    from m1clip.training.spec import DecidedTrain
+
 EVALUATIONS = 5  # per run, unless configured
 MAX_EVALUATION_FRACTION = 0.3  # of the time: a short run evaluates less often
-CHECKS = 200  # times in a run at which the clock is compared with the plan
+CLOCK_CHECKS = 200  # times in a run at which the clock is compared with the plan
 MIN_INTERVALS = 3  # between checks, whose speed predicts the rest; more while much time is left:
-RECENT_FRACTION = (
-    0.1  # as many as cover this fraction of the time left, so that a short burst changes little
-)
+# As many as cover this fraction of the time left, so that a short burst changes little.
+RECENT_FRACTION = 0.1
 MAX_INTERVALS = 64
 TOLERATED_ERROR = 0.01  # fraction of the promised time by which a plan may be wrong
 TOLERATED_OF_LEFT = 0.1  # or fraction of the time left: there is time to correct it later
 MAX_FINAL_STEPS = 5  # to bring the learning rate down when the time is over
 FINAL_FRACTION = 0.02  # of the time, at most, for these steps; one step is always made
 MIN_TRAINING_FRACTION = 0.05  # of the time, for training, if preparing the data took all of it
-PAUSE = (
-    50  # an interval of this many times the usual one contains a pause: sleep, or a stopped process
-)
+# An interval of this many times the usual one contains a pause: sleep, or a stopped process.
+PAUSE = 50
 
 LOG_EVERY = 10  # maximum steps between two log lines
 LOG_LINES = 50  # minimum number of log lines of a run
@@ -52,6 +54,7 @@ class Purpose(NamedTuple):
     logs: bool  # a log line follows
     evaluates: bool  # an evaluation follows
     checks_clock: bool  # the time since the last check is recorded
+    analyses: tuple[Analysis, ...]  # what is computed during the step, from its gradients
 
 
 @dataclass(frozen=True)
@@ -91,49 +94,53 @@ class StepPlan:
         """Fraction of the schedule that is done before `step`."""
         return self.position(step) / max(self.segments[0].total_steps, 1)
 
-    def _planned_at(self, step: int) -> int:
-        """The total that was planned when `step` was made."""
+    def _planned_at(self, steps_done: int) -> int:
+        """The total that was planned when the last of `steps_done` steps was made."""
         return max(
-            (segment for segment in self.segments if segment.start < max(step, 1)),
+            (segment for segment in self.segments if segment.start < max(steps_done, 1)),
             key=lambda segment: segment.start,
         ).total_steps
 
-    def evaluates(self, step: int) -> bool:
-        """Whether the model is evaluated after `step` steps."""
-        if step == self._planned_at(step):
+    def evaluates(self, steps_done: int) -> bool:
+        """Whether the model is evaluated after `steps_done` steps."""
+        if steps_done == self._planned_at(steps_done):
             return True
         if self.eval_every is not None:
-            return bool(self.eval_every) and step % self.eval_every == 0
+            return bool(self.eval_every) and steps_done % self.eval_every == 0
         interval = ceil_div(self.segments[0].total_steps, self.evaluations)
-        return self.position(step) // interval > self.position(step - 1) // interval
+        return self.position(steps_done) // interval > self.position(steps_done - 1) // interval
 
-    def evaluations_left(self, step: int, total_steps: int | None = None) -> int:
-        """Evaluations after `step`, the last one included."""
+    def evaluations_left(self, steps_done: int, total_steps: int | None = None) -> int:
+        """Evaluations after `steps_done` steps, the last one included."""
         total = self.total_steps if total_steps is None else total_steps
         if self.eval_every is not None:
             return max(
                 1,
-                ceil_div(total, self.eval_every) - step // self.eval_every
+                ceil_div(total, self.eval_every) - steps_done // self.eval_every
                 if self.eval_every
                 else 1,
             )
         first = self.segments[0].total_steps
         interval = ceil_div(first, self.evaluations)
-        return max(1, ceil_div(first, interval) - int(self.position(step) // interval))
+        return max(1, ceil_div(first, interval) - int(self.position(steps_done) // interval))
 
-    def logs(self, step: int) -> bool:
-        """Whether a log line is written after `step` steps: a function of the plan, so that a repeated run agrees."""
-        planned = self._planned_at(step)
-        return step == planned or step % log_interval(planned) == 0
+    def logs(self, steps_done: int) -> bool:
+        """Whether a log line is written after `steps_done` steps; the same in a repeated run."""
+        planned = self._planned_at(steps_done)
+        return steps_done == planned or steps_done % log_interval(planned) == 0
 
-    def checks(self, step: int) -> bool:
-        """Whether the plan is compared with the clock after `step` steps."""
-        return step >= self.total_steps or step % max(1, self.total_steps // CHECKS) == 0
+    def checks(self, steps_done: int) -> bool:
+        """Whether the plan is compared with the clock after `steps_done` steps."""
+        interval = max(1, self.total_steps // CLOCK_CHECKS)
+        return steps_done >= self.total_steps or steps_done % interval == 0
 
-    def purpose(self, step: int) -> Purpose:
-        """What step number `step`, counted from 1, is for."""
-        evaluates = self.evaluates(step)
-        return Purpose(self.logs(step), evaluates, evaluates or self.checks(step))
+    def purpose(self, steps_done: int) -> Purpose:
+        """What the step is for that is the last of `steps_done` steps."""
+        evaluates = self.evaluates(steps_done)
+        during_step = [each for each in ANALYSES.values() if each.record_kind == RECORD]
+        analyses = tuple(during_step) if evaluates else ()
+        checks_clock = evaluates or self.checks(steps_done)
+        return Purpose(self.logs(steps_done), evaluates, checks_clock, analyses)
 
     def as_settings(self) -> dict[str, object]:
         """The settings of config.toml that describe this plan."""
@@ -148,6 +155,10 @@ class StepPlan:
         return StepPlan((*earlier, Segment(step, total_steps)), self.eval_every, self.evaluations)
 
 
+@overload
+def step_plan(train: DecidedTrain) -> StepPlan: ...
+@overload
+def step_plan(train: TrainConfig) -> StepPlan | None: ...
 def step_plan(train: TrainConfig) -> StepPlan | None:
     """The plan of a run as its config.toml has it; None if its number of steps is not known yet."""
     if train.steps is None:

@@ -11,8 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.formatting import ceil_div
 from m1clip.hardware.device import Autocast, Device, Precision, autocast
+from m1clip.model.backward import backward_from
 from m1clip.model.clip import CLIP
-from m1clip.model.heads import Head, mixed
+from m1clip.model.heads import Head, hash64
 
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
@@ -33,6 +33,7 @@ INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 ONE_ROW = slice(0, 1)
 
 Mark = Callable[[str], None]  # begins a phase of the step
+DONE = ""  # the phase after the last one of a step
 # Told before each backward pass whether it is the last one of its parameters.
 Passes = Callable[[bool], None]
 
@@ -60,7 +61,8 @@ class EncodedAtOnce:
     def backward(self, gradients: Sequence[Tensor], before_pass: Passes) -> None:
         before_pass(True)
         self.mark("backward")
-        torch.autograd.backward(self.features, gradients)
+        backward_from(self.features, gradients)
+        self.features = []  # frees what is left of the graph before the update
 
 
 @dataclass
@@ -84,38 +86,32 @@ class EncodedInChunks:
             (ONE_ROW, zero)
         ] * tower.idle_calls
         for number, (rows, part) in enumerate(passes, start=1):
+            self.mark("preprocess")
+            encode, inputs = tower.call(rows)
             self.mark("forward")
-            encoded = tower.encode(rows)
+            encoded = encode(*inputs)
             before_pass(number == len(passes))
             self.mark("backward")
             with self.no_autocast():
                 encoded.backward(part)
 
 
+class TowerCall(NamedTuple):
+    """A call of the model that has been prepared: `encode(*inputs)` gives unit vectors."""
+
+    encode: Callable[..., Tensor]
+    inputs: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class ChunkedTower:
-    """One encoder and the chunks of its input; `encode(rows)` gives the same features for the same rows each time."""
+    """One encoder and the chunks of its input; `call(rows)` gives the same features for the same rows each time."""
 
-    encode: Callable[[slice], Tensor]
+    call: Callable[[slice], TowerCall]
     chunks: list[slice]
     idle_calls: int = (
         0  # without a result: with sharded weights, all ranks call a tower equally often
     )
-
-    def features(self) -> Tensor:
-        """The features of all rows."""
-        if len(self.chunks) == 1 and not self.idle_calls:
-            return self.encode(self.chunks[0])
-        encoded = [self.encode(rows) for rows in self.chunks]
-        encoded += [self.encode(ONE_ROW)[:0] for _ in range(self.idle_calls)]
-        return torch.cat(encoded)
-
-    def features_only(self) -> Tensor:
-        """The features of all rows without their graph, freed chunk by chunk where one was made."""
-        encoded = [self.encode(rows).detach() for rows in self.chunks]
-        for _ in range(self.idle_calls):
-            self.encode(ONE_ROW)
-        return torch.cat(encoded)
 
 
 class BatchEncoder:
@@ -133,6 +129,7 @@ class BatchEncoder:
     ) -> None:
         self.model = model
         self.device = device
+        self.precision = precision
         self.preprocess = preprocess
         self.seed = seed
         self.rank = rank
@@ -160,19 +157,30 @@ class BatchEncoder:
         `most_calls` gives the calls of each tower that all ranks must make, for those that this rank needs.
         """
         mark("forward")
-        towers = self._towers(batch, step, chunk, most_calls)
-        if chunk:
-            # One autocast context per pass: its cache of cast weights saves a cast per chunk, but casts made without
-            # a graph must not be reused in the pass that needs one.
-            with self.autocast(), torch.set_grad_enabled(self.first_pass_with_graph):
-                features = [tower.features_only() for tower in towers]
-            return EncodedInChunks(features, towers, mark, self.autocast, self.no_autocast)
-        self._seed_dropout(step, 0)
-        with self.autocast():
+        image_tower, text_tower = self._towers(batch, step, chunk, most_calls)
+        if not chunk:
+            self._seed_dropout(step, 0)
+        features: list[Tensor] = []
+        # One autocast context per pass: its cache of cast weights saves a cast per chunk, but casts made without
+        # a graph must not be reused in the pass that needs one.
+        with self.autocast(), torch.set_grad_enabled(not chunk or self.first_pass_with_graph):
             # Text first: the backward pass then starts with the larger tower and frees its activations.
-            text = towers[1].features()
-            image = towers[0].features()
-        return EncodedAtOnce([image, text], mark)
+            for tower in (text_tower, image_tower):
+                encoded: list[Tensor] = []
+                for rows in tower.chunks + [ONE_ROW] * tower.idle_calls:
+                    mark("preprocess")
+                    encode, inputs = tower.call(rows)
+                    mark("forward")
+                    vectors = encode(*inputs)
+                    if len(encoded) >= len(tower.chunks):
+                        vectors = vectors[:0]  # an idle call
+                    encoded.append(vectors.detach() if chunk else vectors)
+                features.append(encoded[0] if len(encoded) == 1 else torch.cat(encoded))
+        text, image = features
+        if not chunk:
+            return EncodedAtOnce([image, text], mark)
+        towers = (image_tower, text_tower)
+        return EncodedInChunks([image, text], towers, mark, self.autocast, self.no_autocast)
 
     def _towers(
         self, batch: Batch, step: int, chunk: int, most_calls: Callable[[list[int]], list[int]]
@@ -180,19 +188,16 @@ class BatchEncoder:
         """Both encoders with their input in slices: as few as the device takes, or chunks."""
         image_keys, text_keys = self.dropout_keys(batch, step)
 
-        def chunk_of_images(rows: slice) -> Tensor:
-            self._seed_dropout(step, 2 * rows.start)
-            return self.images(batch, rows, image_keys)
+        def call_of_images(rows: slice) -> TowerCall:
+            if chunk:  # else `forward` has seeded the dropout of the batch
+                self._seed_dropout(step, 2 * rows.start)
+            return self.image_call(batch, rows, image_keys)
 
-        def chunk_of_texts(rows: slice) -> Tensor:
-            self._seed_dropout(step, 2 * rows.start + 1)
-            return self.texts(batch, rows, text_keys)
+        def call_of_texts(rows: slice) -> TowerCall:
+            if chunk:
+                self._seed_dropout(step, 2 * rows.start + 1)
+            return self.text_call(batch, rows, text_keys)
 
-        encode_images: Callable[[slice], Tensor] = chunk_of_images
-        encode_texts: Callable[[slice], Tensor] = chunk_of_texts
-        if not chunk:  # `forward` has seeded the dropout of the batch
-            encode_images = partial(self.images, batch, keys=image_keys)
-            encode_texts = partial(self.texts, batch, keys=text_keys)
         images, captions = len(batch), len(batch.caption_ids)
         max_images, max_texts = self._max_rows(batch)
         text_groups = batch.text_rows()
@@ -204,42 +209,43 @@ class BatchEncoder:
         text_slices = [part for rows in text_groups for part in split(rows, max_texts)]
         image_calls, text_calls = most_calls([len(image_slices), len(text_slices)])
         return [
-            ChunkedTower(encode_images, image_slices, image_calls - len(image_slices)),
-            ChunkedTower(encode_texts, text_slices, text_calls - len(text_slices)),
+            ChunkedTower(call_of_images, image_slices, image_calls - len(image_slices)),
+            ChunkedTower(call_of_texts, text_slices, text_calls - len(text_slices)),
         ]
 
     def _max_rows(self, batch: Batch) -> tuple[int, int]:
         """How many images and how many captions the device may encode in one call."""
-        rules = self.device.rules
+        rules = self.device.capabilities
         image_tokens = (
             self.model.image_tower.tokens_per_image if batch.image_features is None else 1
         )
         text_tokens = 1 if batch.tokens is None else batch.tokens.shape[1]
-        max_images = rules.rows_at_once(image_tokens) or len(batch)
-        return max_images, rules.rows_at_once(text_tokens) or len(batch.caption_ids)
+        max_images = rules.max_batch_rows(image_tokens) or len(batch)
+        return max_images, rules.max_batch_rows(text_tokens) or len(batch.caption_ids)
 
-    def images(self, batch: Batch, rows: slice = slice(None), keys: Tensor | None = None) -> Tensor:
-        """Unit vectors of some images, from pixels or from the features of a frozen tower; dropout by `keys`."""
+    def image_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
+        """Prepare to encode some images, from pixels or from the features of a frozen tower; dropout by `keys`."""
         dropout = () if keys is None else (keys[rows],)
         if batch.image_features is not None:
-            return self.project_image(batch.image_features[rows], *dropout)
+            return TowerCall(self.project_image, (batch.image_features[rows], *dropout))
+        pixels = normalized_pixels(batch, self.preprocess, rows)
         kept = None if batch.kept_patches is None else batch.kept_patches[rows]
-        return self.encode_image(normalized_pixels(batch, self.preprocess, rows), kept, *dropout)
+        return TowerCall(self.encode_image, (pixels, kept, *dropout))
 
-    def texts(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> Tensor:
-        """Unit vectors of some captions, from tokens or from the features of a frozen tower; dropout by `keys`."""
+    def text_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
+        """Prepare to encode some captions, from tokens or from the features of a frozen tower; dropout by `keys`."""
         dropout = () if keys is None else (keys[rows],)
         if batch.text_features is not None:
-            return self.project_text(batch.text_features[rows], *dropout)
-        return self.encode_text(batch.texts(rows), *dropout)
+            return TowerCall(self.project_text, (batch.text_features[rows], *dropout))
+        return TowerCall(self.encode_text, (batch.texts(rows), *dropout))
 
     def dropout_keys(self, batch: Batch, step: int) -> list[Tensor | None]:
         """A random number for each image and each caption, from which the masks of its head follow, on any rank."""
         if not self.has_dropout:
             return [None, None]
         word = int(rnd.bits(self.seed, step, np.array(0), DROPOUT_STREAM).astype(np.int64))
-        images, captions = mixed(batch.sample_ids ^ word), mixed(batch.caption_ids ^ ~word)
-        keys = images, mixed(captions ^ batch.sample_ids[batch.image_index])
+        images, captions = hash64(batch.sample_ids ^ word), hash64(batch.caption_ids ^ ~word)
+        keys = images, hash64(captions ^ batch.sample_ids[batch.image_index])
         heads = self.model.image_head, self.model.text_head
         return [
             key if isinstance(head, Head) else None for key, head in zip(keys, heads, strict=True)
@@ -260,17 +266,19 @@ class BatchEncoder:
         bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)
         with self.autocast():
             for part in split(slice(0, rows), INSPECTED_ROWS):
-                bad[part] = ~self.images(batch, part).isfinite().all(dim=1)
+                encode, inputs = self.image_call(batch, part)
+                bad[part] = ~encode(*inputs).isfinite().all(dim=1)
             for part in split(slice(0, len(batch.caption_ids)), INSPECTED_ROWS):
-                text = self.texts(batch, part)
-                bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
+                encode, inputs = self.text_call(batch, part)
+                bad[batch.image_index[part][~encode(*inputs).isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
 
     def loss_context(self, batch: Batch) -> Autocast:
-        """The precision of the objective: with cached features it dominates the step, so it runs in autocast.
+        """Return the precision that a large loss may use for its matmul (losses/run_loss.py).
 
-        With towers, autocast is not worth the rounding error.
+        With cached features the loss dominates the step. With towers, autocast is not worth the
+        rounding error.
         """
         return self.autocast if batch.image_features is not None else nullcontext
 

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.hardware.energy import open_meter, temperature
+from m1clip.hardware.energy import EnergyMeter, idle_watts, meter_obstacle, open_meter
+from m1clip.hardware.sensors import THROTTLED, Host, core_kinds, open_sensors
 from m1clip.runlog import Record, Sink
-from m1clip.training.schedule import lr_schedule
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext
-    from m1clip.training.setup import Setup
-    from m1clip.training.step import TrainStep
+    from m1clip.training.optim import Optimizer
+    from m1clip.training.step import StepResult
 
-TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
+SENSOR_SECONDS = 5.0  # between two readings: some sensors take milliseconds
 
 
 class StepLogger:
@@ -32,13 +32,15 @@ class StepLogger:
 
     def __init__(self, device_kind: str) -> None:
         self.telemetry = Telemetry(device_kind)
+        self._wrote_sensors = False
         self._wrote_memory = False
         self._wrote_graph = False
         self._begin()
 
     def _begin(self) -> None:
         self._started = time.perf_counter()
-        self._values: list[Tensor] = []  # (loss, gradient norm) of each step, on the device
+        # Loss, gradient norm, accuracy within the batch and its chance level of each step, on the device.
+        self._values: list[Tensor] = []
         self._data_seconds = 0.0
 
     def restart(self, run: RunContext) -> None:
@@ -47,50 +49,59 @@ class StepLogger:
         self.telemetry.read(1.0)
         self._begin()
 
-    def record(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
+    def record(self, waited: float, result: StepResult) -> None:
         """Called after each step; nothing is read from the device."""
-        self._values.append(torch.stack([loss.float(), grad_norm.float()]))
+        loss, grad_norm, accuracy = result
+        self._values.append(torch.stack([loss.float(), grad_norm.float(), *accuracy.float()]))
         self._data_seconds += waited
 
     def write(self, run: RunContext) -> None:
         """Write one line for the steps since the last; the only place that synchronizes."""
-        setup = run.setup
+        inputs = run.inputs
         state = run.state
         train_step = run.train_step
         values = torch.stack(self._values).tolist()
-        finite = [pair for pair in values if all(map(math.isfinite, pair))]
+        finite = [figures for figures in values if all(map(math.isfinite, figures))]
         n = len(values)
         used = finite or values
-        loss, grad_norm = (sum(column) / len(used) for column in zip(*used, strict=True))
-        schedule = lr_schedule(run.config.optim, run.plan)
+        loss, grad_norm, accuracy, chance = (
+            sum(column) / len(used) for column in zip(*used, strict=True)
+        )
         phases = train_step.phases.take()
         seconds = time.perf_counter() - self._started
         split = time_split(seconds, self._data_seconds, phases)
         line: dict[str, Any] = {
             "step": state.step,
-            "epoch": round(state.step / setup.training.plan.steps_per_epoch, 4),
+            "epoch": round(state.step / inputs.training.plan.steps_per_epoch, 4),
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": run.config.optim.lr * schedule(state.step - 1) * train_step.lr_factor,
+            "batch_accuracy": round(accuracy, 5),
+            "batch_chance": round(chance, 6),
+            **logged_learning_rates(train_step.parts.update.optimizer),
             "temperature": float(1 / train_step.model.logit_scale.detach().exp()),
-            "images_per_second": n * setup.training.plan.batch / seconds,
+            "images_per_second": n * inputs.training.plan.batch / seconds,
             "step_seconds": seconds / n,
             "data_fraction": split["data"] / seconds,
             "seconds": {name: round(value / n, 6) for name, value in split.items()},
-            "memory_bytes": setup.device.memory_bytes(),
+            "memory_bytes": inputs.device.memory_bytes(),
             "elapsed": round(state.seconds, 3),
+            **run.measurements.stage_timer.take(state.seconds),
             **self.telemetry.read(seconds),
         }
+        run.measurements.stage_timer.record_line(seconds / n)
         if run.ranks.size > 1:  # without the time in which a rank waits for others
             own = torch.tensor((seconds - split.get("exchange", 0.0)) / n)
             line["rank_seconds"] = [round(each, 6) for each in run.ranks.gather(own).tolist()]
         if len(finite) < n:
             line["skipped"] = n - len(finite)  # the means exclude them
         run.log.write("step", **line)
-        if not self._wrote_memory:
-            run.log.write(
-                "memory", **memory_parts(setup, train_step), meter=self.telemetry.meter_name
-            )
+        if not self._wrote_sensors:
+            run.log.write("sensors", **self.telemetry.describe())
+            self._wrote_sensors = True
+        memory = run.measurements.memory
+        is_last = state.step >= run.plan.total_steps
+        if memory.done and (is_last or not self._wrote_memory):
+            run.log.write("memory", **memory.record())
             self._wrote_memory = True
         graph = train_step.cuda_graph
         if graph is not None and graph.disabled and not self._wrote_graph:
@@ -98,8 +109,17 @@ class StepLogger:
                 "event", step=state.step, event="CUDA graph disabled", reason=graph.disabled
             )
             self._wrote_graph = True
-        run.screen.step(line)
+        run.display.step(line)
         self._begin()
+
+
+def logged_learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """`lr` of AdamW, or of the last part of an optimizer without it, and `muon_lr` of Muon."""
+    rates = optimizer.learning_rates()
+    found = {"lr": rates.get("adamw", list(rates.values())[-1])}
+    if "muon" in rates:
+        found["muon_lr"] = rates["muon"]
+    return found
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
@@ -117,53 +137,59 @@ def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[
 class Telemetry:
     """Hardware readings since the last call. Values that cannot be measured are omitted, never estimated."""
 
-    def __init__(self, device_kind: str) -> None:
-        self._kind = device_kind
+    def __init__(
+        self,
+        device_kind: str,
+        host: Host | None = None,
+        open_energy_meter: Callable[[str], EnergyMeter | None] = open_meter,
+        measure_idle: Callable[[EnergyMeter], float] = idle_watts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the sensors; with an energy meter, measure for a second what the machine uses before the run."""
+        host = host or Host()
         own = (
             os.sched_getaffinity(0)
             if hasattr(os, "sched_getaffinity")
             else range(os.cpu_count() or 1)
         )
         self._cpus = sorted(own)  # ignore cores that this process may not use
-        self._meter = open_meter(device_kind)
-        self.meter_name = (
-            None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
-        )
-        self._joules = 0.0
-        self._celsius, self._measured = temperature(device_kind), time.monotonic()
+        self._core_kinds = core_kinds(self._cpus, host)
+        self._sensors = open_sensors(device_kind, host)
+        self._not_measured = dict(self._sensors.not_measured)
+        self._meter = open_energy_meter(device_kind)
+        self._idle_watts = None if self._meter is None else measure_idle(self._meter)
+        if self._meter is None:
+            self._not_measured["energy"] = meter_obstacle(device_kind, host.system)
+        self._joules = 0.0 if self._meter is None else self._meter.joules()
+        self._clock = clock
+        self._values = self._sensors.read()
+        self._measured = clock()
         psutil.cpu_percent(percpu=True)  # the first call only starts the interval
 
+    def describe(self) -> dict[str, Any]:
+        """What this machine measures, and for the rest why it does not."""
+        values: dict[str, Any] = {"core_kinds": self._core_kinds}
+        if self._meter is not None:
+            values["meter"] = f"{self._meter.name}: {self._meter.covers}"
+        if self._idle_watts is not None:
+            values["idle_watts"] = round(self._idle_watts, 2)
+        return {**values, "not_measured": self._not_measured}
+
     def read(self, seconds: float) -> dict[str, Any]:
-        """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature."""
+        """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature and the like."""
         use = psutil.cpu_percent(percpu=True)
         values: dict[str, Any] = {"cores": [round(use[n]) for n in self._cpus if n < len(use)]}
         if self._meter is not None:
             joules = self._meter.joules()
             used, self._joules = joules - self._joules, joules
             values |= {"joules": round(used, 3), "watts": round(used / seconds, 2)}
-        if self._celsius is not None and time.monotonic() - self._measured > TEMPERATURE_SECONDS:
-            self._celsius, self._measured = temperature(self._kind), time.monotonic()
-        if self._celsius is not None:
-            values["celsius"] = round(self._celsius, 1)
+        if self._clock() - self._measured > SENSOR_SECONDS:
+            self._values = self._sensors.read()
+            self._measured = self._clock()
+        values |= self._values
+        if THROTTLED in self._values:
+            self._values[THROTTLED] = 0.0  # an event is logged once
         return values
-
-
-def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
-    """Bytes by component; `rest` is everything else in the peak: activations, libraries, buffers."""
-
-    def nbytes(tensors: Iterable[Tensor]) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    model = train_step.model
-    parts = {
-        "weights": nbytes(train_step.parameters) + nbytes(model.buffers()),
-        "gradients": nbytes(p for p in train_step.parameters if p.requires_grad),
-        "optimizer": nbytes(train_step.optimizer.tensors().values()),
-    }
-    if setup.device.kind == "cpu":
-        parts["images"] = sum(split.images.ram_bytes for split in setup.splits.values())
-    peak = setup.device.peak_bytes()
-    return {**parts, "rest": max(0, peak - sum(parts.values())), "peak": peak}
 
 
 def check_sink(name: str) -> None:
@@ -182,7 +208,7 @@ def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
     writer: Any = SummaryWriter(str(run / "tensorboard"))
 
     def write(record: Record) -> None:
-        if record["kind"] in ("step", "eval", "end"):
+        if record["kind"] in ("step", "eval", "analysis", "end"):
             for key, value in scalars(record["kind"], record):
                 writer.add_scalar(key, value, record["step"], walltime=record["time"])
 

@@ -7,14 +7,16 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator
 
+from m1clip import console
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
 from m1clip.io import write_text
+from m1clip.training.analyses import StepAnalyses
 from m1clip.training.checkpoint import disk_errors, state_to_save, write_checkpoint
 from m1clip.training.context import RunContext
 from m1clip.training.process import Interrupted, Stopped
 from m1clip.training.recovery import Rollback, prepare_recovery, roll_back
-from m1clip.training.validation import Evaluation, evaluate
+from m1clip.training.validation import BestSoFar, evaluate
 
 ENDLESS = 2**40  # steps
 
@@ -24,7 +26,7 @@ def train(run: RunContext) -> None:
     if _out_of_patience(run):
         return  # resumed after an early stop
     prepare_recovery(run)
-    run.screen.begin(run.state.step, run.plan.total_steps)
+    run.display.begin(run.state.step, run.plan.total_steps)
     with run.stop.interrupting(False):
         while True:
             try:
@@ -34,30 +36,35 @@ def train(run: RunContext) -> None:
                 run.state = roll_back(run)
                 run.save_timer.reset()
                 _restart_clocks(run)
-    run.screen.end()
+    run.display.end()
 
 
 def _train_steps(run: RunContext) -> None:
     """Make the steps of the plan, and what is due between them."""
-    train_step = run.train_step
+    update = run.train_step.parts.update
     if _evaluates_first(run):
         run.update(evaluation_due=True)
         if _between_steps(run):
             return
     with contextlib.closing(_timed_batches(run)) as feed:
         while run.state.step < run.plan.total_steps:
-            step = run.state.step
-            purpose = run.plan.purpose(step + 1)
+            step = run.state.step  # counted from 0, as batches and random numbers are
+            steps_done = step + 1  # when this step is over, as the log and checkpoints count
+            purpose = run.plan.purpose(steps_done)
             waited, batch = _next_batch(run, feed)
-            loss, grad_norm = train_step(batch, step)
+            analyses = StepAnalyses(purpose.analyses)
+            update.optimizer.set_lr(run.lr_fraction(step))
+            with run.measurements.during(run, batch, step):
+                result = run.train_step.run(batch, step, analyses.probe)
 
-            run.update(step=step + 1, seconds=time.perf_counter() - run.training_began)
-            run.step_log.record(waited, loss, grad_norm)
-            run.checks.record(step + 1, batch.sample_ids, loss, grad_norm)
+            run.update(step=steps_done, seconds=time.perf_counter() - run.training_began)
+            analyses.write(run)
+            run.step_log.record(waited, result)
+            run.checks.record(steps_done, batch.sample_ids, result.loss, result.grad_norm)
             if run.pacer is not None and purpose.checks_clock:
-                run.setup.device.synchronize()  # the clock of the host runs ahead of the device
-                run.pacer.record(step + 1)
-            if purpose.logs or purpose.evaluates or train_step.parts.update.skip == "host":
+                run.inputs.device.synchronize()  # the clock of the host runs ahead of the device
+                run.pacer.record(steps_done)
+            if purpose.logs or purpose.evaluates or update.skip == "host":
                 run.update(skipped=run.checks.read(run))
             if purpose.logs:
                 run.step_log.write(run)
@@ -75,7 +82,9 @@ def _between_steps(run: RunContext) -> bool:
     last = step >= run.plan.total_steps
     early = _out_of_patience(run)
     # Read once: a signal that arrives later is handled after the next step, which then saves too.
-    signal, save_due = run.ranks.agree(run.stop.signal, run.save_timer.due(step, evaluates))
+    signal, save_due = run.ranks.all_reduce_max(
+        run.stop.signal, run.save_timer.due(step, evaluates)
+    )
     ends = last or early or bool(signal)
     if save_due or ends:
         run.update(skipped=run.checks.read(run))  # on CUDA, skipped steps are only detected here
@@ -95,19 +104,19 @@ def _between_steps(run: RunContext) -> bool:
     if early and not last:
         label = "the validation metric" if evaluation is None else evaluation.metric
         reason = f"{run.state.stale} evaluations without improvement of {label}"
-        run.screen.say(f"stopped    after {reason}")
+        console.print(f"stopped    after {reason}")
         run.log.write("event", step=step, event="early stop", reason=reason)
     return early
 
 
-def _evaluate(run: RunContext) -> Evaluation | None:
+def _evaluate(run: RunContext) -> BestSoFar | None:
     """Evaluate on the validation split; None without one, or after a signal, when the evaluation stays due."""
     began = time.perf_counter()
     evaluation = None
     try:
         # One rank alone must not leave an exchange.
         with run.stop.interrupting(run.ranks.size == 1):
-            if "val" in run.setup.splits:
+            if "val" in run.inputs.splits:
                 evaluation = evaluate(run)
                 run.update(
                     best=evaluation.best, best_step=evaluation.best_step, stale=evaluation.stale
@@ -131,13 +140,12 @@ def _keep_to_the_clock(run: RunContext) -> None:
     assert pacer is not None
     step = run.state.step
     before = run.plan
-    plan = run.ranks.first(lambda: pacer.check(before, step))
+    plan = run.ranks.on_rank0(lambda: pacer.check(before, step))
     if plan == before:
         return
     run.log.write("plan", step=step, steps=plan.total_steps, before=before.total_steps)
     run.plan = plan
-    run.train_step.follow(plan)
-    run.screen.change_total(plan.total_steps)
+    run.display.change_total(plan.total_steps)
     if run.ranks.rank == 0:  # so that a resumed or repeated run makes the same steps
         path = run.folder / "config.toml"
         with disk_errors(run.log, path, step):
@@ -164,7 +172,7 @@ def _evaluates_first(run: RunContext) -> bool:
     transfer = run.config.transfer
     scores_init = (
         transfer.init is not None and transfer.wise_ft == "off"
-    ) or run.setup.start.new_heads
+    ) or run.inputs.model.init.new_heads
     is_new = run.state.step == 0 and run.state.best_step < 0
     return run.state.evaluation_due or (is_new and scores_init)
 
@@ -178,7 +186,9 @@ def _next_batch(run: RunContext, feed: Iterator[tuple[float, Batch]]) -> tuple[f
             _between_steps(run)  # saves, and raises Stopped
         raise
     except UserError as error:
-        if run.state.step == 0 or run.train_step.shards is not None:  # a checkpoint needs all ranks
+        if (
+            run.state.step == 0 or run.train_step.parts.world.shards is not None
+        ):  # a checkpoint needs all ranks
             raise
         run.update(skipped=run.checks.read(run))
         _save(run)
@@ -188,9 +198,9 @@ def _next_batch(run: RunContext, feed: Iterator[tuple[float, Batch]]) -> tuple[f
 
 
 def _timed_batches(run: RunContext) -> Generator[tuple[float, Batch], None, None]:
-    rules = run.setup.device.rules
+    rules = run.inputs.device.capabilities
     feed = batches(
-        run.setup.training,
+        run.inputs.training,
         run.state.step,
         # With a clock the last step is not known: the loop leaves the feed when the time is over.
         run.plan.total_steps if run.pacer is None else ENDLESS,

@@ -9,26 +9,37 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from m1clip import __version__
+from m1clip import __version__, console
 from m1clip.config import Config
+from m1clip.data.image_cache import RAM_FRACTION
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError, first_line
 from m1clip.formatting import amount, ceil_div, clock, plural
 from m1clip.hardware import choices
 from m1clip.hardware.choices import Rounds, time_rounds
-from m1clip.hardware.device import Device, Kind, Precision, available, default_precision, rules
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.device import (
+    Device,
+    Kind,
+    Precision,
+    available,
+    choose_device,
+    choose_precision,
+    default_precision,
+    hybrids_of,
+    rules,
+)
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
 from m1clip.hardware.timing import Load, timing
 from m1clip.model.clip import CLIP, count_parameters
+from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.duration import (
     EVALUATIONS,
     MAX_EVALUATION_FRACTION,
@@ -39,16 +50,16 @@ from m1clip.training.duration import (
     TimeBudget,
     planned_steps,
 )
-from m1clip.training.memory import process_bytes, random_batch
+from m1clip.training.memory import MemoryEstimate, process_bytes, random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
-from m1clip.training.step import TrainStep
-from m1clip.training.transfer import WISE_FT_GRID, Start
+from m1clip.training.step import make_parts
+from m1clip.training.transfer import WISE_FT_GRID, ModelInit
 from m1clip.training.validation import encode
 
 if TYPE_CHECKING:
-    from m1clip.training.setup import Setup
+    from m1clip.training.inputs import RunInputs
 
-MAX_SECONDS = 30.0  # for measuring all candidates
+MEASURED_SECONDS = 30.0  # for measuring all candidates
 MINUTES_FRACTION = 0.05  # of --minutes, at most
 WARMUP_STEPS, TIMED_STEPS = 2, 5  # of a calibration
 CALIBRATION_FRACTION = 0.05  # of the time, at most, unless one step takes longer
@@ -57,6 +68,8 @@ SAMPLE_IMAGES = 64  # of the validation split, to time an evaluation
 BYTES_PER_NUMBER = 4  # of a float32
 MAX_MEMORY_FRACTION = 0.5  # of all memory that measuring may need
 PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
+BYTES_PER_PIXEL = 3  # of a decoded image: RGB
+MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
 SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
 
 
@@ -143,10 +156,12 @@ class Measured:
     others: float | None = None
 
 
-def candidates(device: str, precision: str, facts: Facts) -> list[Option]:
+def candidates(device: str, precision: str, facts: MachineInfo) -> list[Option]:
     """The candidates to measure, unless the user or the device rules have already decided."""
     options: list[Option] = []
-    for kind in available(facts):
+    kinds = available(facts)
+    hybrids = [kind for kind in hybrids_of(kinds) if kind == device]  # only if asked for
+    for kind in (*kinds, *hybrids):
         if device not in ("auto", kind) or (device == "auto" and kind == "mlx"):
             continue
         rule = rules(kind, facts)
@@ -158,7 +173,7 @@ def candidates(device: str, precision: str, facts: Facts) -> list[Option]:
     return options
 
 
-def default_option(options: list[Option], facts: Facts) -> Option:
+def default_option(options: list[Option], facts: MachineInfo) -> Option:
     """The documented default: the device that is usually the fastest, in its default precision."""
     kind = options[0][0]
     usual = (kind, default_precision(kind, facts))
@@ -166,7 +181,11 @@ def default_option(options: list[Option], facts: Facts) -> Option:
 
 
 def choose(
-    config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None
+    config: Config,
+    model_init: ModelInit,
+    facts: MachineInfo,
+    text_tokens: int,
+    folder: Path | None = None,
 ) -> Choice:
     """The device and precision for this model; measured for at most half a minute, or as kept from an earlier run."""
     options = candidates(config.train.device, config.train.precision, facts)
@@ -176,12 +195,12 @@ def choose(
     batch = min(ceil_div(config.train.batch_size_or(2 * PROBE_BATCH), 2), PROBE_BATCH)
     path = (
         folder or choices.folder()
-    ) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
+    ) / f"{_key(config, model_init, facts, batch, text_tokens, options)}.json"
     cached = _read(path, options)
     if cached is not None:
         return cached
     default = default_option(options, facts)
-    measured = measure(config, start, facts, options, text_tokens, batch)
+    measured = measure(config, model_init, facts, options, text_tokens, batch)
     rounds = {(c.device, c.precision): c.seconds for c in measured.candidates if not c.rejected}
     if not rounds:
         reasons = "; ".join(f"{c.name}: {c.rejected}" for c in measured.candidates)
@@ -204,7 +223,12 @@ def choose(
 
 
 def measure(
-    config: Config, start: Start, facts: Facts, options: list[Option], text_tokens: int, batch: int
+    config: Config,
+    model_init: ModelInit,
+    facts: MachineInfo,
+    options: list[Option],
+    text_tokens: int,
+    batch: int,
 ) -> Measured:
     """Check the gradients of each candidate, then time the steps of all in alternation.
 
@@ -213,17 +237,21 @@ def measure(
     load = Load()
     default = default_option(options, facts)
     minutes = config.train.minutes
-    limit = MAX_SECONDS if minutes is None else min(MAX_SECONDS, MINUTES_FRACTION * 60 * minutes)
+    limit = (
+        MEASURED_SECONDS
+        if minutes is None
+        else min(MEASURED_SECONDS, MINUTES_FRACTION * 60 * minutes)
+    )
     begin = time.perf_counter()
     # Weights and gradients once per device, the optimizer's moments once per candidate.
-    needed = count_parameters(start.config) * BYTES_PER_NUMBER * (2 + 2 * len(options))
+    needed = count_parameters(model_init.config) * BYTES_PER_NUMBER * (2 + 2 * len(options))
     if needed > MAX_MEMORY_FRACTION * facts.memory_bytes:
         return Measured((Candidate(*default),))
     map_large_blocks()
-    samples = random_batch(start.config, PAIRS, text_tokens)
+    samples = random_batch(model_init.config, PAIRS, text_tokens)
     cpu = Device("cpu", facts)
     reference = _gradient(
-        _step(config, start, _model(config, start, cpu), cpu, "fp32", batch), samples
+        _step(config, model_init, _model(config, model_init, cpu), cpu, "fp32", batch), samples
     )
     spent = time.perf_counter() - begin
     if spent * (1 + len(options)) > limit:
@@ -231,7 +259,7 @@ def measure(
     # All rounds fit in the time, if all candidates were as slow as the CPU in fp32.
     affordable = int(limit / ((choices.ROUNDS + 1) * len(options)) / max(spent / PAIRS, 1e-9))
     batch = max(min(batch, PAIRS), min(batch, affordable))
-    work = random_batch(start.config, batch, text_tokens, config.data.captions_per_step or 1)
+    work = random_batch(model_init.config, batch, text_tokens, config.data.captions_per_step or 1)
     devices: dict[Kind, Device] = {kind: Device(kind, facts) for kind, _ in options}
     models: dict[Kind, CLIP] = {}
     steps: dict[Option, TrainStep] = {}
@@ -240,8 +268,8 @@ def measure(
         kind, precision = option
         try:
             if kind not in models:
-                models[kind] = _model(config, start, devices[kind])
-            step = _step(config, start, models[kind], devices[kind], precision, batch)
+                models[kind] = _model(config, model_init, devices[kind])
+            step = _step(config, model_init, models[kind], devices[kind], precision, batch)
             difference = relative_difference(_gradient(step, samples), reference)
             wrong = (
                 f"gradients {difference:.0%} different from the CPU's"
@@ -256,7 +284,7 @@ def measure(
     # After all gradients: candidates of one device train the same model.
     for option, step in list(steps.items()):
         try:
-            step(work, 0)
+            step.run(work, 0)
         except RuntimeError as error:
             results[option] = _failed(option, error)
             del steps[option]
@@ -287,26 +315,30 @@ def _failed(option: Option, error: RuntimeError) -> Candidate:
 
 
 def _timed_step(step: TrainStep, work: Batch) -> None:
-    step(work, 1)
-    step.device.synchronize()
+    step.run(work, 1)
+    step.parts.device.synchronize()
 
 
-def _model(config: Config, start: Start, device: Device) -> CLIP:
+def _model(config: Config, model_init: ModelInit, device: Device) -> CLIP:
     torch.manual_seed(config.seed)
-    model = fill_zeros(start.build()).to(device.torch)
+    model = fill_zeros(model_init.build()).place(device.torch, device.text_torch)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 
 
 def _step(
-    config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int
+    config: Config,
+    model_init: ModelInit,
+    model: CLIP,
+    device: Device,
+    precision: Precision,
+    batch: int,
 ) -> TrainStep:
     eager = config.changed(compile=False, batch_size=config.train.batch_size_or(batch))
-    step = TrainStep(
-        model, eager, device, precision, Preprocess(image_size=start.config.image_size)
-    )
-    step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
-    return step
+    preprocess = Preprocess(image_size=model_init.config.image_size)
+    parts = make_parts(model, eager, device, precision, preprocess)
+    # Cached blocks would fragment the heap before the run starts.
+    return compose_step(parts, reuse_memory=False)
 
 
 def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
@@ -317,13 +349,18 @@ def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
 
 
 def _key(
-    config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[Option]
+    config: Config,
+    model_init: ModelInit,
+    facts: MachineInfo,
+    batch: int,
+    text_tokens: int,
+    options: list[Option],
 ) -> str:
     """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
     values = (
         dataclasses.asdict(facts),
-        start.config.to_dict(),
-        start.trainable,
+        model_init.config.to_dict(),
+        model_init.trainable,
         (batch, text_tokens, config.data.captions_per_step, config.train.micro_batch),
         options,
         (config.optim.optimizer, config.model.grad_checkpointing, torch.get_num_threads()),
@@ -375,7 +412,41 @@ def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
     )
 
 
-def memory_limit(config: Config, device: Device, facts: Facts) -> float:
+def fastest(config: Config, model_init: ModelInit, facts: MachineInfo, text_tokens: int) -> Choice:
+    """`choose`, or UserError for a precision that the device lacks."""
+    if not candidates(config.train.device, config.train.precision, facts):
+        choose_precision(config.train.precision, choose_device(config.train.device, facts), facts)
+    return choose(config, model_init, facts, text_tokens)
+
+
+def estimate_memory(
+    config: Config,
+    model_init: ModelInit,
+    facts: MachineInfo,
+    device: Device,
+    text_tokens: int,
+    images: int = 0,
+) -> MemoryEstimate:
+    """The memory of a run's step, and of `images` if they are cached in main memory."""
+    precision = choose_precision(config.train.precision, device.name, facts)
+    data_bytes = images * model_init.config.image_size**2 * BYTES_PER_PIXEL
+    in_memory = device.kind == "cpu" and model_init.trainable.image
+    if not in_memory or data_bytes > RAM_FRACTION * facts.memory_bytes:
+        data_bytes = 0  # on the device or on disk
+    return MemoryEstimate(config, model_init, facts, device, precision, text_tokens, data_bytes)
+
+
+def fits_one_gpu(
+    config: Config, model_init: ModelInit, facts: MachineInfo, device: Device, rows: int
+) -> bool:
+    """Whether a step of so many images fits in the memory of a device without FSDP."""
+    tokens = model_init.config.context_length
+    estimate = estimate_memory(config, model_init, facts, device, tokens)
+    peak = estimate.peak(rows, config.model.grad_checkpointing)
+    return peak <= MAX_UNSHARDED * device.total_bytes()
+
+
+def memory_limit(config: Config, device: Device, facts: MachineInfo) -> float:
     """Bytes that a run may use: --memory, or most of the free memory."""
     if config.train.memory:
         return amount(config.train.memory, "B", "--memory")
@@ -392,28 +463,28 @@ class Calibration:
     costs: Costs
 
 
-def calibrate(setup: Setup, budget: TimeBudget, warn: Callable[[str], None]) -> Calibration:
+def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     """The number of steps that fit in the time, from a few steps and a part of an evaluation of a temporary model.
 
     This is a first estimate: the run compares it with the clock and corrects it.
     """
     least = MIN_TRAINING_FRACTION * budget.seconds
     if budget.left < least:
-        warn(
+        console.warn(
             f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of --minutes: training "
             f"for {least:.0f} s more; what is cached now is not prepared again in the next run"
         )
         budget.exclude(least - budget.left)
-    train_step = setup.make_step()
-    step_seconds = _step_seconds(setup, train_step, budget)
-    evaluation_seconds = _evaluation_seconds(setup, train_step) if "val" in setup.splits else 0.0
-    train_step.reset_graph()
+    train_step = inputs.make_step()
+    step_seconds = _step_seconds(inputs, train_step, budget)
+    evaluation_seconds = _evaluation_seconds(inputs, train_step) if "val" in inputs.splits else 0.0
+    train_step.reset()
     del train_step  # it is part of a reference cycle
     gc.collect()
-    setup.device.release()
+    inputs.device.release()
     costs = Costs(evaluation_seconds / step_seconds)
-    costs.closing = closing_evaluations(setup) * costs.evaluation
-    train = setup.config.train
+    costs.closing = closing_evaluations(inputs) * costs.evaluation
+    train = inputs.config.train
     evaluations = train.evaluations or 0
     if not evaluations:
         affordable = int(MAX_EVALUATION_FRACTION * budget.left / max(evaluation_seconds, 1e-9)) - 1
@@ -421,48 +492,48 @@ def calibrate(setup: Setup, budget: TimeBudget, warn: Callable[[str], None]) -> 
     empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
     steps = planned_steps(empty, 0, budget.left, step_seconds, costs)
     if steps < FEW_STEPS:
-        warn(
+        console.warn(
             f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of {step_seconds:.1f} s each, too few "
             f"to learn much; use more --minutes, a smaller --batch-size or a smaller --model"
         )
     return Calibration(steps, evaluations, costs)
 
 
-def closing_evaluations(setup: Setup) -> float:
+def closing_evaluations(inputs: RunInputs) -> float:
     """What follows the last step, in evaluations of the validation split: the test split, and WiSE-FT's choice."""
-    if "val" not in setup.splits:
+    if "val" not in inputs.splits:
         return 0.0
     test = (
-        len(setup.splits["test"].samples)
-        if "test" in setup.splits
-        else len(setup.splits["val"].samples)
+        len(inputs.splits["test"].samples)
+        if "test" in inputs.splits
+        else len(inputs.splits["val"].samples)
     )
-    wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(setup.config.transfer.wise_ft, 1)
-    return test / max(len(setup.splits["val"].samples), 1) + wise_ft
+    wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(inputs.config.transfer.wise_ft, 1)
+    return test / max(len(inputs.splits["val"].samples), 1) + wise_ft
 
 
-def _step_seconds(setup: Setup, train_step: TrainStep, budget: TimeBudget) -> float:
+def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) -> float:
     """Median seconds of a few steps, after some that warm up; within a small part of the time if one step is."""
     # A compiled model recompiles for each shape, so its first steps are not representative.
-    least = WARMUP_STEPS + 1 if setup.config.model.compile else 1
+    least = WARMUP_STEPS + 1 if inputs.config.model.compile else 1
     limit = CALIBRATION_FRACTION * budget.left
     begin = time.perf_counter()
     taken: list[float] = []
     for step, batch in enumerate(
-        batches(setup.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
+        batches(inputs.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
     ):
         start = time.perf_counter()
-        if any(setup.ranks.agree(step >= least and start + taken[-1] - begin > limit)):
+        if any(inputs.ranks.all_reduce_max(step >= least and start + taken[-1] - begin > limit)):
             break
-        train_step(batch, step)
-        setup.device.synchronize()
+        train_step.run(batch, step)
+        inputs.device.synchronize()
         taken.append(time.perf_counter() - start)
     return timing(taken[WARMUP_STEPS:] or taken[-1:]).median
 
 
-def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
-    images = len(setup.splits["val"].samples)
+def _evaluation_seconds(inputs: RunInputs, train_step: TrainStep) -> float:
+    images = len(inputs.splits["val"].samples)
     sample = min(images, SAMPLE_IMAGES)
     start = time.perf_counter()
-    encode(setup, setup.complete_model(train_step), "val", sample)
+    encode(inputs, inputs.complete_model(train_step), "val", sample)
     return (time.perf_counter() - start) * images / sample

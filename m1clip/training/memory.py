@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from m1clip.config import Config
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Precision
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import map_large_blocks
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, preset, with_fields
 from m1clip.training.step import make_parts, train_step
-from m1clip.training.transfer import Start
+from m1clip.training.transfer import ModelInit
 
 # RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace (docs/compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
@@ -61,6 +62,10 @@ class PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
+# torch wraps the method so that its compiler is loaded at the first call: a second and 40 MB.
+PeakMemory.__torch_dispatch__ = inspect.unwrap(PeakMemory.__torch_dispatch__)  # type: ignore[method-assign]
+
+
 def random_batch(
     shape: CLIPConfig,
     batch: int,
@@ -93,8 +98,8 @@ class MemoryEstimate:
     """Predicted memory of the training step, as a function of the batch size and of activation checkpointing."""
 
     config: Config
-    start: Start
-    facts: Facts
+    model_init: ModelInit
+    facts: MachineInfo
     device: Device
     precision: Precision
     text_tokens: int
@@ -138,24 +143,26 @@ class MemoryEstimate:
         # Private operations are probed at first use, which must not be with fake tensors.
         process_bytes(self.facts)
         with FakeTensorMode(), _WithoutShapes():
-            model = self.start.build(load_weights=False)
+            model = self.model_init.build(load_weights=False)
             model.set_attention("auto" if self.device.kind == "cpu" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
-            # The CPU has no fp16.
+            # bf16 has the same size and needs no loss scaler, which reads values.
             half: Precision = "bf16" if self.precision == "fp16" else self.precision
             parts = make_parts(
-                model, eager, host, half, Preprocess(image_size=self.start.config.image_size)
+                model, eager, host, half, Preprocess(image_size=self.model_init.config.image_size)
             )
             parts.update.skip = "never"  # fake tensors have no values to check
             # The fake tensors are on the CPU, but an accelerator does not use fused losses.
             loss = dataclasses.replace(parts.loss, fused=self.device.kind == "cpu")
             parts = dataclasses.replace(parts, loss=loss)
             widths = zip(
-                (model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True
+                (model.image_tower.width, model.text_tower.width),
+                self.model_init.trainable,
+                strict=True,
             )
             image, text = (0 if trained else width for width, trained in widths)
             samples = random_batch(
-                self.start.config, batch, self.text_tokens, captions, (image, text)
+                self.model_init.config, batch, self.text_tokens, captions, (image, text)
             )
             train_step(parts, samples, 1)  # creates the optimizer state
             known = [
@@ -171,10 +178,10 @@ class MemoryEstimate:
 
     def _mlp_bytes(self, batch: int, text_tokens: int) -> int:
         """The MLP activations of our towers, which accelerators store and the CPU recomputes."""
-        shape: Any = self.start.config
+        shape: Any = self.model_init.config
         numbers = 0.0
         for tower, trained in zip(
-            (shape.image_tower, shape.text_tower), self.start.trainable, strict=True
+            (shape.image_tower, shape.text_tower), self.model_init.trainable, strict=True
         ):
             if trained and tower.kind in ("vit", "transformer"):
                 tokens = tower.tokens if tower.kind == "vit" else text_tokens
@@ -193,7 +200,7 @@ class _WithoutShapes(TorchDispatchMode):
 
 
 @functools.cache
-def process_bytes(facts: Facts) -> int:
+def process_bytes(facts: MachineInfo) -> int:
     """Bytes of this process after a toy training step, which loads the libraries' code pages."""
     host, state = Device("cpu", facts), torch.get_rng_state()
     toy = with_fields(preset("tiny"), image_size=32, vision_layers=1, text_layers=1, vocab_size=64)

@@ -4,39 +4,18 @@ Newton-Schulz runs once for all matrices of a shape, as batched products: many s
 idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 batched).
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from m1clip.training.distributed import Ranks, rows_of_rank
+from m1clip.training.eager_optimizer import EagerOptimizer
 
-if TYPE_CHECKING:
-    CompilableOptimizer = Optimizer
-    AdamW = torch.optim.AdamW
-else:
-
-    class CompilableOptimizer(Optimizer):
-        """torch's methods without the wrappers that the compiler cannot trace."""
-
-        add_param_group = inspect.unwrap(Optimizer.add_param_group)
-        zero_grad = inspect.unwrap(Optimizer.zero_grad)
-        state_dict = inspect.unwrap(Optimizer.state_dict)
-        load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
-
-    class AdamW(CompilableOptimizer, torch.optim.AdamW):
-        """torch.optim.AdamW with the same step."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
-
-
-EPS = 1e-7
+MUON_EPS = 1e-7
 MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)
 MAX_CPU_STACK = 2**24  # numbers in a batch of matrices: 64 MB of float32
 Shape = tuple[int, int]
@@ -54,11 +33,11 @@ QUINTICS: tuple[Quintic, ...] = (
 
 def orthogonalize(x: Tensor) -> Tensor:
     """(k, m, n) with m <= n -> each matrix with its singular values brought close to 1, in the dtype of `x`."""
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=MUON_EPS)
     gram = _gram(x)
     square = torch.bmm(gram, gram)
     # The fourth root of the sum of s^8 bounds the largest s^2, within a few percent where few values are large.
-    bound = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt().clamp(min=EPS)
+    bound = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt().clamp(min=MUON_EPS)
     gram, square = gram / bound, square / bound**2
     factor = _quintic_factor(gram, square, QUINTICS[0]) * bound.rsqrt()
     wide = x.shape[2] >= 2 * x.shape[1]
@@ -90,12 +69,11 @@ def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
     return factor
 
 
-class Muon(CompilableOptimizer):
+class Muon(EagerOptimizer):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
 
-    `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). The learning rate may be a tensor
-    on the device, so that a captured step can be replayed with another one. A `found_inf` of 1 on the device skips the
-    step there, as in torch's fused optimizers; gradients are 0 then.
+    `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). Its steps can be skipped on the
+    device, and captured (m1clip.optimizers.Part).
     """
 
     def __init__(
@@ -105,11 +83,17 @@ class Muon(CompilableOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         dtype: torch.dtype = torch.bfloat16,
+        ranks: Ranks | None = None,
+        full_rows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        """Each of the `ranks` orthogonalizes a part of the matrices.
+
+        `full_rows` has the number of rows of matrices of which each rank has some, by the id of the tensor.
+        """
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
-        self.ranks: Ranks | None = None  # each orthogonalizes a part of the matrices
-        self.full_rows: dict[int, int] = {}  # of matrices of which each rank has some rows, by id
+        self.ranks = ranks
+        self.full_rows = full_rows
         if any(p.ndim < 2 for group in self.param_groups for p in group["params"]):
             raise ValueError("Muon takes matrices and convolutions only")
 
@@ -171,7 +155,7 @@ class Muon(CompilableOptimizer):
             for stack, updates in orthogonal(range(len(weights)), {}):
                 add(stack, updates)
             return
-        parts = divided([_cost(shape) for shape in shapes], ranks.size)
+        parts = balance([_cost(shape) for shape in shapes], ranks.size)
         own, given = parts[ranks.rank], dict[int, Tensor]()
         if self.full_rows:
             rows = [m.to(self.dtype) for m in nesterov(range(len(weights)))]
@@ -269,7 +253,7 @@ def _stacks(
             yield stack[start : start + most]
 
 
-def divided(costs: Sequence[int], ranks: int) -> list[list[int]]:
+def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Which matrices each rank orthogonalizes: the most expensive first, each to the rank with the least work."""
     parts, work = [list[int]() for _ in range(ranks)], [0] * ranks
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):

@@ -1,25 +1,33 @@
 """Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
 
-The batch and its gradient stay the same (training/encode.py) but need less memory.
+The batch and its gradient stay the same (training/encode.py) but need less memory. `RetryingStep` wraps a step,
+`OOMHandler` decides what to try next.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from m1clip.errors import UserError, first_line
 from m1clip.formatting import amount
-from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
+from m1clip.hardware.memory import (
+    NEAR_LIMIT,
+    MemoryPressure,
+    keep_freed_memory,
+    memory_limit,
+    own_bytes,
+)
 
 if TYPE_CHECKING:
-    from m1clip.training.setup import Setup
+    from m1clip.data.loader import Batch
+    from m1clip.training.inputs import RunInputs
+    from m1clip.training.step import PlainStep, Probe, StepResult
 
-Result = TypeVar("Result")
-# Step from 1, new micro-batch, reason, whether it helps.
+# Number of the step (from 1), new micro-batch, reason, whether it helps.
 Report = Callable[[int, int, str, bool], None]
 OOM_MESSAGES = (
     "can't allocate memory",
@@ -34,12 +42,12 @@ RETRY_STEPS = 50  # at least this many steps between two retries with an unchang
 USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction of the memory does not help
 
 
-class MemoryPressure(Exception):
-    """Memory in use came close to the limit, but no allocation has failed yet."""
+class Shortage(NamedTuple):
+    """Why a step did not fit in memory."""
 
-    def __init__(self, reason: str, used: int) -> None:
-        super().__init__(reason)
-        self.used = used  # bytes
+    reason: str
+    failed: bool  # an allocation failed; else memory in use came close to the limit
+    used: int = 0  # bytes, if no allocation failed
 
 
 class OOMHandler:
@@ -53,12 +61,10 @@ class OOMHandler:
         report: Report = lambda step, micro_batch, reason, helps: None,
     ) -> None:
         """A `micro_batch` of 0 is the full batch; without a `limit` only failed allocations count."""
-        self.micro_batch, self.used_bytes, self.limit, self.report = (
-            micro_batch,
-            used_bytes,
-            limit,
-            report,
-        )
+        self.micro_batch = micro_batch
+        self.used_bytes = used_bytes
+        self.limit = limit
+        self.report = report
         self._checks_limit = limit is not None
         self._previous_micro_batch = micro_batch
         self._retried_step = -RETRY_STEPS
@@ -70,40 +76,32 @@ class OOMHandler:
         if not self._checks_limit or self.limit is None:
             return
         used = self.used_bytes()
-        if used > NEAR * self.limit:
+        if used > NEAR_LIMIT * self.limit:
             reason = f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB"
             raise MemoryPressure(reason, used)
 
-    def run(
-        self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int
-    ) -> Result:
-        """Run `work`; if memory runs out, `clear` and retry with half the micro-batch.
+    def succeeded(self) -> None:
+        """Note that a step fitted in memory."""
+        self._used_before = float("inf")
 
-        Near the limit, clearing may be enough, so the first retry is unchanged.
+    def shrink(self, shortage: Shortage, rows: int, step: int) -> None:
+        """Prepare another attempt of a step with `rows` images, after its memory was freed: halve the micro-batch.
+
+        Near the limit, freeing memory may be enough, so the first retry is unchanged.
         """
-        while True:
-            try:
-                result = work()
-                self._used_before = float("inf")
-                return result
-            except MemoryPressure as error:
-                reason, failed, self._used = str(error), False, error.used
-            except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                if not is_out_of_memory(error):
-                    raise
-                reason, failed = first_line(error), True
-            clear()  # outside the except block: the error's frames keep the tensors alive
-            if not failed and step - self._retried_step >= RETRY_STEPS:
+        if not shortage.failed:
+            self._used = shortage.used
+            if step - self._retried_step >= RETRY_STEPS:
                 self._retried_step = step
-            else:
-                self._halve(rows, step + 1, reason, failed)
+                return
+        self._halve(rows, step + 1, shortage.reason, shortage.failed)
 
-    def _halve(self, rows: int, step: int, reason: str, failed: bool) -> None:
+    def _halve(self, rows: int, step_number: int, reason: str, failed: bool) -> None:
         current = self.micro_batch if 0 < self.micro_batch < rows else rows
         if failed and current <= 1:
             raise UserError(
-                f"out of memory at step {step:,} even with one sample at a time ({reason}): use a smaller --model, "
-                f"--grad-checkpointing, or a machine with more memory"
+                f"out of memory at step {step_number:,} even with one sample at a time ({reason}): use a smaller "
+                f"--model, --grad-checkpointing, or a machine with more memory"
             )
         useless = self._used > USELESS * self._used_before
         helps = failed or (current > 1 and not useless)
@@ -116,12 +114,80 @@ class OOMHandler:
         else:
             self._checks_limit = False  # something else uses the memory: continue as before
             self.micro_batch = self._previous_micro_batch if useless else self.micro_batch
-        self.report(step, self.micro_batch, reason, helps)
+        self.report(step_number, self.micro_batch, reason, helps)
 
 
-def make_oom_handler(setup: Setup, micro_batch: int, report: Report) -> OOMHandler:
+class RetryingStep:
+    """A step that is repeated with a smaller micro-batch when memory runs out."""
+
+    def __init__(
+        self,
+        step: PlainStep,
+        micro_batch: int = 0,
+        clear: Callable[[], None] = lambda: None,
+        mark: Callable[[str], None] = lambda phase: None,
+        reuse_memory: bool = False,
+    ) -> None:
+        """`clear` forgets everything of a step that failed; `reuse_memory` after the first step.
+
+        `mark` is called when a phase of the step begins.
+        """
+        self.step = step
+        self.clear = clear
+        self._mark = mark
+        self.handler: OOMHandler | None = None  # None: out-of-memory errors are raised
+        self.checks_limit = True  # see `mark`
+        self._micro_batch = micro_batch
+        self._reuse_memory = reuse_memory
+        self._updating = False
+
+    @property
+    def micro_batch(self) -> int:
+        """Images encoded at a time; 0: the full batch."""
+        return self._micro_batch if self.handler is None else self.handler.micro_batch
+
+    def mark(self, phase: str) -> None:
+        """Follow the phases of the step: memory peaks before the backward pass; an update is not repeated."""
+        self._updating = phase == "optimizer"
+        if phase == "backward" and self.handler is not None and self.checks_limit:
+            self.handler.check()
+        self._mark(phase)
+
+    def __call__(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
+        """Train on one batch."""
+        while True:
+            self._updating = False
+            try:
+                result = self.step(batch, step, self.micro_batch, self.mark, probe)
+            except (RuntimeError, MemoryError, MemoryPressure) as error:
+                shortage = memory_shortage(error)
+                if shortage is None or self.handler is None or self._updating:
+                    raise
+            else:
+                break
+            # Outside the except block: the error's frames keep the tensors alive.
+            self.clear()
+            self.handler.shrink(shortage, len(batch), step)
+        if self.handler is not None:
+            self.handler.succeeded()
+        if self._reuse_memory:
+            self._reuse_memory = False
+            keep_freed_memory()  # all block sizes have been allocated once
+        return result
+
+
+def memory_shortage(error: BaseException) -> Shortage | None:
+    """Why memory was short, if that is what an error means."""
+    if isinstance(error, MemoryPressure):
+        return Shortage(str(error), failed=False, used=error.used)
+    if is_out_of_memory(error):  # torch.OutOfMemoryError is a RuntimeError
+        return Shortage(first_line(error), failed=True)
+    return None
+
+
+def make_oom_handler(inputs: RunInputs, micro_batch: int, report: Report) -> OOMHandler:
     """The handler of a run: the limit is --memory or the machine's memory; CUDA raises its own errors."""
-    train, device = setup.config.train, setup.device
+    train, device = inputs.config.train, inputs.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if device.kind == "cpu":
         return OOMHandler(micro_batch, own_bytes, limit or memory_limit(), report)

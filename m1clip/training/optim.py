@@ -1,84 +1,56 @@
-"""Optimizers: Muon for hidden matrices, AdamW for the rest.
+"""Builds the optimizers of m1clip.optimizers: Muon for hidden matrices, AdamW for the rest."""
 
-Another optimizer needs an entry in PARTS and OPTIMIZER_PARTS here, and a line of help in
-config.OPTIMIZERS.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
 from m1clip.model.unfreeze import layer_lr_factors
-from m1clip.training.muon import AdamW, Muon
+from m1clip.optimizers import OPTIMIZERS, Part
+from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS, AdamW
+from m1clip.training.distributed import Ranks
+from m1clip.training.muon import Muon
 
 NamedParameter = tuple[str, Tensor]
+Groups = list[dict[str, Any]]  # as torch's optimizers take them: params, lr, weight_decay
 TOWERS = ("image_tower", "text_tower")
-BETAS, EPS = (0.9, 0.98), 1e-6  # of AdamW
-MUON_WEIGHT_DECAY = 0.3
 
 
-def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Muon's parameters: matrices inside the blocks, and convolutions of the stem after the first (3 channels)."""
-    in_block = parameter.ndim == 2 and ".blocks." in name
-    return in_block or (parameter.ndim == 4 and ".patch.convs." in name and parameter.shape[1] > 3)
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the device and the ranks decide about an optimizer."""
+
+    fused: bool = False  # torch's fused kernels
+    capturable: bool = False  # learning rates are on the device, for CUDA graphs
+    matmul_dtype: torch.dtype = torch.bfloat16  # of Muon's products
+    ranks: Ranks | None = None  # None: one process
+    # The number of rows of tensors of which this rank has some, by id.
+    full_rows: Mapping[int, int] = field(default_factory=dict)
 
 
-class BuildOptions(NamedTuple):
-    """What the device decides about an optimizer."""
-
-    fused: bool
-    muon_dtype: torch.dtype  # of Muon's products
-    capturable: bool  # learning rates are on the device, for CUDA graphs
+def build_adamw(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
+    return AdamW(
+        groups, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=options.fused, capturable=options.capturable
+    )
 
 
-class Part(NamedTuple):
-    """One torch optimizer and the parameters that it trains."""
-
-    trains: Callable[[str, Tensor], bool]  # by name and parameter
-    peak_lr: Callable[[OptimConfig], float]
-    weight_decay: Callable[[OptimConfig, Tensor], float]
-    build: Callable[[list[dict[str, Any]], BuildOptions], torch.optim.Optimizer]
-    # Whether a step changes neither weights nor state if the attribute `found_inf` is a tensor of 1.
-    # If not, each step waits for the host to see whether the gradients are finite.
-    skips_on_device: bool = False
+def build_muon(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
+    return Muon(
+        groups, dtype=options.matmul_dtype, ranks=options.ranks, full_rows=options.full_rows
+    )
 
 
-def build_adamw(groups: list[dict[str, Any]], options: BuildOptions) -> torch.optim.Optimizer:
-    return AdamW(groups, betas=BETAS, eps=EPS, fused=options.fused, capturable=options.capturable)
-
-
-def build_muon(groups: list[dict[str, Any]], options: BuildOptions) -> torch.optim.Optimizer:
-    return Muon(groups, dtype=options.muon_dtype)
-
-
-PARTS = {
-    "muon": Part(
-        trains=is_hidden_matrix,
-        peak_lr=lambda config: config.muon_lr,
-        weight_decay=lambda config, parameter: MUON_WEIGHT_DECAY,
-        build=build_muon,
-        skips_on_device=True,
-    ),
-    "adamw": Part(
-        trains=lambda name, parameter: True,
-        peak_lr=lambda config: config.lr,
-        # Matrices decay; norms, biases and the temperature do not.
-        weight_decay=lambda config, parameter: config.wd if parameter.ndim >= 2 else 0.0,
-        build=build_adamw,
-        skips_on_device=True,
-    ),
+# How torch builds each part of m1clip.optimizers, by its name.
+BUILDERS: dict[str, Callable[[Groups, BuildOptions], torch.optim.Optimizer]] = {
+    "muon": build_muon,
+    "adamw": build_adamw,
 }
-# The parts of each of config.OPTIMIZERS; a parameter belongs to the first part that trains it.
-OPTIMIZER_PARTS = {"muon": ("muon", "adamw"), "adamw": ("adamw",)}
-
-
-def skips_on_device(name: str) -> bool:
-    """Whether the step of an optimizer can be skipped without waiting for the host."""
-    return all(PARTS[part].skips_on_device for part in OPTIMIZER_PARTS[name])
 
 
 class Optimizer:
@@ -91,9 +63,7 @@ class Optimizer:
         self,
         model: nn.Module,
         config: OptimConfig,
-        fused: bool,
-        muon_dtype: torch.dtype = torch.bfloat16,
-        capturable: bool = False,
+        options: BuildOptions,
         local: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """`local` replaces parameters by this rank's rows of them."""
@@ -104,28 +74,32 @@ class Optimizer:
         lr_fractions = {name: 1.0 for name, _ in named}
         if config.layer_decay < 1:
             lr_fractions = layer_lr_factors(model, TOWERS, config.layer_decay)
-        options = BuildOptions(fused, muon_dtype, capturable)
         self.parts: dict[str, torch.optim.Optimizer] = {}
         self._peak_lr: dict[str, float] = {}
-        part_names = OPTIMIZER_PARTS[config.optimizer]
-        for part_name, members in split_parameters(named, part_names).items():
-            part = PARTS[part_name]
-            peak_lr = part.peak_lr(config)
+        self._lr_fraction = 1.0
+        for part, members in split_parameters(named, OPTIMIZERS[config.optimizer].parts):
+            peak_lr = getattr(config, part.lr_setting)
             # One group per weight decay and fraction of the learning rate.
             groups: dict[tuple[float, float], dict[str, Any]] = {}
             for name, parameter in members:
                 fraction = lr_fractions[name]
-                decay = part.weight_decay(config, parameter)
+                decay = part.weight_decay(config.wd, parameter)
                 if (decay, fraction) not in groups:
-                    lr = torch.tensor(peak_lr, device=device) if capturable else peak_lr
-                    group = {"params": [], "lr_fraction": fraction, "lr": lr, "weight_decay": decay}
-                    groups[decay, fraction] = group
+                    lr = torch.tensor(peak_lr, device=device) if options.capturable else peak_lr
+                    groups[decay, fraction] = {
+                        "params": [],
+                        "lr_fraction": fraction,
+                        "lr": lr,
+                        "weight_decay": decay,
+                    }
                 groups[decay, fraction]["params"].append((name, parameter))
             highest_first = [groups[key] for key in sorted(groups, reverse=True)]
-            self.parts[part_name] = part.build(highest_first, options)
-            self._peak_lr[part_name] = peak_lr
+            self.parts[part.name] = BUILDERS[part.name](highest_first, options)
+            self._peak_lr[part.name] = peak_lr
 
     def set_lr(self, fraction: float) -> None:
+        """Use a fraction of the peak learning rates."""
+        self._lr_fraction = fraction
         for name, part in self.parts.items():
             for group in part.param_groups:
                 lr = self._peak_lr[name] * fraction * group["lr_fraction"]
@@ -133,6 +107,10 @@ class Optimizer:
                     group["lr"].fill_(lr)  # in place: a captured step reads this tensor
                 else:
                     group["lr"] = lr
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each part, of its layers with the highest; reads nothing from the device."""
+        return {name: peak * self._lr_fraction for name, peak in self._peak_lr.items()}
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Update the weights; with a scaler, only if the gradients are finite."""
@@ -179,14 +157,14 @@ class Optimizer:
 
 
 def split_parameters(
-    named: Iterable[NamedParameter], part_names: Sequence[str]
-) -> dict[str, list[NamedParameter]]:
-    """The parameters of each part that has any."""
-    members: dict[str, list[NamedParameter]] = {}
+    named: Iterable[NamedParameter], parts: Sequence[Part]
+) -> list[tuple[Part, list[NamedParameter]]]:
+    """The parts that have any parameters, with these."""
+    members: dict[str, list[NamedParameter]] = {part.name: [] for part in parts}
     for name, parameter in named:
-        part = next(part for part in part_names if PARTS[part].trains(name, parameter))
-        members.setdefault(part, []).append((name, parameter))
-    return {part: members[part] for part in part_names if part in members}
+        part = next(part for part in parts if part.trains(name, parameter))
+        members[part.name].append((name, parameter))
+    return [(part, members[part.name]) for part in parts if members[part.name]]
 
 
 def _named_parameters(part: torch.optim.Optimizer) -> Iterator[NamedParameter]:

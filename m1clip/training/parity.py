@@ -7,6 +7,7 @@ finds errors that depend on the size (pytorch#193487), and would take minutes on
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,23 +18,23 @@ from torch import Tensor, nn
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.formatting import duration
+from m1clip.formatting import ceil_div, duration
 from m1clip.hardware.device import Device, Precision
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.model.clip import CLIP
 from m1clip.model.towers import TextTower
+from m1clip.training.compose import GradientCheck, TrainStep, compose_step
 from m1clip.training.muon import Muon, orthogonalize
-from m1clip.training.oom import OOMHandler
-from m1clip.training.step import GradientCheck, TrainStep
+from m1clip.training.oom import OOMHandler, RetryingStep
+from m1clip.training.step import make_parts
 
-if TYPE_CHECKING:  # setup imports this module too
-    from m1clip.training.setup import Setup
+if TYPE_CHECKING:  # workbench imports this module too
+    from m1clip.training.inputs import RunInputs
 
 Module = TypeVar("Module", bound=nn.Module)
-Check = GradientCheck | TrainStep  # MLX's step computes gradients for comparison itself
 PAIRS = 8
 SLICE = 32  # images
-MAX_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
+CHECKED_STEP_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
 # Gradient entries to compare: several copies of a complete gradient would be the memory peak of a run.
 MOST = 1 << 22
@@ -50,18 +51,19 @@ class Parity(NamedTuple):
     skipped: str = ""
 
 
-def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
+def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
     """Compare gradients and updates with the CPU's; UserError if they differ too much. None on the CPU."""
-    kind, precision, batch = setup.device.kind, setup.precision, setup.training[0]
-    model = setup.complete_model(train_step)
-    check_causality(model, kind, setup.autocast)
+    device, precision, batch = inputs.device, inputs.precision, inputs.training[0]
+    kind = device.name if device.is_hybrid else device.kind
+    model = inputs.complete_model(train_step)
+    check_causality(model, kind, inputs.autocast)
     if kind == "cpu":
         return None
     check = train_step.for_check(fill_zeros(copy.deepcopy(model)))
     at_size = size_difference(check, batch)
     products, few = optimizer_difference(train_step), first_samples(batch)
     check = check.without_teacher()
-    on_device, reference = gradient(check, few), gradient(on_cpu(check, setup.facts), few)
+    on_device, reference = gradient(check, few), gradient(on_cpu(check, inputs.facts), few)
     found = {
         "computes gradients that differ from the CPU's": max(
             map(relative_difference, on_device, reference)
@@ -72,7 +74,7 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
     for number, (what, difference) in enumerate(found.items()):
         allowed = TOLERANCE[precision]
         if precision == "bf16" and number == 0 and difference > allowed:
-            rounded = gradient(on_cpu(check, setup.facts, precision), few)
+            rounded = gradient(on_cpu(check, inputs.facts, precision), few)
             allowed = max(
                 allowed, min(MOST_ROUNDING, 2 * max(map(relative_difference, rounded, reference)))
             )
@@ -101,9 +103,8 @@ def check_causality(
     tokens = torch.where(place == ends, end, other[0])
     changed = torch.where(place > ends, other[-1], tokens)
     with context():
-        before, after = (
-            tower(rows.to(model.logit_scale.device)).float() for rows in (tokens, changed)
-        )
+        device = next(tower.parameters()).device
+        before, after = (tower(rows.to(device)).float() for rows in (tokens, changed))
     difference = float(((after - before).norm(dim=1) / before.norm(dim=1).clamp(min=1e-12)).max())
     if not difference <= LEAK:
         raise UserError(
@@ -112,7 +113,7 @@ def check_causality(
         )
 
 
-def size_difference(check: Check, batch: Batch) -> Parity:
+def size_difference(check: GradientCheck, batch: Batch) -> Parity:
     """Difference of loss and gradients between a batch as the run computes it and the same in small slices.
 
     0 for a batch that is one slice; not compared if a step takes too long to be repeated.
@@ -120,17 +121,20 @@ def size_difference(check: Check, batch: Batch) -> Parity:
 
     def run(micro_batch: int) -> tuple[Tensor, Tensor]:
         """Loss and gradients, with a smaller micro-batch where memory is short."""
-        check.oom = OOMHandler(micro_batch, check.device.memory_bytes)
-        clear = lambda: check.model.zero_grad(set_to_none=True)  # noqa: E731
-        return check.oom.run(lambda: gradient(check, batch), clear, len(batch), 0)
+        clear = functools.partial(check.parts.model.zero_grad, set_to_none=True)
+        retrying = RetryingStep(check.plain, clear=clear)
+        retrying.handler = OOMHandler(micro_batch, check.parts.device.memory_bytes)
+        clear()
+        loss = retrying(batch, 0).loss
+        return loss.float().cpu(), flat_gradient(check.parts.model)
 
-    begin, micro_batch = time.monotonic(), check.micro_batch
-    complete = run(micro_batch)
+    begin = time.monotonic()
+    complete = run(check.parts.config.train.micro_batch)
     seconds = time.monotonic() - begin
     if len(batch) <= SLICE:
         return Parity(0.0)
-    if seconds > MAX_SECONDS:
-        too_long = f"one step takes {duration(seconds)}, more than {duration(MAX_SECONDS)}"
+    if seconds > CHECKED_STEP_SECONDS:
+        too_long = f"one step takes {duration(seconds)}, more than {duration(CHECKED_STEP_SECONDS)}"
         return Parity(
             0.0, f"the batch of {len(batch)} was not compared with its slices: {too_long}"
         )
@@ -174,23 +178,31 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def on_cpu(check: Check, facts: Facts, precision: Precision = "fp32") -> GradientCheck:
+def on_cpu(
+    check: GradientCheck, facts: MachineInfo, precision: Precision = "fp32"
+) -> GradientCheck:
     """The same step on the CPU, with the model moved there."""
-    eager = check.config.changed(compile=False)
-    check.model.zero_grad(set_to_none=True)
-    model = check.model.to("cpu")
-    return TrainStep(
+    eager = check.parts.config.changed(compile=False)
+    check.parts.model.zero_grad(set_to_none=True)
+    model = check.parts.model.to("cpu")
+    parts = make_parts(
         model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess
-    ).for_check(model)
+    )
+    return compose_step(parts).for_check(model)
 
 
-def gradient(check: Check, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of a step, and its gradient as one vector, in float32 on the CPU; subsampled for a large model."""
-    check.model.zero_grad(set_to_none=True)
-    loss = check.compute_gradients(batch.to(check.device.torch), 0)
-    grads = [p.grad.detach().flatten() for p in check.model.parameters() if p.grad is not None]
-    every = -(-sum(g.numel() for g in grads) // MOST)
-    return loss.float().cpu(), torch.cat([g[::every].float().cpu() for g in grads])
+def gradient(check: GradientCheck, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of a step and its gradient as one vector, in float32 on the CPU."""
+    check.parts.model.zero_grad(set_to_none=True)
+    loss = check.compute_gradients(batch, 0)
+    return loss.float().cpu(), flat_gradient(check.parts.model)
+
+
+def flat_gradient(model: CLIP) -> Tensor:
+    """The gradient of a model as one vector, in float32 on the CPU; subsampled for a large model."""
+    grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
+    every = ceil_div(sum(g.numel() for g in grads), MOST)
+    return torch.cat([g[::every].float().cpu() for g in grads])
 
 
 def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:

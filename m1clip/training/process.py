@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, lock_content, open_for_write, open_regular, read_owner
+from m1clip.io import RUN_LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 
 OUTPUT = "train.log"  # of a background run
@@ -48,7 +48,7 @@ def check_unused(path: Path) -> None:
 def remove_unused_folder(folder: Path) -> None:
     """Remove a run folder in which nothing was written, so that the same command works again."""
     if not _contents(folder):
-        for name in (LOCK, PREPARING, PREPARING_PARTIAL):
+        for name in (RUN_LOCK, PREPARING, PREPARING_PARTIAL):
             (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -60,14 +60,14 @@ def _contents(folder: Path) -> list[str]:
     return [
         item.name
         for item in folder.iterdir()
-        if item.name not in (LOCK, OUTPUT, PREPARING, PREPARING_PARTIAL)
+        if item.name not in (RUN_LOCK, OUTPUT, PREPARING, PREPARING_PARTIAL)
     ]
 
 
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Hold the lock of a run; the system releases it when this process ends for any reason."""
-    handle = open_for_write(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    handle = open_for_write(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
             # Not flock: forked data workers would inherit it and outlive a killed parent by some seconds.

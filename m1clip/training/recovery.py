@@ -1,6 +1,6 @@
 """Recovery from non-finite losses and gradients: report the samples, roll back, or stop with a diagnosis.
 
-TrainStep skips such a step before any weight changes, on CUDA without synchronization. The host detects it here,
+The update skips such a step before any weight changes, on CUDA without synchronization. The host detects it here,
 where it reads the losses anyway: after each step on CPU and MPS, else with each log line and before each checkpoint.
 These points depend only on the step, so a resumed run reads at the same ones.
 """
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from m1clip import console
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.checkpoint import (
     TensorGroups,
     TrainState,
@@ -35,7 +37,7 @@ SKIP_LIMIT = 8  # non-finite steps in a row before a rollback
 MAX_ROLLBACKS = 3  # a run that still diverges stops
 ROLLBACK_LR_FACTOR = 0.5  # applied to the learning rate at each rollback
 SPIKE = 8.0  # deviations above the recent median that count as a spike
-WINDOW, MIN_LOSSES = 64, 16  # losses used for the median, and the minimum number
+LOSS_WINDOW, MIN_LOSSES = 64, 16  # losses used for the median, and the minimum number
 SPIKE_STEPS = 3  # in a row before a warning: single batches differ
 SHOWN_SAMPLES = 3  # on the screen; the log has all
 DIAGNOSIS_LOSSES = 6
@@ -50,7 +52,7 @@ class SpikeDetector:
     """Detects losses that stay far above the recent median, which is robust to outliers."""
 
     def __init__(self) -> None:
-        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.recent: deque[float] = deque(maxlen=LOSS_WINDOW)
         self.high = 0  # high losses in a row
 
     def add(self, loss: float) -> float | None:
@@ -60,7 +62,7 @@ class SpikeDetector:
             deviation = MAD_TO_STD * statistics.median(abs(value - median) for value in self.recent)
             if loss > median + SPIKE * max(deviation, 0.01 * abs(median)):
                 self.high += 1
-                if self.high < WINDOW:
+                if self.high < LOSS_WINDOW:
                     return median if self.high == SPIKE_STEPS else None
                 self.recent.clear()  # after this long it is the new normal
         self.high = 0
@@ -75,13 +77,13 @@ class StepChecks:
         self.spikes = SpikeDetector()
         self.losses: deque[float] = deque(maxlen=DIAGNOSIS_LOSSES)  # the last finite ones
         self.suspects: Counter[str] = Counter()  # samples of skipped steps
-        self._unread: list[
-            tuple[int, Tensor, Tensor]
-        ] = []  # step from 1, sample ids, (loss, grad norm) on the device
+        # Steps done, sample ids, and (loss, grad norm) on the device.
+        self._unread: list[tuple[int, Tensor, Tensor]] = []
 
-    def record(self, step: int, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
+    def record(self, steps_done: int, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
         """Record a step without synchronizing."""
-        self._unread.append((step, sample_ids, torch.stack([loss.float(), grad_norm.float()])))
+        values = torch.stack([loss.float(), grad_norm.float()])
+        self._unread.append((steps_done, sample_ids, values))
 
     def restart(self) -> None:
         """Forget the steps that are rolled back; the diagnosis still needs their losses and samples."""
@@ -97,27 +99,28 @@ class StepChecks:
         self._unread = []
         skipped = run.state.skipped
         values = torch.stack([pair for *_, pair in steps]).tolist() if steps else []
-        for (step, sample_ids, _), (loss, norm) in zip(steps, values, strict=True):
+        for (steps_done, sample_ids, _), (loss, norm) in zip(steps, values, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 skipped = 0
                 self.losses.append(loss)
                 usual = self.spikes.add(loss)
                 if usual is not None:
-                    text = f"the loss stays far above its recent median of {usual:.4g}: {loss:.4g} at step {step:,}"
-                    run.log.write("warning", step=step, text=text, loss=loss, usual=usual)
-                    run.screen.warn(text)
+                    median = f"its recent median of {usual:.4g}"
+                    text = f"the loss stays far above {median}: {loss:.4g} at step {steps_done:,}"
+                    run.log.write("warning", step=steps_done, text=text, loss=loss, usual=usual)
+                    console.warn(text)
             elif math.isfinite(loss) and _loss_scale(run) > 1:
                 # Normal in fp16: the scaler halves its scale for the next step; nothing has diverged.
                 run.log.write(
                     "event",
-                    step=step,
+                    step=steps_done,
                     event="loss scale lowered",
                     loss=loss,
                     scale=_loss_scale(run),
                 )
             else:
                 skipped += 1
-                self._report_skipped(run, step, sample_ids, loss, norm, is_first=skipped == 1)
+                self._report_skipped(run, steps_done, sample_ids, loss, norm, is_first=skipped == 1)
                 if skipped >= SKIP_LIMIT:
                     raise Rollback
         return skipped
@@ -125,50 +128,53 @@ class StepChecks:
     def _report_skipped(
         self,
         run: RunContext,
-        step: int,
+        steps_done: int,
         sample_ids: Tensor,
         loss: float,
         norm: float,
         is_first: bool,
     ) -> None:
-        samples = run.ranks.chained([_sample_id(run, number) for number in sample_ids.tolist()])
+        samples = run.ranks.gather_lists(
+            [_sample_id(run, number) for number in sample_ids.tolist()]
+        )
         suspects: list[str] = []
         # The others in a row are likely similar, and finding them takes a forward pass.
         if is_first:
-            batch = run.setup.training[step - 1]
+            batch = run.inputs.training[steps_done - 1]
             rows = _nonfinite_rows(run, batch)
-            suspects = run.ranks.chained([_sample_id(run, batch.sample_ids[row]) for row in rows])
+            suspects = run.ranks.gather_lists(
+                [_sample_id(run, batch.sample_ids[row]) for row in rows]
+            )
         named = suspects or samples
         self.suspects.update(named)
         reason = (
             "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
         )
         values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
-        run.log.write("event", step=step, event="update skipped", reason=reason, **values)
+        run.log.write("event", step=steps_done, event="update skipped", reason=reason, **values)
         if is_first:
             found = "samples with non-finite features" if suspects else "the batch contained"
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
             shown = ", ".join(named[:SHOWN_SAMPLES]) + more
-            run.screen.warn(
-                f"step {step:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)"
+            console.warn(
+                f"step {steps_done:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)"
             )
 
 
 def prepare_recovery(run: RunContext) -> None:
-    """Give the step the learning rate factor and the micro-batch of the state, and report low memory."""
+    """Give the step the micro-batch of the state, and report low memory."""
 
-    def report(step: int, micro_batch: int, reason: str, helps: bool) -> None:
+    def report(step_number: int, micro_batch: int, reason: str, helps: bool) -> None:
         batch = run.config.train.batch_size
         values = {"micro_batch": micro_batch, "batch": batch, "reason": reason, "helps": helps}
-        run.log.write("event", step=step, event="low memory", **values)
+        run.log.write("event", step=step_number, event="low memory", **values)
         effect = f"using micro-batches of {micro_batch}; the batch of {batch} and its gradient stay the same"
         if not helps:
             effect = "a smaller micro-batch does not help; continuing as before"
-        run.screen.warn(f"low memory at step {step:,} ({reason}): {effect}")
+        console.warn(f"low memory at step {step_number:,} ({reason}): {effect}")
 
-    run.train_step.lr_factor = run.state.lr_factor
     micro_batch = run.state.micro_batch or run.config.train.micro_batch
-    run.train_step.oom = make_oom_handler(run.setup, micro_batch, report)
+    run.train_step.retrying.handler = make_oom_handler(run.inputs, micro_batch, report)
 
 
 def roll_back(run: RunContext) -> TrainState:
@@ -183,19 +189,19 @@ def roll_back(run: RunContext) -> TrainState:
         run.log.write("event", step=failed.step, event="diverged", rollbacks=failed.rollbacks)
         raise _diagnosis(run)
     loaded = share_checkpoint(
-        train_step,
-        lambda device: load_latest(run.folder, device, run.screen.warn, without_skips=True),
+        train_step, lambda device: load_latest(run.folder, device, without_skips=True)
     )
     if loaded is None:
         initial: TensorGroups = {
-            "weights": trained_tensors(run.setup.build_model()),
+            "weights": trained_tensors(run.inputs.build_model()),
             "optimizer": {},
         }
-        loaded = TrainState(frozen_sha256=train_step.frozen_sha256), initial
+        loaded = TrainState(frozen_sha256=train_step.parts.frozen_sha256), initial
     earlier, tensors = loaded
     scaler_scale = earlier.scaler_scale
-    if train_step.scaler is not None:  # the restored scale would be too large again
-        scaler_scale = min(scaler_scale, train_step.scaler.get_scale())
+    scaler = train_step.parts.update.scaler
+    if scaler is not None:  # the restored scale would be too large again
+        scaler_scale = min(scaler_scale, scaler.get_scale())
     state = dataclasses.replace(
         earlier,
         rollbacks=failed.rollbacks + 1,
@@ -210,7 +216,6 @@ def roll_back(run: RunContext) -> TrainState:
     )
     train_step.optimizer.drop_state()
     restore(train_step, state, tensors)
-    train_step.lr_factor = state.lr_factor
     values = {"lr_factor": state.lr_factor, "rollbacks": state.rollbacks}
     run.log.write(
         "event",
@@ -220,7 +225,7 @@ def roll_back(run: RunContext) -> TrainState:
         failed=failed.step,
         **values,
     )
-    run.screen.warn(
+    console.warn(
         f"rolled back from step {failed.step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row were "
         f"not finite; the learning rate is now {state.lr_factor:g} times the configured one (rollback "
         f"{state.rollbacks} of {MAX_ROLLBACKS})"
@@ -231,28 +236,29 @@ def roll_back(run: RunContext) -> TrainState:
 def _diagnosis(run: RunContext) -> UserError:
     names = ", ".join(name for name, _ in run.checks.suspects.most_common(SHOWN_SAMPLES))
     losses = ", ".join(f"{loss:.4g}" for loss in run.checks.losses) or "none"
-    fp32 = "" if run.setup.precision == "fp32" else ", --precision fp32"
+    fp32 = "" if run.inputs.precision == "fp32" else ", --precision fp32"
+    lower = " and ".join(OPTIMIZERS[run.config.optim.optimizer].lr_options)
     return UserError(
         f"training diverged at step {run.state.step:,}: {SKIP_LIMIT} steps in a row had a loss or gradient that "
         f"is not finite, and again after {run.state.rollbacks} rollbacks; last finite losses: {losses}; samples "
-        f"most often involved: {names} (run.jsonl lists all). Check these samples, or try a lower --lr and "
-        f"--muon-lr, a longer --warmup{fp32}"
+        f"most often involved: {names} (run.jsonl lists all). Check these samples, or try a lower {lower}, a "
+        f"longer --warmup{fp32}"
     )
 
 
 def _nonfinite_rows(run: RunContext, batch: Batch) -> list[int]:
-    train_step = run.train_step
-    if train_step.shards is None:
-        return train_step.nonfinite_rows(batch)
-    # Ranks may have different numbers of rows to inspect, which sharded weights do not allow.
-    complete = run.setup.complete_model(train_step)
-    return train_step.parts.encoder.for_check(complete).nonfinite_rows(batch)
+    encoder = run.train_step.parts.encoder
+    # With sharded weights a copy: ranks may have different numbers of rows to inspect.
+    model = run.inputs.complete_model(run.train_step)
+    if model is not encoder.model:
+        encoder = encoder.for_check(model)
+    return encoder.nonfinite_rows(batch)
 
 
 def _sample_id(run: RunContext, number: int | Tensor) -> str:
-    return run.setup.splits["train"].samples[int(number)].id
+    return run.inputs.splits["train"].samples[int(number)].id
 
 
 def _loss_scale(run: RunContext) -> float:
-    scaler = run.train_step.scaler
+    scaler = run.train_step.parts.update.scaler
     return 1.0 if scaler is None else float(scaler.get_scale())

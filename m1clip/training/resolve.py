@@ -11,32 +11,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from m1clip.config import Config, TransferConfig, read_recipe
+from m1clip import console
+from m1clip.config import NAMES, Config, TransferConfig, read_recipe
 from m1clip.data.augment import Augmentation
 from m1clip.data.loader import BatchPlan
 from m1clip.data.prepare import choose_augmentation, is_synthetic
 from m1clip.errors import UserError
 from m1clip.formatting import plural
-from m1clip.hardware.device import choose_device, rules
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.device import HYBRIDS, choose_device, rules
+from m1clip.hardware.machine_info import MachineInfo
 from m1clip.model.presets import CLIPConfig, model_config
 from m1clip.model.pretrained.packages import remedy
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.duration import EVALUATIONS
 from m1clip.training.measure import Choice
 from m1clip.training.memory import power_of_two
 from m1clip.training.schedule import warmup_steps
-from m1clip.training.spec import Origin, RunSpec, Settings, setting
+from m1clip.training.spec import DecidedConfig, Origin, RunSpec, Settings, setting
 from m1clip.training.transfer import BOTH, Trainable
 
 TEXT_CONTRAST = 0.5  # docs/recipe.md
-MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
+MAX_CAPTIONS_PER_IMAGE = 5  # per image and step, by default; docs/recipe.md
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
 SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 # These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
-FEW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
+PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
 FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text")
 TOWER_OPTIONS = ("image_tower", "text_tower", "download")
@@ -45,7 +47,6 @@ SCRATCH_OPTIONS = (
     *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),
     "tokenizer",
 )
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Measurements:
 class Machine:
     """The machine as far as decisions need it."""
 
-    facts: Facts
+    facts: MachineInfo
     measure: Measurements
     ranks: int = 1
     is_installed: Callable[[str], bool] = lambda tower: False  # a pretrained tower
@@ -128,40 +129,54 @@ class Draft:
         self.chosen_by: dict[str, Origin] = dict(settings.chosen_by)
 
     def decide(self, origin: Origin, **values: Any) -> None:
-        """Set values; one that stays the same keeps its origin."""
+        """Set values; one that stays the same keeps its origin.
+
+        The settings may be those of a decided run: of one that is resumed on another device, or
+        repeated by its config.toml. Then each decision must come to the value that is there, so that
+        it stays and keeps its origin: a decision looks at the setting before it looks at anything else.
+        """
         changed = [name for name, value in values.items() if setting(self.config, name) != value]
         self.chosen_by |= dict.fromkeys(changed, origin)
         self.config = self.config.changed(**values)
 
 
-def resolve(
-    settings: Settings, dataset: Dataset, machine: Machine, tell: Tell = lambda line: None
-) -> RunSpec:
-    """Decide every value of a run, or raise UserError; `tell` gets what will happen and why, as it is decided."""
-    settings = with_recipe(settings, lambda: dataset, machine.is_installed, tell)
+def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
+    """Decide every value of a run, or raise UserError; prints what will happen and why."""
+    settings = with_recipe(settings, lambda: dataset, machine.is_installed)
     check_transfer(settings.config.transfer)
     draft = Draft(settings)
     measured: dict[str, Any] = {}
     _decide_recipe(draft)
+    _decide_optimizer(draft)
     model = machine.measure.initial_model(draft.config)
     _check_model(draft.config, model, dataset)
     _decide_batch(draft, dataset, model)
-    _decide_device(draft, machine, measured, tell)
-    _decide_memory(draft, dataset, machine, measured, tell)
+    _decide_device(draft, machine, measured)
+    _decide_memory(draft, dataset, machine, measured)
     _decide_data(draft, dataset, model, machine.facts)
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
     _limit_batch(draft, settings.config, images)
     _decide_fsdp(draft, machine)
     _decide_length(draft, images, machine)
-    return RunSpec(draft.config, draft.chosen_by, measured)
+    if settings.changed_run is not None:
+        console.print(describe_changes(settings.changed_run, draft))
+    return RunSpec(DecidedConfig.of(draft.config), draft.chosen_by, measured)
+
+
+def describe_changes(run: Config, draft: Draft) -> str:
+    """One line about what is different from a run whose config.toml is used with other options."""
+    changes = []
+    for name in NAMES:
+        before = setting(run, name)
+        now = setting(draft.config, name)
+        if now != before:
+            changes.append(f"{name} {before} -> {now} ({draft.chosen_by.get(name, 'default')})")
+    return f"changed    {', '.join(changes) or 'nothing'}"
 
 
 def with_recipe(
-    settings: Settings,
-    dataset: Callable[[], Dataset],
-    is_installed: Callable[[str], bool],
-    tell: Tell,
+    settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool]
 ) -> Settings:
     """The settings with a recipe in place of `auto`; its values are below those of the user."""
     transfer = settings.config.transfer
@@ -169,7 +184,7 @@ def with_recipe(
         return settings
     recipe, reason = choose_recipe(settings, dataset, is_installed)
     others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
-    tell(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
+    console.print(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
     decided = settings.changed(recipe=recipe)
     decided.chosen_by["recipe"] = "rule"
     return decided
@@ -192,7 +207,7 @@ def choose_recipe(
     data = dataset()
     if data.streamed:
         return "scratch", "random weights, because the shards are streamed"
-    if data.images >= FEW_IMAGES:
+    if data.images >= PRETRAINED_BELOW_IMAGES:
         return "scratch", f"random weights, because {data.images:,} images are enough"
     if not (is_installed(config.transfer.image_tower) and is_installed(config.transfer.text_tower)):
         fix = remedy(config.transfer.image_tower)
@@ -233,6 +248,24 @@ def _decide_recipe(draft: Draft) -> None:
         )
 
 
+def _decide_optimizer(draft: Draft) -> None:
+    """Adapt the learning rate and the weight decay of the recipe, which are AdamW's, to another optimizer.
+
+    Values of a user or a preset stay, and so do those that were decided here before.
+    """
+    name = draft.config.optim.optimizer
+    factors = {"lr": OPTIMIZERS[name].lr_factor, "wd": OPTIMIZERS[name].wd_factor}
+    values = {
+        key: setting(draft.config, key) * factor
+        for key, factor in factors.items()
+        if factor != 1 and draft.chosen_by.get(key, "recipe") == "recipe"
+    }
+    if values:
+        draft.decide("rule", **values)
+        shown = ", ".join(f"--{key} {value:g}" for key, value in values.items())
+        console.print(f"optimizer  {name}: {shown} by default")
+
+
 def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
     if dataset.streamed and not (all(model.trainable) and config.transfer.teacher is None):
         raise UserError(
@@ -245,7 +278,7 @@ def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
 def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
     """Captions per step, and the default batch size; `auto` stays until memory is known."""
     captions = draft.config.data.captions_per_step or max(
-        1, min(dataset.median_captions, MAX_CAPTIONS)
+        1, min(dataset.median_captions, MAX_CAPTIONS_PER_IMAGE)
     )
     draft.decide("rule", captions_per_step=captions)
     if draft.config.train.batch_size is None:
@@ -272,14 +305,14 @@ def default_batch(model: InitialModel, images: int) -> int:
     return min(recipe.batch_size, largest_batch(images))
 
 
-def _decide_device(draft: Draft, machine: Machine, measured: dict[str, Any], tell: Tell) -> None:
+def _decide_device(draft: Draft, machine: Machine, measured: dict[str, Any]) -> None:
     choice = machine.measure.fastest(draft.config)
     origin: Origin = "rule"
     if choice.candidates:
         origin = "measurement"
         measured["hardware"] = dataclasses.asdict(choice)
     draft.decide(origin, device=choice.device, precision=choice.precision)
-    tell(describe_device(draft.config, machine, choice.why))
+    console.print(describe_device(draft.config, machine, choice.why))
     if draft.config.model.compile:
         machine.check_compile(choice.device)
 
@@ -288,13 +321,19 @@ def describe_device(config: Config, machine: Machine, why: str = "") -> str:
     """One line about the device, the precision and why they were chosen."""
     kind = config.train.device
     facts = machine.facts
-    name = facts.cuda if kind == "cuda" else facts.cpu
+    name = facts.cuda if kind.startswith("cuda") else facts.cpu
     more = ""
-    if kind == "cpu":
+    if kind == "cuda+cpu":
+        name = f"images on {facts.cuda}, texts on {facts.cpu}"
+    elif kind in HYBRIDS:
+        name = f"images on {kind.partition('+')[0]}, texts on cpu, {facts.cpu}"
+    elif kind == "cpu":
         more = f", {plural(config.train.threads or facts.performance_cores, 'thread')}"
     elif kind == "mlx":
         more = f", mlx {facts.mlx}"
         more += "" if machine.has_gpu(kind) else " without a GPU: its build for the CPU, for tests"
+    if machine.ranks > 1:
+        more += f", on each of {machine.ranks} ranks"
     return f"device     {kind}: {name}{more}, {config.train.precision}" + (
         f" ({why})" if why else ""
     )
@@ -313,7 +352,7 @@ class Fit:
 
 
 def _decide_memory(
-    draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any], tell: Tell
+    draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any]
 ) -> None:
     """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be chosen."""
     train = draft.config.train
@@ -328,7 +367,7 @@ def _decide_memory(
             f"{where}: {draft.config.model.name} needs at least {steps.peak(2, True) / 1e9:.1f} GB, "
             f"more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
         )
-    tell(f"memory     {fit}, within {limit / 1e9:.1f} GB")
+    console.print(f"memory     {fit}, within {limit / 1e9:.1f} GB")
     measured["memory"] = dataclasses.asdict(fit)
     draft.decide("measurement", **measured["memory"])
 
@@ -353,7 +392,7 @@ def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> F
     return None
 
 
-def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: Facts) -> None:
+def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: MachineInfo) -> None:
     """Augmentation, captions per step as the device needs them, and the loss between captions."""
     augmentation = augmentation_for(draft.config, dataset.mentions_sides, model)
     draft.decide("rule", **dataclasses.asdict(augmentation))
@@ -413,7 +452,9 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
             f"--batch-size {batch} is less than one image for each of {machine.ranks} ranks"
         )
     requested = config.train.fsdp
+    device = config.train.device
     excluded = {
+        f"--device {device}": device not in ("cpu", "cuda"),  # FSDP2 has its own collectives
         "--compile": config.model.compile,
         "--precision fp16": config.train.precision == "fp16",
     }
@@ -439,11 +480,14 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
         origin = "measurement"
         length = machine.measure.steps_in_time(draft.config)
     else:
+        if draft.chosen_by.get("epochs") not in ("user", "preset"):
+            origin = "recipe"  # nobody asked for a duration
         length = _steps_of_epochs(train.epochs, images // train.batch_size_or(1))
     # Raises if the run would never leave warmup.
     warmup_steps(draft.config.optim.warmup, length.steps)
     if train.eval_every is None and train.evaluations is None:
-        draft.decide(origin, evaluations=length.evaluations)
+        measured = train.minutes is not None
+        draft.decide("measurement" if measured else "rule", evaluations=length.evaluations)
     draft.decide(origin, steps=length.steps, minutes=None, epochs=None)
     for name in ("minutes", "epochs"):
         draft.chosen_by.pop(name, None)

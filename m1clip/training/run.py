@@ -8,26 +8,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from m1clip import __version__
+from m1clip import __version__, console
 from m1clip.config import NAMES, Config, load_config, make_config
 from m1clip.data.failures import FailureLog
 from m1clip.data.prepare import open_data
 from m1clip.data.types import Source
+from m1clip.epochs import NOT_COMPARABLE, PHASE_HEAD, RunTables, without_rolled_back
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
-from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
+from m1clip.evaluation.examples import SNAPSHOT_FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
-from m1clip.formatting import clock, plural
-from m1clip.hardware.facts import usable_cpus
+from m1clip.formatting import clock, plural, table
+from m1clip.hardware.machine_info import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference import load
@@ -38,18 +38,19 @@ from m1clip.model.clip import CLIP, empty_clip
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.packages import installed
 from m1clip.model.pretrained.registry import tower_image_size
-from m1clip.runlog import NoLog, RunLog, Sink, read_log
+from m1clip.resource_use import ResourceUse, energy_figures
+from m1clip.runlog import PREPARING, NoLog, RunLog, Sink, read_log
 from m1clip.schema import matches_schema
 from m1clip.training import loop, process
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.duration import Costs, Pacer, TimeBudget
+from m1clip.training.inputs import RunInputs
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.measure import drop_contradicted
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
-from m1clip.training.progress import Screen, decode_options
 from m1clip.training.resolve import (
     FINETUNE_OPTIONS,
     TOWER_OPTIONS,
@@ -57,10 +58,10 @@ from m1clip.training.resolve import (
     check_transfer,
     with_recipe,
 )
-from m1clip.training.setup import Setup, Workbench
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
 from m1clip.training.transfer import interpolate_weights
 from m1clip.training.validation import encode
+from m1clip.training.workbench import Workbench
 
 MAX_GRID_BYTES = 2**26
 
@@ -84,7 +85,6 @@ class Run:
 def train_config(
     config: Config | Settings,
     run: str | Path | None = None,
-    screen: Screen | None = None,
     name: str | None = None,
     on_log: Sink | None = None,
     used_seconds: float = 0.0,
@@ -98,7 +98,6 @@ def train_config(
     config = settings.config
     minutes = config.train.minutes
     budget = None if minutes is None else TimeBudget(60 * minutes, used_seconds)
-    screen = screen or Screen()
     check_sink(config.train.report_to)
     max_workers = max(16, 4 * usable_cpus())
     if config.data.workers > max_workers:
@@ -108,28 +107,27 @@ def train_config(
     ranks = connect_same(config.train.device)
     ranks.check_same({f"--{flat.replace('_', '-')}": setting(config, flat) for flat in NAMES})
     name = name or run_name(config)
-    started = ranks.first(lambda: started_before(run, name))
+    started = ranks.on_rank0(lambda: started_before(run, name))
     if started is not None:
-        return resume(started, screen, on_log)
-    folder = ranks.first(
+        return resume(started, on_log)
+    folder = ranks.on_rank0(
         lambda: process.create_run_folder(Path(run) if run is not None else None, name)
     )
-    with _locked(folder, ranks), process.stop_on_signals() as stop:
+    with _open_session(folder, ranks, on_log) as session:
         try:
             if budget is not None:
-                screen.say(f"time       {clock(budget.seconds)} {TIME_INCLUDES}")
-            decode = decode_options(screen, folder if ranks.rank == 0 else None)
-            workbench = Workbench(decode, screen.say, ranks, budget, source=source)
+                console.print(f"time       {clock(budget.seconds)} {TIME_INCLUDES}")
+            workbench = Workbench(ranks, budget, source=source)
             spec = workbench.resolve(settings)
-            setup = workbench.setup(spec.config, dict(spec.measured))
-            _describe(setup, screen)
-            ranks.first(lambda: _write_run_files(spec, setup, folder, minutes))
+            inputs = workbench.inputs(spec)
+            _describe(inputs)
+            ranks.on_rank0(lambda: _write_run_files(spec, inputs, folder, minutes))
         except BaseException:
             if ranks.rank == 0:
                 process.remove_unused_folder(folder)
             raise
         pacer = None if budget is None else Pacer(budget, workbench.costs, 0)
-        return _train_and_finish(spec, setup, folder, screen, stop, on_log, pacer, workbench.model)
+        return _train_and_finish(session, inputs, workbench.model, pacer)
 
 
 def run_name(config: Config) -> str:
@@ -147,11 +145,7 @@ def connect_same(device: str) -> Ranks:
 
 
 def resume(
-    run: str | Path,
-    screen: Screen | None = None,
-    on_log: Sink | None = None,
-    device: str | None = None,
-    fsdp: str | None = None,
+    run: str | Path, on_log: Sink | None = None, device: str | None = None, fsdp: str | None = None
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
@@ -159,7 +153,6 @@ def resume(
     each record of run.jsonl from here on, as in `train`.
     """
     began = time.perf_counter()
-    screen = screen or Screen()
     folder = Path(run)
     changes = {
         name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None
@@ -168,25 +161,24 @@ def resume(
     changes = {name: setting(checked, name) for name in changes}
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
     ranks = connect_same(changes.get("device", known))
-    saved = ranks.first(lambda: read_spec(folder))
-    with _locked(folder, ranks), process.stop_on_signals() as stop:
+    saved = ranks.on_rank0(lambda: read_spec(folder))
+    with _open_session(folder, ranks, on_log) as session:
         for part in (
             (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ()
         ):
             remove_leftovers(part)
-        decode = decode_options(screen, folder if ranks.rank == 0 else None)
-        workbench = Workbench(decode, screen.say, ranks, saved=folder)
+        workbench = Workbench(ranks, saved=folder)
         changed = {
             name: value for name, value in changes.items() if setting(saved.config, name) != value
         }
         if changed:
             # Everything else is decided already, so it stays as it is.
             spec = workbench.resolve(saved.as_settings().changed(**changed))
-            setup = workbench.setup(spec.config, dict(spec.measured))
+            inputs = workbench.inputs(spec)
         else:
             spec = saved
-            setup = workbench.reopen(spec)
-        ranks.first(lambda: _check_same_data(setup, folder))
+            inputs = workbench.reopen(spec)
+        ranks.on_rank0(lambda: _check_same_data(inputs, folder))
         captions = saved.config.data.captions_per_step
         if spec.config.data.captions_per_step != captions:
             raise UserError(
@@ -195,14 +187,12 @@ def resume(
             )
         if spec != saved and ranks.rank == 0:
             write_text(folder / "config.toml", spec.to_toml())
-        _describe(setup, screen)
-        minutes = ranks.first(lambda: _promised_minutes(folder))
+        _describe(inputs)
+        minutes = ranks.on_rank0(lambda: _promised_minutes(folder))
         pacer = (
             None if minutes is None else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0)
         )
-        return _train_and_finish(
-            spec, setup, folder, screen, stop, on_log, pacer, workbench.model, resumed=True
-        )
+        return _train_and_finish(session, inputs, workbench.model, pacer, resumed=True)
 
 
 def _promised_minutes(folder: Path) -> float | None:
@@ -231,29 +221,45 @@ def started_before(run: str | Path | None, name: str) -> Path | None:
     return None
 
 
-def _locked(folder: Path, ranks: Ranks) -> AbstractContextManager[None]:
-    return process.lock_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
+@dataclass(frozen=True)
+class Session:
+    """A run folder while a process works in it."""
+
+    folder: Path
+    stop: process.StopRequest
+    warnings: list[str]  # printed so far, for the log
+    on_log: Sink | None  # called with each record of the log
+
+
+@contextlib.contextmanager
+def _open_session(folder: Path, ranks: Ranks, on_log: Sink | None) -> Iterator[Session]:
+    """Lock a run folder, stop on signals, and report the progress of preparing in the folder."""
+    is_first = ranks.rank == 0
+    with (
+        process.lock_run(folder) if is_first else contextlib.nullcontext(),
+        process.stop_on_signals() as stop,
+        console.progress_file(folder / PREPARING if is_first else None),
+        console.recorded_warnings() as warnings,
+    ):
+        yield Session(folder, stop, warnings, on_log)
 
 
 @oom_as_user_error()
 def _train_and_finish(
-    spec: RunSpec,
-    setup: Setup,
-    folder: Path,
-    screen: Screen,
-    stop: process.StopRequest,
-    on_log: Sink | None = None,
-    pacer: Pacer | None = None,
-    model: CLIP | None = None,
+    session: Session,
+    inputs: RunInputs,
+    model: CLIP | None,
+    pacer: Pacer | None,
     resumed: bool = False,
 ) -> Run:
     """Train, and evaluate the best model; `model` is the initial one, if it is built already."""
     gc.collect()  # models that were built for measurements may be in reference cycles
-    ranks = setup.ranks
+    folder = session.folder
+    ranks = inputs.ranks
     state = TrainState()
-    train_step = setup.make_step(model)
+    train_step = inputs.make_step(model)
     if resumed:
-        kept = share_checkpoint(train_step, lambda device: load_latest(folder, device, screen.warn))
+        kept = share_checkpoint(train_step, lambda device: load_latest(folder, device))
         if kept is not None:
             state = kept[0]
             restore(train_step, *kept)
@@ -261,100 +267,105 @@ def _train_and_finish(
                 pacer.resume(
                     state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost)
                 )
-        screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
+        console.print(f"resume     from step {state.step:,} of {inputs.config.train.steps:,}")
     log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
-    log.sinks += [on_log] if on_log is not None else []
-    steps = setup.config.train.steps or 0
-    sink = open_sink(setup.config.train.report_to, folder) if ranks.rank == 0 else None
+    log.sinks += [session.on_log] if session.on_log is not None else []
+    sink = open_sink(inputs.config.train.report_to, folder) if ranks.rank == 0 else None
     if sink is not None:
         log.sinks.append(sink[0])
     log.write(
         "start",
         step=state.step,
-        steps=steps,
-        choices=setup.choices,
+        steps=inputs.config.train.steps,
+        choices=inputs.spec.measured,
         version=__version__,
         ranks=ranks.size,
     )
-    for line in screen.warned:
+    for line in session.warnings:
         log.write("warning", step=state.step, text=line)
-    setup.training.report = _failure_log(setup, folder, log, screen)
-    parity = check_parity(setup, train_step)
+    inputs.training.report = _failure_log(inputs, folder, log)
+    parity = check_parity(inputs, train_step)
     if parity is not None:
         skipped = {"skipped": parity.skipped} if parity.skipped else {}
         log.write("parity", gradient_difference=parity.difference, **skipped)
         note = f"; {parity.skipped}" if parity.skipped else ""
-        screen.say(
-            f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}"
+        console.print(
+            f"parity     gradients on {inputs.device.name} differ by at most {parity.difference:.2%}{note}"
         )
-    run = RunContext(spec, setup, train_step, folder, log, screen, stop, state, pacer)
+    run = RunContext(inputs, train_step, folder, log, session.stop, state, pacer=pacer)
     try:
         loop.train(run)
         evaluator, features = _best_on_test(run)
-        return ranks.first(lambda: _finish(run, evaluator, features))
+        return ranks.on_rank0(lambda: _finish(run, evaluator, features))
     except (process.Interrupted, RankLost) as stopped:
         log.write("event", step=run.state.step, event=str(stopped))
         raise
     finally:
-        screen.end()
+        run.display.end()
         log.close()
         if sink is not None:
             sink[1]()
 
 
-def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
+def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
     """Records each unreadable image once in the run log, starting with those found before training."""
-    records = read_log(folder) if setup.ranks.rank == 0 else ()
+    records = read_log(folder) if inputs.ranks.rank == 0 else ()
     named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
     failures = FailureLog(
-        setup.training.plan.images, setup.config.data.max_unreadable, log.write, screen.warn, named
+        inputs.training.plan.images, inputs.config.data.max_unreadable, log.write, named
     )
-    for name, split in setup.splits.items():
+    for name, split in inputs.splits.items():
         failures.record(name, split.failures)
     return failures
 
 
 def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
-    setup, train_step, folder = run.setup, run.train_step, run.folder
-    ranks, last, found = setup.ranks, setup.complete_model(train_step), list[Model]()
+    inputs, train_step, folder = run.inputs, run.train_step, run.folder
+    ranks, last, found = inputs.ranks, inputs.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
 
     def save_and_load() -> CLIPConfig:
         run.log.check_folder()
-        setup.bundle(last).save(folder / "model")
-        if setup.config.transfer.wise_ft != "off":
-            interpolate_weights(setup, folder, run.screen.say, run.log.write)
-        found.append(load(folder, device=setup.device.torch.type, precision=setup.precision))
+        inputs.to_model(last).save(folder / "model")
+        if inputs.config.transfer.wise_ft != "off":
+            interpolate_weights(inputs, folder, run.log.write)
+        found.append(load(folder, device=inputs.device.torch.type, precision=inputs.precision))
         return found[0].clip.config
 
-    config = ranks.first(save_and_load)
-    best = found[0] if found else setup.bundle(empty_clip(config, setup.device.torch))
-    ranks.share(list(best.clip.state_dict().values()))
-    split = next((name for name in ("test", "val") if name in setup.splits), "train")
-    return Evaluator(best, setup.source, split, setup.splits[split]), encode(
-        setup, best.clip, split
+    config = ranks.on_rank0(save_and_load)
+    best = found[0] if found else inputs.to_model(empty_clip(config, inputs.device.torch))
+    ranks.broadcast(list(best.clip.state_dict().values()))
+    split = next((name for name in ("test", "val") if name in inputs.splits), "train")
+    return Evaluator(best, inputs.source, split, inputs.splits[split]), encode(
+        inputs, best.clip, split
     )
 
 
 def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> Run:
-    setup, state, folder = run.setup, run.state, run.folder
+    inputs, state, folder = run.inputs, run.state, run.folder
     split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
     retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
-        run.screen.say(
+        console.print(
             f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%"
         )
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     _check_choice(run, steps)
+    tables = RunTables(*without_rolled_back(read_log(folder)))
+    _print_tables(tables)
     fractions = [
         record["data_fraction"]
         for record in steps
         if matches_schema(record.get("data_fraction"), float)
     ]
+    use = ResourceUse()
+    for record in steps:
+        use.add(record)
+    epochs = state.step / inputs.training.plan.steps_per_epoch
     run.log.write(
         "end",
         step=state.step,
@@ -362,16 +373,27 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
         best_step=state.best_step,
         seconds=state.seconds,
         data_fraction=sum(fractions) / max(len(fractions), 1),
-        peak_bytes=setup.device.peak_bytes(),
-        **energy_figures(steps, state.step / setup.training.plan.steps_per_epoch),
+        peak_bytes=inputs.device.peak_bytes(),
+        **energy_figures(use, epochs, selection_metric(scores).value),
+        loss_phases=[phase.as_dict() for phase in tables.phases()],
         **scores.as_dict(),
     )
     return Run(folder, scores, split, grid)
 
 
+def _print_tables(tables: RunTables) -> None:
+    """Print the table by epoch and the phases of the loss at the end of a run."""
+    epochs = tables.epoch_cells
+    if epochs:
+        console.print(f"\n{table(tables.epoch_head, epochs)}\n{NOT_COMPARABLE}\n")
+    phases = tables.phase_cells
+    if phases:
+        console.print(f"{table(PHASE_HEAD, phases)}\n")
+
+
 def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:
     """Drop a kept choice of device and precision that the speed of this run contradicts."""
-    choice = run.setup.choices.get("hardware")
+    choice = run.spec.measured.get("hardware")
     busy = [
         record["step_seconds"] * (1 - record["data_fraction"])
         for record in steps
@@ -379,16 +401,10 @@ def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:
     ]
     if choice is None or not busy:
         return
-    text = drop_contradicted(choice, timing(busy).median / run.setup.training.plan.batch)
+    text = drop_contradicted(choice, timing(busy).median / run.inputs.training.plan.batch)
     if text:
         run.log.write("event", step=run.state.step, event="choice dropped", reason=text)
-        run.screen.say(f"device     {text}")
-
-
-def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, float]:
-    """Energy of training and of one epoch in joules; {} if not measured."""
-    joules = sum(float(record.get("joules", 0.0)) for record in steps)
-    return {"joules": joules, "joules_per_epoch": joules / epochs} if joules and epochs else {}
+        console.print(f"device     {text}")
 
 
 # What the time of --minutes contains, as printed at the start.
@@ -398,57 +414,61 @@ TIME_INCLUDES = (
 )
 
 
-def _describe(setup: Setup, screen: Screen) -> None:
-    shape, train = setup.shape, setup.config.train
-    counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in setup.splits.items())
-    screen.say(
-        f"data       {', '.join(setup.config.data.source)}: {counts} images of {shape.image_size} px"
+def _describe(inputs: RunInputs) -> None:
+    shape, train = inputs.shape, inputs.config.train
+    counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in inputs.splits.items())
+    console.print(
+        f"data       {', '.join(inputs.config.data.source)}: {counts} images of {shape.image_size} px"
     )
-    screen.say(f"model      {setup.describe_model()}")
-    epochs = (train.steps or 0) / setup.training.plan.steps_per_epoch
-    captions_per_image = setup.training.captions_per_image
+    console.print(f"model      {inputs.describe_model()}")
+    epochs = train.steps / inputs.training.plan.steps_per_epoch
+    captions_per_image = inputs.training.captions_per_image
     captions = (
         f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
     )
-    screen.say(
-        f"training   {plural(train.steps or 0, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
-        f"{setup.config.optim.optimizer}"
+    console.print(
+        f"training   {plural(train.steps, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
+        f"{inputs.config.optim.optimizer}"
     )
 
 
-def _write_run_files(spec: RunSpec, setup: Setup, folder: Path, minutes: float | None) -> None:
-    setup.tokenizer.save(folder)
+def _write_run_files(spec: RunSpec, inputs: RunInputs, folder: Path, minutes: float | None) -> None:
+    inputs.model.tokenizer.save(folder)
     environment = {
         "m1clip": __version__,
         "command": sys.argv,
-        "data": _fingerprint(setup),
+        "data": _fingerprint(inputs),
         "minutes": minutes,
     }
     write_json(
-        folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)}
+        folder / "environment.json", {**environment, "facts": dataclasses.asdict(inputs.facts)}
     )
     # Last: a folder with a config is a complete run.
     write_text(folder / "config.toml", spec.to_toml())
 
 
-def _check_same_data(setup: Setup, folder: Path) -> None:
+def _check_same_data(inputs: RunInputs, folder: Path) -> None:
     try:
         known = json.loads(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
         known = None
-    if known != _fingerprint(setup):
+    if known != _fingerprint(inputs):
         raise UserError(
             f"{folder}: the training data has changed since the run started, so it cannot be continued exactly; "
             f"restore the data, or start a new run with --config {folder / 'config.toml'}"
         )
 
 
-def _fingerprint(setup: Setup) -> str:
-    return setup.source.fingerprint(setup.splits["train"].samples)
+def _fingerprint(inputs: RunInputs) -> str:
+    return inputs.source.fingerprint(inputs.splits["train"].samples)
 
 
-# Fine-tuning settings that also apply to the first stage, on frozen towers; the others are for the second.
-FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss"}
+# Settings of training and of the optimizer that both stages of fine-tuning use. The others, such as
+# the duration and the learning rates, are for the second stage: those of the first are the recipe's.
+BOTH_STAGES = {
+    *("batch_size", "memory", "device", "precision", "threads", "report_to", "loss"),
+    *("optimizer", "wd"),
+}
 
 
 def train(
@@ -458,7 +478,6 @@ def train(
     out: str | Path | None = None,
     config: str | Path | None = None,
     preset: str | None = None,
-    screen: Screen | None = None,
     on_log: Sink | None = None,
     **options: Any,
 ) -> Run:
@@ -471,49 +490,57 @@ def train(
     options |= {
         name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None
     }
-    screen = screen or Screen()
-    settings, source = decide_recipe(Settings(options, config, preset), screen)
+    settings, source = decide_recipe(Settings(options, config, preset))
     transfer = settings.config.transfer
     if transfer.recipe == "finetune" and transfer.init is None:
         if out is not None and not launched():
             process.check_unused(Path(out))  # fail before the first stage, which takes minutes
-        screen.say("stage 1    training heads on frozen towers")
+        console.print(describe_first_stage(settings))
         folder = None if out is None else Path(f"{out}-frozen")
-        first = train_config(first_stage(settings), folder, screen, on_log=on_log, source=source)
-        screen.say(f"stage 2    training the towers too, starting from {first.path}")
+        first = train_config(first_stage(settings), folder, on_log=on_log, source=source)
+        console.print(f"stage 2    training the towers too, starting from {first.path}")
         settings = second_stage(settings, first.path)
     used_seconds = time.perf_counter() - began  # of the time of both stages
-    return train_config(settings, out, screen, preset, on_log, used_seconds, source)
+    return train_config(settings, out, preset, on_log, used_seconds, source)
 
 
-def decide_recipe(settings: Settings, screen: Screen) -> tuple[Settings, Source | None]:
+def decide_recipe(settings: Settings) -> tuple[Settings, Source | None]:
     """The settings with a recipe, and the data if it was opened to choose one."""
     opened: list[Source] = []
 
     def dataset() -> Dataset:
         config = settings.config
-        with screen.counter("reading the data"):
+        with console.progress("reading the data"):
             size = tower_image_size(config.transfer.image_tower)
             opened.append(open_data(config.data, size, config.seed))
         return Dataset(images=len(opened[0].samples("train")), streamed=opened[0].streamed)
 
-    decided = with_recipe(settings, dataset, installed, screen.say)
+    decided = with_recipe(settings, dataset, installed)
     check_transfer(decided.config.transfer)
     return decided, opened[0] if opened else None
 
 
 def first_stage(settings: Settings) -> Settings:
-    """Fine-tuning's first stage: default duration and optimizer; data, heads, towers and hardware as given."""
-    options: dict[str, Any] = {}
-    for name, value in settings.flat.items():
-        section = NAMES[name][0]
-        if (
-            name not in FINETUNE_OPTIONS
-            and section != "optim"
-            and (section != "train" or name in FIRST_STAGE)
-        ):
-            options[name] = value
+    """Fine-tuning's first stage: the duration and learning rate of --recipe frozen, the rest as given."""
+    options = {name: value for name, value in settings.flat.items() if is_for_first_stage(name)}
     return Settings(options | {"recipe": "frozen"})
+
+
+def is_for_first_stage(name: str) -> bool:
+    """Whether a setting applies to the first stage of fine-tuning: data, heads, towers, hardware."""
+    if name in FINETUNE_OPTIONS:
+        return False
+    return NAMES[name][0] not in ("optim", "train") or name in BOTH_STAGES
+
+
+def describe_first_stage(settings: Settings) -> str:
+    """One line about fine-tuning's first stage, and the given settings that it does not use."""
+    config = first_stage(settings).config
+    length = f"{config.train.epochs:g} epochs, {config.optim.optimizer}, lr {config.optim.lr:g}"
+    unused = [name for name in sorted(settings.given) if not is_for_first_stage(name)]
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+    note = f" ({options}: for stage 2)" if unused else ""
+    return f"stage 1    training heads on frozen towers: {length}{note}"
 
 
 def second_stage(settings: Settings, init: Path) -> Settings:

@@ -1,7 +1,6 @@
 """The learning rate as a function of the step."""
 
 import math
-from collections.abc import Callable
 
 from m1clip.config import OptimConfig
 from m1clip.errors import UserError
@@ -28,10 +27,8 @@ def lr_fraction(step: float, warmup: int, total_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def lr_schedule(config: OptimConfig, plan: StepPlan | None) -> Callable[[int], float]:
-    """The learning rate schedule of a run; constant if its length is not known yet."""
-    if plan is None:
-        return lambda step: 1.0
+def scheduled_lr_fraction(config: OptimConfig, plan: StepPlan, step: int) -> float:
+    """`lr_fraction` of a step of a run; `step` counts from 0."""
     first_total = plan.segments[0].total_steps
     warmup = warmup_steps(config.warmup, first_total)
-    return lambda step: lr_fraction(plan.position(step), warmup, first_total)
+    return lr_fraction(plan.position(step), warmup, first_total)

@@ -85,7 +85,7 @@ class Shards:
             [rows.grad for rows in self.local.values() if rows.grad is not None]
         )
         squared = (own**2).reshape(1)
-        self.ranks.add([squared])
+        self.ranks.all_reduce([squared])
         return (squared[0] + torch.nn.utils.get_total_norm(complete) ** 2).sqrt()
 
     def complete(
@@ -99,12 +99,12 @@ class Shards:
         for key, tensor in tensors.items():
             rows = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sharded = rows is not tensor or (_name(key) in self.local and rows.ndim > 0)
-            whole = self.ranks.concatenated(rows) if sharded else rows
+            whole = self.ranks.concatenate_rows(rows) if sharded else rows
             if on_all_ranks or self.ranks.rank == 0:
                 found[key] = whole.detach().cpu()
         return found
 
-    def divided(self, key: str, tensor: Tensor) -> Tensor:
+    def own_rows(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's rows of a complete tensor, as a DTensor with the shape of the complete one."""
         if _name(key) not in self._parameters or not tensor.ndim or isinstance(tensor, DTensor):
             return tensor
@@ -118,7 +118,7 @@ class Shards:
 
     def local_rows(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's rows of a complete tensor, as an ordinary tensor."""
-        found = self.divided(key, tensor)
+        found = self.own_rows(key, tensor)
         return found.to_local() if isinstance(found, DTensor) else found
 
     @contextlib.contextmanager

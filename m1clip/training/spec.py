@@ -7,31 +7,134 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from m1clip.config import (
     ALIASES,
     CHOSEN_BY,
+    DURATIONS,
     NAMES,
+    SECTIONS,
     Config,
+    DataConfig,
+    Section,
+    TrainConfig,
+    TransferConfig,
     from_dict,
-    make_config,
-    read_preset,
+    merge_config,
+    nest_options,
+    read_tables,
     read_toml,
+    to_dict,
     to_toml,
 )
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
+from m1clip.hardware.device import Kind, Precision
 from m1clip.training.duration import StepPlan, step_plan
 
 # Who chose a value: the user (options or a file), a preset, a recipe, a rule, or a measurement on this machine.
 # A value that is not listed is the default.
 Origin = Literal["user", "preset", "recipe", "rule", "measurement"]
-# Settings that have a value in every run, although users need not give one.
-DECIDED = (
-    *("batch_size", "captions_per_step", "text_contrast", "steps"),
-    *(item.name for item in dataclasses.fields(Augmentation)),
-)
+LENGTH = ("steps", "plan", "evaluations")  # settings that make up the length of a decided run
+
+
+class DecidedSection:
+    """Base class of sections in which the fields that are listed have a final value."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        missing = [
+            name
+            for name, hint in final_types(type(self)).items()
+            if not is_final(hint, getattr(self, name))
+        ]
+        assert not missing, f"not decided: {missing}"
+
+    @classmethod
+    def of(cls, section: Section) -> Self:
+        """The same settings, which must be decided."""
+        return cls(**vars(section))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedData(DecidedSection, DataConfig):
+    captions_per_step: int = field()
+    crop_min: float = field()
+    flip: float = field()
+    color_jitter: float = field()
+    patch_dropout: float = field()
+    word_dropout: float = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedTrain(DecidedSection, TrainConfig):
+    minutes: None = None  # converted to steps
+    epochs: None = None
+    steps: int = field()
+    batch_size: int = field()
+    text_contrast: float = field()
+    device: Kind = field()
+    precision: Precision = field()
+    fsdp: Literal["on", "off"] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedTransfer(DecidedSection, TransferConfig):
+    recipe: Literal["scratch", "frozen", "finetune"] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedConfig(Config):
+    """All settings of a run, with a final value where `Config` allows None or auto.
+
+    The decided sections list only what they narrow; everything else is as in `Config`. A setting
+    that may still be None has no value in such a run, like `init` in a run from random weights.
+    """
+
+    data: DecidedData = field()
+    train: DecidedTrain = field()
+    transfer: DecidedTransfer = field()
+
+    @classmethod
+    def of(cls, config: Config) -> DecidedConfig:
+        """The same settings as a decided config; they must be decided (`undecided` is empty)."""
+        return cls(
+            model=config.model,
+            data=DecidedData.of(config.data),
+            optim=config.optim,
+            train=DecidedTrain.of(config.train),
+            transfer=DecidedTransfer.of(config.transfer),
+            seed=config.seed,
+        )
+
+    def as_config(self) -> Config:
+        """The same settings as a config in which every setting can be opened again."""
+        sections = {name: kind(**vars(getattr(self, name))) for name, kind in SECTIONS.items()}
+        return Config(seed=self.seed, **sections)  # type: ignore[arg-type]
+
+
+def final_types(kind: type) -> dict[str, Any]:
+    """The type of each field that a decided section narrows."""
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in kind.__annotations__}
+
+
+def is_final(hint: Any, value: Any) -> bool:
+    """Whether a value has the type of a decided field."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+# Flat name -> the type of its final value, for settings that have one in every run although users
+# need not give one.
+DECIDED: dict[str, Any] = {
+    name: final_types(kind)[key]
+    for name, (section, key) in NAMES.items()
+    for kind in (get_type_hints(DecidedConfig).get(section),)
+    if kind is not None and issubclass(kind, DecidedSection) and key in final_types(kind)
+}
 
 
 def setting(config: Config, name: str) -> Any:
@@ -50,7 +153,43 @@ class Settings:
 
     @cached_property
     def config(self) -> Config:
-        return make_config(self.options, self.file, self.preset)
+        return merge_config(self.options, self.tables)
+
+    @cached_property
+    def _all_tables(self) -> dict[str, Any]:
+        return read_tables(self.file, self.preset)
+
+    @cached_property
+    def changed_run(self) -> Config | None:
+        """The settings of the run whose config.toml is the file, if the options change any of them."""
+        tables = self._all_tables
+        if CHOSEN_BY not in tables:
+            return None
+        run = merge_config({}, tables)
+        return None if merge_config(self.options, tables) == run else run
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """What the file or the preset gives below the options.
+
+        The config.toml of a run has every value, so that it repeats the run. If the options change
+        one, the file gives only what the user or a preset chose, and the number of steps: all other
+        values may depend on what was changed, so they are decided again.
+        """
+        tables = self._all_tables
+        if self.changed_run is None:
+            return tables
+        origins = read_origins(tables, str(self.file))
+        values = flat_values(tables)
+        kept = edited_values(values, origins)
+        kept |= {name for name, origin in origins.items() if origin in ("user", "preset")}
+        has_new_length = bool(chosen_names(self._flat_options) & set(DURATIONS))
+        if origins.get("steps") != "recipe" and not has_new_length:
+            kept |= set(LENGTH)
+        return {
+            **nest_options({name: values[name] for name in values if name in kept}),
+            CHOSEN_BY: {name: origins[name] for name in origins if name in kept},
+        }
 
     @cached_property
     def chosen_by(self) -> dict[str, Origin]:
@@ -60,30 +199,28 @@ class Settings:
             if setting(self.config, name) != setting(Config(), name):
                 # Unless one of those below gave it.
                 found[name] = "rule" if name == "recipe" else "recipe"
+        written = flat_values(self.tables)
         if self.preset is not None:
-            found |= dict.fromkeys(flat_values(read_preset(self.preset)), "preset")
-        if self.file is not None:
-            values = read_toml(Path(self.file))
-            found |= dict.fromkeys(flat_values(values), "user")
-            # Of a run that is repeated: a value that is not listed is a default.
-            if CHOSEN_BY in values:
-                known = read_origins(values, str(self.file))
-                found = {name: known[name] for name in found if name in known}
-        given = [
-            ALIASES.get(name, name) for name, value in self.options.items() if value is not None
-        ]
-        return found | dict.fromkeys(given, "user")
+            found |= dict.fromkeys(chosen_names(written), "preset")
+        elif CHOSEN_BY not in self.tables:
+            found |= dict.fromkeys(chosen_names(written), "user")
+        else:
+            origins = read_origins(self.tables, str(self.file))
+            found |= dict.fromkeys(edited_values(written, origins), "user")
+            found |= origins
+        found |= dict.fromkeys(chosen_names(self._flat_options), "user")
+        return {
+            name: origin for name, origin in found.items() if setting(self.config, name) is not None
+        }
+
+    @property
+    def _flat_options(self) -> dict[str, Any]:
+        return {ALIASES.get(name, name): value for name, value in self.options.items()}
 
     @cached_property
     def flat(self) -> dict[str, Any]:
         """The settings of the options, over those of the file or the preset, by flat name."""
-        values: dict[str, Any] = {}
-        if self.file is not None:
-            values = read_toml(Path(self.file))
-        elif self.preset is not None:
-            values = read_preset(self.preset)
-        options = {ALIASES.get(name, name): value for name, value in self.options.items()}
-        return {**flat_values(values), **options}
+        return {**flat_values(self.tables), **self._flat_options}
 
     @property
     def given(self) -> set[str]:
@@ -122,6 +259,25 @@ class DecidedSettings(Settings):
         return DecidedSettings(complete=self.complete.changed(**options), origins=origins)  # type: ignore[arg-type]
 
 
+def chosen_names(values: Mapping[str, Any]) -> set[str]:
+    """The settings with a value that is not left to m1clip, which None and `auto` are."""
+    return {
+        name
+        for name, value in values.items()
+        if value is not None and not (value == "auto" and name in DECIDED)
+    }
+
+
+def edited_values(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> set[str]:
+    """The settings of a run's config.toml that are no defaults, and that the run had not chosen."""
+    defaults = flat_values(to_dict(Config()))
+    return {
+        name
+        for name, value in values.items()
+        if name not in origins and value != defaults.get(name)
+    }
+
+
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of TOML tables by flat name; without what is not a setting."""
     flat = {place: name for name, place in NAMES.items()}
@@ -140,27 +296,17 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 class RunSpec:
     """A run with every value decided, and who chose it. Saved as config.toml, which repeats the run."""
 
-    config: Config  # without auto values; minutes and epochs are converted to steps
+    config: DecidedConfig
     # By flat name; the others are defaults.
     chosen_by: Mapping[str, Origin] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for the log
 
-    def __post_init__(self) -> None:
-        missing = undecided(self.config)
-        assert not missing, f"not decided: {missing}"
-
     @property
     def plan(self) -> StepPlan:
-        plan = step_plan(self.config.train)
-        assert plan is not None
-        return plan
-
-    @property
-    def augmentation(self) -> Augmentation:
-        return augmentation_of(self.config)
+        return step_plan(self.config.train)
 
     def as_settings(self) -> DecidedSettings:
-        return DecidedSettings(complete=self.config, origins=self.chosen_by)
+        return DecidedSettings(complete=self.config.as_config(), origins=self.chosen_by)
 
     def with_plan(self, plan: StepPlan) -> RunSpec:
         """The spec with another number of steps, which the clock of --minutes has corrected."""
@@ -181,19 +327,13 @@ class RunSpec:
 
 def undecided(config: Config) -> list[str]:
     """The settings of a config that a run needs and that have no final value."""
-    missing = [name for name in DECIDED if setting(config, name) is None]
-    missing += [
-        name for name in ("device", "precision", "recipe") if setting(config, name) == "auto"
-    ]
-    missing += ["batch_size"] if config.train.batch_size == "auto" else []
-    return missing + [name for name in ("minutes", "epochs") if setting(config, name) is not None]
+    return [name for name, hint in DECIDED.items() if not is_final(hint, setting(config, name))]
 
 
-def augmentation_of(config: Config) -> Augmentation:
-    """The augmentation of a config that has it decided."""
-    return Augmentation(
-        **{item.name: getattr(config.data, item.name) for item in dataclasses.fields(Augmentation)}
-    )
+def augmentation_of(data: DecidedData) -> Augmentation:
+    """The augmentation among the settings of the data."""
+    names = [item.name for item in dataclasses.fields(Augmentation)]
+    return Augmentation(**{name: getattr(data, name) for name in names})
 
 
 def read_spec(run: Path) -> RunSpec:
@@ -210,7 +350,7 @@ def read_spec(run: Path) -> RunSpec:
             f"{path}: [{section}] {key} has no final value, so m1clip did not write this file; start a new run with "
             f"--config {path}"
         )
-    return RunSpec(config, read_origins(values, str(path)))
+    return RunSpec(DecidedConfig.of(config), read_origins(values, str(path)))
 
 
 def read_origins(values: Mapping[str, Any], where: str) -> dict[str, Origin]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m1clip import console
 from m1clip.config import Config
 from m1clip.data.augment import render
 from m1clip.data.cache import cache_folder, data_folders
@@ -34,13 +35,13 @@ from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
-from m1clip.model.unfreeze import ALL, unfreeze
+from m1clip.model.unfreeze import ALL_BLOCKS, unfreeze
 from m1clip.model.weights import Tensors, assign_weights, weights_hash
 from m1clip.text.base import Tokenizer
 from m1clip.training.cca import fit_projections
 
-if TYPE_CHECKING:  # setup imports this module too
-    from m1clip.training.setup import Setup
+if TYPE_CHECKING:  # workbench imports this module too
+    from m1clip.training.inputs import RunInputs
 
 WHITENING_IMAGES, WHITENING_PIXELS = 256, 1 << 22  # at most, for the first layer of a conv stem
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
@@ -58,14 +59,14 @@ BOTH = Trainable()
 
 
 @dataclass(frozen=True)
-class Start:
+class ModelInit:
     """The initial model of a run."""
 
     config: CLIPConfig
     # Of the model, or of its pretrained towers and what is known of new heads; the rest is randomly initialized.
     weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
-    unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
+    unfreeze: tuple[int, int] = (ALL_BLOCKS, ALL_BLOCKS)  # blocks to train of each trainable tower
     new_heads: bool = (
         False  # on frozen towers; fitted before training, on few images they can be the best model
     )
@@ -110,10 +111,10 @@ class Start:
         return model
 
 
-def parameter_counts(start: Start) -> tuple[int, int]:
+def parameter_counts(model_init: ModelInit) -> tuple[int, int]:
     """(trainable, all) parameters of the initial model, without allocating them."""
     with torch.device("meta"):
-        model = start.build(load_weights=False)
+        model = model_init.build(load_weights=False)
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
@@ -127,7 +128,7 @@ def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
     ):
         assert table is not None
         heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
-        heads[name].standardize(*moments(table.array, table.rows))
+        heads[name].standardize(*mean_and_std(table.array, table.rows))
     fit_projections(heads["image_head"], heads["text_head"], train)
     fitted = ("mean", "deviation", "project.weight", "project.bias")
     return {
@@ -152,7 +153,7 @@ def fit_stem(config: CLIPConfig, train: Split, preprocess: Preprocess) -> Tensor
     )
 
 
-def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
+def mean_and_std(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each feature over the rows `at`, subsampled if there are many."""
     chosen = at[:: max(1, len(at) // STATISTICS_ROWS)]
     rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
@@ -161,28 +162,34 @@ def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def open_feature_cache(
     model: CLIP | None,
-    start: Start,
+    model_init: ModelInit,
     tokenizer: Tokenizer,
     preprocess: Preprocess,
     config: Config,
     source: Source,
     device: Device,
     precision: Precision,
-    plan: DecodeOptions,
+    decoding: DecodeOptions,
 ) -> FeatureCache:
     """The cache of the features of frozen towers; `model` is None if none is frozen."""
     if model is not None:
         model.to(device.torch).eval()
     sides = []
-    for name, trained in zip(("image_tower", "text_tower"), start.trainable, strict=True):
+    for name, trained in zip(("image_tower", "text_tower"), model_init.trainable, strict=True):
         tower: Any = None if model is None or trained else getattr(model, name)
-        settings = json.dumps(dataclasses.asdict(getattr(start.config, name)), sort_keys=True)
+        settings = json.dumps(dataclasses.asdict(getattr(model_init.config, name)), sort_keys=True)
         key = () if tower is None else (weights_hash(tower.state_dict()), settings)
         sides.append(FrozenTower(tower, 0 if tower is None else tower.width, key))
     folders = data_folders(source)
-    where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
+    where = (
+        cache_folder(config.data.cache_dir, folders),
+        folders,
+        device.torch,
+        precision,
+        decoding,
+    )
     return FeatureCache(
-        sides[0], sides[1], tokenizer, start.config.context_length, preprocess, *where
+        sides[0], sides[1], tokenizer, model_init.config.context_length, preprocess, *where
     )
 
 
@@ -191,40 +198,46 @@ def load_features(
     config: Config,
     source: Source,
     split: str,
-    start: Start,
+    model_init: ModelInit,
     margin: float = 1.0,
 ) -> Split:
     """A split of the data, with the features of frozen towers instead of images or tokens."""
-    if start.trainable.image:
+    if model_init.trainable.image:
         how = (
             config.data,
             cache.tokenizer,
             cache.context_length,
             cache.preprocess,
             margin,
-            cache.plan,
+            cache.decoding,
         )
         if isinstance(source, StreamedSource) and split == "train":
             return stream_split(source, *how)
         found = load_split(source, split, *how)
-        if start.trainable.text:
+        if model_init.trainable.text:
             return found
         return dataclasses.replace(
-            found, captions=_captions(cache, source, found.samples, split, start)
+            found, captions=_captions(cache, source, found.samples, split, model_init)
         )
     images, features, kept, failures = cache.images(
         source.samples(split), split, config.data.max_unreadable
     )
-    captions = _captions(cache, source, kept, split, start)
+    captions = _captions(cache, source, kept, split, model_init)
     return Split(images, captions, kept, failures, "features", features)
 
 
 def _captions(
-    cache: FeatureCache, source: Source, samples: Sequence[Sample], split: str, start: Start
+    cache: FeatureCache,
+    source: Source,
+    samples: Sequence[Sample],
+    split: str,
+    model_init: ModelInit,
 ) -> CaptionTable:
     """The captions of the samples, as tokens or as features of a frozen tower; with those of all other classes."""
     captions, others = (
-        cache.tokens(group) if start.trainable.text or not group else cache.captions(group, split)
+        cache.tokens(group)
+        if model_init.trainable.text or not group
+        else cache.captions(group, split)
         for group in (samples, other_classes(source, samples))
     )
     return with_classes(captions, source, others)
@@ -254,7 +267,7 @@ def load_teacher(
     train: Split,
     device: Device,
     precision: Precision,
-    plan: DecodeOptions,
+    decoding: DecodeOptions,
 ) -> Teacher:
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind)
@@ -270,7 +283,13 @@ def load_teacher(
         FrozenTower(encode, clip.config.embed_dim, key)
         for encode in (clip.encode_image, clip.encode_text)
     )
-    where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
+    where = (
+        cache_folder(config.data.cache_dir, folders),
+        folders,
+        device.torch,
+        precision,
+        decoding,
+    )
     cache = FeatureCache(
         image, text, teacher.tokenizer, clip.config.context_length, teacher.preprocess, *where
     )
@@ -294,17 +313,15 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
     }
 
 
-def interpolate_weights(
-    setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]
-) -> None:
+def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., Any]) -> None:
     """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
-    setting, val = setup.config.transfer.wise_ft, setup.splits.get("val")
-    best = load(folder, device=setup.device.torch.type, precision=setup.precision)
+    setting, val = inputs.config.transfer.wise_ft, inputs.splits.get("val")
+    best = load(folder, device=inputs.device.torch.type, precision=inputs.precision)
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
     found: list[tuple[float, float]] = []
     shown = ""
     for weight in WISE_FT_GRID if setting == "search" else (float(setting),):
-        best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
+        best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
         metric = None
         if val is not None:
             metric = selection_metric(
@@ -318,6 +335,6 @@ def interpolate_weights(
         )
         shown = "" if metric is None else f": validation {metric.label} {100 * max(found)[0]:.1f}%"
     weight = max(found)[1]
-    best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
-    say(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
+    best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
+    console.print(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
     best.save(folder / "best")

@@ -34,6 +34,7 @@ class Updater:
         self.world = world
         self.skip = skip
         self.scaler = scaler  # of fp16, whose gradients underflow
+        self._is_unscaled = False  # whether the loss scale is removed from the gradients already
 
     @property
     def scale_loss(self) -> Callable[[Tensor], Tensor]:
@@ -45,9 +46,8 @@ class Updater:
 
         If the loss or norm is not finite, nothing changes: no weight, no optimizer state.
         """
-        if self.scaler is not None:
-            for part in self.optimizer.parts.values():
-                self.scaler.unscale_(part)
+        self.unscale()
+        self._is_unscaled = False
         grad_norm = self._clip()
         finite = loss.isfinite() & grad_norm.isfinite()
         if self.scaler is None and self.skip == "device":
@@ -60,6 +60,18 @@ class Updater:
         self.optimizer.zero_grad()
         self.model.clamp_scale()
         return grad_norm
+
+    def unscale(self) -> None:
+        """Remove the loss scale from the gradients, once in a step: a probe needs it before the update."""
+        if self.scaler is None or self._is_unscaled:
+            return
+        for part in self.optimizer.parts.values():
+            self.scaler.unscale_(part)
+        self._is_unscaled = True
+
+    def without_update(self) -> Updater:
+        """The same, but gradients are left as they are."""
+        return NoUpdate(self.model, self.optimizer, self.world, self.skip, self.scaler)
 
     def _clip(self) -> Tensor:
         complete = [p.grad for p in self.world.complete_parameters if p.grad is not None]
@@ -82,12 +94,20 @@ class Updater:
         skip = 1 - finite.float()
         parts: list[Any] = list(self.optimizer.parts.values())
         for part in parts:
-            part.found_inf = skip  # read by torch's fused optimizers and by our Muon
+            part.found_inf = skip  # see m1clip.optimizers.Part.skips_on_device
         try:
             self.optimizer.step()
         finally:
             for part in parts:
                 del part.found_inf
+
+
+class NoUpdate(Updater):
+    """Leaves the gradients as they are, for a step whose gradients are compared or measured."""
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Change nothing."""
+        return loss.new_zeros(())
 
 
 def unscaled(loss: Tensor) -> Tensor:
@@ -98,5 +118,5 @@ def unscaled(loss: Tensor) -> Tensor:
 def skip_rule(kind: str, can_skip: bool) -> Literal["host", "device"]:
     """Where to decide to skip a non-finite step: on CUDA on the device, to avoid synchronization."""
     # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host decides.
-    # It also does for towers on two devices, since no flag is on both, and for optimizers that read no flag.
+    # It also does for towers on two devices, since no flag is on both, and for optimizers without `skips_on_device`.
     return "device" if kind == "cuda" and can_skip else "host"

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from m1clip.evaluation.analysis import analyze
-from m1clip.evaluation.evaluate import other_class_vectors
+from m1clip.evaluation.evaluate import Evaluator, other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
@@ -16,20 +16,20 @@ from m1clip.training.checkpoint import disk_errors
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext
-    from m1clip.training.setup import Setup
+    from m1clip.training.inputs import RunInputs
 
 
-def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
+def encode(inputs: RunInputs, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
     """Features of a split, or of its first `images`, in the precision of the run; each rank encodes a part."""
-    ranks, data = setup.ranks, setup.splits[split]
+    ranks, data = inputs.ranks, inputs.splits[split]
     if ranks.size > (len(data.images) if images is None else images):
-        return encode_split(setup.bundle(model), data, images)
+        return encode_split(inputs.to_model(model), data, images)
     return encode_split(
-        setup.bundle(model), data, images, (ranks.rank, ranks.size), ranks.concatenated
+        inputs.to_model(model), data, images, (ranks.rank, ranks.size), ranks.concatenate_rows
     )
 
 
-class Evaluation(NamedTuple):
+class BestSoFar(NamedTuple):
     """The best model so far, after an evaluation."""
 
     best: float  # its score
@@ -38,22 +38,26 @@ class Evaluation(NamedTuple):
     metric: str  # label of the metric that selects the best model
 
 
-def evaluate(run: RunContext) -> Evaluation:
+def evaluate(run: RunContext) -> BestSoFar:
     """Score and analyze the validation split, and save the best model; all ranks encode, rank 0 scores."""
     began = time.perf_counter()
-    model = run.setup.complete_model(run.train_step)
-    features = encode(run.setup, model, "val")
-    return run.ranks.first(lambda: _score(run, model, features, began))
+    model = run.inputs.complete_model(run.train_step)
+    features = encode(run.inputs, model, "val")
+    return run.ranks.on_rank0(lambda: _score(run, model, features, began))
 
 
-def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) -> Evaluation:
+def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) -> BestSoFar:
     """Score the features, log all metrics, and save the model if it is the best so far."""
     state = run.state
-    data = run.setup.splits["val"]
-    scores = retrieval(*features, other_class_vectors(run.setup.bundle(model), data))
+    data = run.inputs.splits["val"]
+    scores = retrieval(*features, other_class_vectors(run.inputs.to_model(model), data))
     seconds = time.perf_counter() - began
     metric = selection_metric(scores)
-    analysis = analyze(*features[:4])
+    batch_size = run.inputs.training.plan.batch
+    evaluator = Evaluator(
+        run.inputs.to_model(model), run.inputs.source, "val", data, batch_size=batch_size
+    )
+    analysis = analyze(features, evaluator)
     with disk_errors(run.log, run.folder / "snapshots", state.step):
         write_snapshot(run.folder, state.step, "val", data, features)
     values = {
@@ -64,9 +68,9 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     }
     run.log.write("eval", step=state.step, **values)
     earlier = None if metric.value > state.best else (state.best, state.best_step)
-    run.screen.evaluation(state.step, scores, metric, earlier)
+    run.display.evaluation(state.step, scores, metric, earlier)
     if earlier is not None:
-        return Evaluation(state.best, state.best_step, state.stale + 1, metric.label)
+        return BestSoFar(state.best, state.best_step, state.stale + 1, metric.label)
     with disk_errors(run.log, run.folder / "best", state.step):
-        run.setup.bundle(model).save(run.folder / "best")
-    return Evaluation(metric.value, state.step, 0, metric.label)
+        run.inputs.to_model(model).save(run.folder / "best")
+    return BestSoFar(metric.value, state.step, 0, metric.label)

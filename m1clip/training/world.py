@@ -6,9 +6,9 @@ against all features, and gradients are summed. Every rank then makes the same u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from m1clip.training.encode import EncodedBatch, Mark, ignore_mark
 
 if TYPE_CHECKING:  # a heavy import
     from m1clip.training.sharding import Shards
-
-Result = TypeVar("Result")
 
 
 class World:
@@ -49,36 +47,36 @@ class World:
 
     def chunk_size(self, micro_batch: int, rows: int) -> int:
         """Images to encode at a time, the same choice on all ranks; 0: the whole batch at once."""
-        most_rows = rows if self.shards is None else self.ranks.agree(rows)[0]
+        most_rows = rows if self.shards is None else self.ranks.all_reduce_max(rows)[0]
         return micro_batch if 0 < micro_batch < most_rows else 0
 
     def most_calls(self, calls: list[int]) -> list[int]:
         """The calls of each tower that every rank makes: with sharded weights, all ranks call equally often."""
-        return calls if self.shards is None else self.ranks.agree(*calls)
+        return calls if self.shards is None else self.ranks.all_reduce_max(*calls)
 
-    def together(
-        self, work: Callable[[], Result], *facts: int, mark: Mark = ignore_mark
-    ) -> tuple[Result, Sizes]:
-        """Run work that may run out of memory: if it does on one rank, all raise. Also exchanges the `facts`."""
+    @contextmanager
+    def synchronized(self, *facts: int, mark: Mark = ignore_mark) -> Iterator[Sizes]:
+        """Run a block that may run out of memory: if it does on one rank, all raise.
+
+        Yields a list, which has the `facts` of every rank when the block ends.
+        """
         if self.is_single:
-            return work(), [list(facts)]
-
-        def watched() -> Result:
-            with nullcontext() if self.shards is None else self.shards.watched():
-                try:
-                    return work()
-                finally:
-                    mark("exchange")  # waiting for slower ranks
-
-        return self.ranks.together(watched, *facts)
+            yield [list(facts)]
+            return
+        watched = nullcontext() if self.shards is None else self.shards.watched()
+        with self.ranks.synchronized(*facts) as sizes, watched:
+            try:
+                yield sizes
+            finally:
+                mark("exchange")  # waiting for slower ranks
 
     def gather(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
         """The detached features and ids of all ranks; on one process, its own."""
-        return self.ranks.join(batch, features, sizes)
+        return self.ranks.all_gather(batch, features, sizes)
 
     def scatter(self, gradients: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """This rank's rows of the gradients of all features, summed over the ranks."""
-        return self.ranks.own_rows(gradients, sizes)
+        return self.ranks.reduce_scatter(gradients, sizes)
 
     def backward(self, encoded: EncodedBatch, gradients: Sequence[Tensor]) -> None:
         """Backpropagate; gradients of parameters are sent to the other ranks as soon as they are complete."""
@@ -88,15 +86,17 @@ class World:
         with self.exchange.during():
             encoded.backward(gradients, self.exchange.before_pass)
 
-    def reduce(self, loss: Tensor) -> Tensor:
-        """Wait for the sums of all gradients; returns the loss of all ranks."""
+    def reduce(self, *figures: Tensor) -> tuple[Tensor, ...]:
+        """Wait for the sums of all gradients; returns the sums of some figures over the ranks, such as the loss."""
         if self.shards is not None:
             self.shards.take_gradients()
         if self.exchange is not None:
             self.exchange.finish()
         if not self.is_single:
-            self.ranks.add([loss, *(p.grad for p in self._summed_later if p.grad is not None)])
-        return loss
+            self.ranks.all_reduce(
+                [*figures, *(p.grad for p in self._summed_later if p.grad is not None)]
+            )
+        return figures
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that is repeated."""

@@ -27,7 +27,7 @@ from m1clip.monitor.status import is_run
 from m1clip.search.index import DATABASE, READ_SECONDS, IndexBusy, thumbnail
 from m1clip.search.query import Copy, Filter, Index, Result, Results
 
-THUMBNAIL, LARGE, PREVIEW = 320, 1600, 96  # pixels of the longer side
+THUMBNAIL, LARGE_SIDE, PREVIEW = 320, 1600, 96  # pixels of the longer side
 MAX_FILE = 2**28  # bytes of an image that is shown
 MAX_UPLOAD = 2**25  # bytes
 MAX_RESULTS = 300
@@ -35,7 +35,7 @@ MAX_TEXT = 1000  # characters
 MAX_ID = 2**63 - 1  # the largest integer of SQLite
 MAX_GROUPS = 100  # of duplicates that are listed
 UPLOAD = "/api/upload"  # the path of requests that contain an image
-UPLOADS = 32  # images to search by that are remembered
+REMEMBERED_UPLOADS = 32  # images to search by that are remembered
 DECODERS = 2  # images decoded at a time: one may take 192 MiB
 NUMBER = re.compile(r"[0-9]{1,12}")
 NOT = re.compile(r'(?:^|\s)-(?:"([^"]+)"|(\w\S*))')  # beach -people -"red car"
@@ -186,7 +186,7 @@ class Photos:
                 return read_beneath(index.place, cached)
         with self._decoders:  # reading too: many large files at a time would not fit into memory
             data = read_small(path, MAX_FILE, inside=index.root)
-            jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
+            jpeg = _jpeg(data, THUMBNAIL if small else LARGE_SIDE, one_line(path.name))
         # Else the file has changed and will be indexed again.
         if small and hashlib.sha256(data).digest() == sha256:
             with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
@@ -195,13 +195,13 @@ class Photos:
 
     def _upload(self, data: bytes) -> dict[str, str]:
         with self._decoders:
-            image = decode(data, LARGE, "the dropped file")
+            image = decode(data, LARGE_SIDE, "the dropped file")
         index = self._opened()
         vector = index.image_vector(image)
         key = secrets.token_urlsafe(9)
         with self._uploading:
             self._uploads[key] = index.model_sha256, vector
-            while len(self._uploads) > UPLOADS:
+            while len(self._uploads) > REMEMBERED_UPLOADS:
                 self._uploads.popitem(last=False)
         image.thumbnail((PREVIEW, PREVIEW))
         return {
@@ -215,7 +215,7 @@ class Photos:
         except (ValueError, RecursionError):
             asked = None
         match asked:
-            case {"text": str(text), "id": id_, "good": True | False | None as positive} if (
+            case {"text": str(text), "id": id_, "positive": True | False | None as positive} if (
                 0 < len(text) <= MAX_TEXT
                 and _encodable(text)
                 and type(id_) is int
@@ -224,7 +224,7 @@ class Photos:
                 self._opened().mark(text, id_, positive)
                 return {}
         raise UserError(
-            "a mark is {text, id, good}: a text, the number of a photo, and true, false or null"
+            "a mark is {text, id, positive}: a text, the number of a photo, and true, false or null"
         )
 
 

@@ -22,15 +22,18 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+from m1clip.analyses import ANALYSES
+from m1clip.epochs import PHASE_HEAD
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.monitor.diagnostics import describe, diagnose
 from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
+from m1clip.monitor.resources import page_values
 from m1clip.monitor.status import find_runs, is_run, require_run, summary
 from m1clip.runlog import json_safe, plotted_fields
 
 SCAN_SECONDS = 2.0  # between two searches for new runs
-DEFAULT = Path("runs")  # may not exist yet: the first run creates it
+DEFAULT_RUNS = Path("runs")  # may not exist yet: the first run creates it
 
 
 class Store:
@@ -38,7 +41,7 @@ class Store:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
-            if not folder.is_dir() and folder != DEFAULT:
+            if not folder.is_dir() and folder != DEFAULT_RUNS:
                 require_run(folder)
         self._folders = list(folders)
         self._lock = threading.Lock()
@@ -87,6 +90,7 @@ def details(history: History) -> dict[str, Any]:
             for name, value in history.memory.items()
             if name not in ("v", "kind", "time")
         },
+        "resources": page_values(history),
         "snapshots": list(snapshot_steps(history.run)),
     }
 
@@ -96,16 +100,60 @@ def rows(history: History, cursor: str) -> dict[str, Any]:
     generation, _, order = cursor.partition(".")
     reset = generation != str(history.generation) or not NUMBER.fullmatch(order)
     after = -1 if reset else int(order)
-    curves = {"steps": history.steps, "evaluations": history.evaluations}
+    curves = {
+        "steps": history.steps,
+        "evaluations": history.evaluations,
+        "analyses": history.analyses,
+    }
     new = {kind: [row for row in curve if row["order"] > after] for kind, curve in curves.items()}
-    return {"cursor": f"{history.generation}.{history.records}", "reset": reset, **new}
+    changed = reset or after < history.records
+    return {
+        "cursor": f"{history.generation}.{history.records}",
+        "reset": reset,
+        **new,
+        **({"tables": tables(history)} if changed else {}),
+    }
+
+
+def tables(history: History) -> dict[str, Any]:
+    """The tables of a run: head and rows as text."""
+    found = history.tables()
+    return {
+        "epochs": {"head": found.epoch_head, "rows": found.epoch_cells},
+        "phases": {"head": PHASE_HEAD, "rows": found.phase_cells},
+    }
+
+
+# What the page needs of the entries of the tables.
+STEP_FIELD_NAMES = ("name", "title", "factor", "unit", "chance", "about_machine")
+ANALYSIS_NAMES = (
+    "name",
+    "record_kind",
+    "path",
+    "title",
+    "label",
+    "meaning",
+    "shown_as",
+    "has_rates",
+    "factor",
+    "unit",
+)
 
 
 def fields_script() -> bytes:
-    """The script that gives the page the fields of the steps with their plots, in their order."""
-    names = ("name", "title", "factor", "unit", "about_machine")
-    fields = [{name: getattr(field, name) for name in names} for field in plotted_fields("step")]
-    return f'"use strict";\nconst STEP_FIELDS = {json.dumps(fields)};\n'.encode()
+    """The script that gives the page the fields of the steps and the analyses, in the order of their plots."""
+    fields = [_values(each, STEP_FIELD_NAMES) for each in plotted_fields("step")]
+    analyses = [_values(each, ANALYSIS_NAMES) for each in ANALYSES.values()]
+    lines = (
+        '"use strict";',
+        f"const STEP_FIELDS = {json.dumps(fields)};",
+        f"const ANALYSES = {json.dumps(analyses)};",
+    )
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _values(entry: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in names}
 
 
 def key_of(run: Path) -> str:
@@ -119,11 +167,11 @@ HOST = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 PORT = re.compile(r":\d+$")
 NUMBER = re.compile(r"[0-9]{1,12}")
-INDEX, SEARCH = "index.html", "search.html"
-TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+INDEX_PAGE, SEARCH_PAGE = "index.html", "search.html"
+CONTENT_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 SCRIPTS = ("common.js", "app.js", "plots.js", "views.js", "search.js", "uplot.js")
 FIELDS_SCRIPT = "fields.js"  # written from the table of logged fields
-FILES = (INDEX, SEARCH, *SCRIPTS, "style.css", "search.css", "uplot.css")
+FILES = (INDEX_PAGE, SEARCH_PAGE, *SCRIPTS, "style.css", "search.css", "uplot.css")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -136,7 +184,7 @@ HEADERS = {
 IDLE_SECONDS = 10.0  # a connection that sends or takes nothing for longer is closed
 CONNECTIONS = 128  # each with a thread; macOS allows 256 open files
 UPLOAD_SECONDS = 60.0  # for the body of a request
-UPLOADS = 4  # images received at a time
+PARALLEL_UPLOADS = 4  # images received at a time
 MAX_BODY = 2**16  # bytes of a request that contains no image, such as a mark
 FREE_SECONDS = 0.01  # to wait for a free thread before the oldest connection is closed
 
@@ -161,7 +209,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, store: Store, port: int, photos: Requests | None = None) -> None:
         self.store, self.photos = store, photos
-        self.uploads = threading.Semaphore(UPLOADS)
+        self.uploads = threading.Semaphore(PARALLEL_UPLOADS)
         self._free = threading.Semaphore(CONNECTIONS)
         self._open: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__((HOST, port), Handler)
@@ -225,17 +273,17 @@ class Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")  # unlike urlsplit, accepts anything
         values, store, photos = dict(parse_qsl(query)), self.server.store, self.server.photos
-        home = INDEX if photos is None else SEARCH
-        name = {"/": home, "/runs": INDEX}.get(path, path.removeprefix("/"))
+        home = INDEX_PAGE if photos is None else SEARCH_PAGE
+        name = {"/": home, "/runs": INDEX_PAGE}.get(path, path.removeprefix("/"))
         if name in FILES:
             parts = ("head.html", name) if name.endswith(".html") else (name,)
             data = b"".join(
                 (resources.files("m1clip.web") / "page" / part).read_bytes() for part in parts
             )
-            self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
+            self._send(200, f"{CONTENT_TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
             return
         if name == FIELDS_SCRIPT:
-            self._send(200, f"{TYPES['js']}; charset=utf-8", fields_script())
+            self._send(200, f"{CONTENT_TYPES['js']}; charset=utf-8", fields_script())
             return
         if path == "/api/update":
             self._send_json({"search": photos is not None, **store.update(values)})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from m1clip.data.sources import shards
 from m1clip.data.sources.base import (
-    DEFAULT,
+    DEFAULT_OPTIONS,
     DataFormat,
     DataPath,
     DataSource,
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> Source:
+def open_sources(specs: Sequence[str], *, options: Options = DEFAULT_OPTIONS) -> Source:
     """One dataset, or several together."""
     sources = [open_source(spec, options=options) for spec in specs]
     if len(sources) == 1:
@@ -49,7 +49,7 @@ def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> Source:
     return StreamedSource(", ".join(source.name for source in streamed), paths, options)
 
 
-def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource | StreamedSource:
+def open_source(spec: str, *, options: Options = DEFAULT_OPTIONS) -> DataSource | StreamedSource:
     """The dataset at a path. Its format is detected, or named: `csv:PATH`, `hf:owner/name`."""
     if not spec:
         raise UserError("the path to the data is empty; use '.' for the current folder")

@@ -7,21 +7,26 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from m1clip.data.images import SUFFIXES, ImageRef, one_line
+from m1clip.data.images import SUFFIXES, FileImage, ImageRef
 from m1clip.data.sources import splits
 from m1clip.data.sources.splits import clean_text
-from m1clip.data.types import Problem, Sample, Source
+from m1clip.data.types import Problem, ProblemKind, Sample, Source
 from m1clip.errors import UserError
-from m1clip.formatting import plural
+from m1clip.formatting import one_line, plural
 
 if TYPE_CHECKING:
     from m1clip.data.sources.stream import StreamedSource
 
-NO_CAPTION = "no caption"
+MAX_TEXT_BYTES = 2**20  # of a file or a member of a shard that has the captions of one image
+IMAGES_CHECKED = 100  # images that a folder format looks at to recognize its data
 Place = tuple[str, int]  # file and row number; row 0 means the file itself
+# Captions as a reader finds them: text, or None or "" where there is none; a list of these, also one
+# in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a problem.
+Captions = str | Sequence[object] | Mapping[str, object] | None
 Answer = TypeVar("Answer")
 
 
@@ -33,27 +38,30 @@ class Options:
     caption_columns: tuple[str, ...] = ()
     stream: bool = False  # read shards during training, whatever their size
     cache_dir: str | None = None  # for what is kept about remote shards
-    progress: Callable[[int, int], None] = lambda done, total: None  # of indexing shards
 
 
-DEFAULT = Options()
+DEFAULT_OPTIONS = Options()
 
 
 class Row(NamedTuple):
-    """One row of a source: an image and some of its captions, not yet checked. Rows with the same id are joined."""
+    """An image and some of its captions, as a reader yields them; rows with the same id are joined.
+
+    The captions are cleaned and checked here, not by the reader. A reader reports what it skips with
+    `DataSource.problem`, and yields no row for it.
+    """
 
     place: Place
-    captions: Any  # text, a list of texts, or Karpathy's {"raw": text}
-    split: str | None
+    captions: Captions
+    split: str | None  # train, val, test or another name; None: not named by the data
     image: ImageRef
-    id: str
+    id: str  # of the image within the source, the same on every machine, such as a relative path
 
 
 class DataPath:
     """A path to data, as formats see it when they are asked whether it is theirs."""
 
     def __init__(
-        self, path: Path, options: Options = DEFAULT, format_name: str | None = None
+        self, path: Path, options: Options = DEFAULT_OPTIONS, format_name: str | None = None
     ) -> None:
         self.path = path
         self.options = options
@@ -77,19 +85,24 @@ def same_path(data: DataPath) -> Path:
 class DataFormat:
     """How data of one format is recognized and read: an entry of the table in formats.py.
 
-    A new format is a module with such an entry, and its line in the table.
+    A new format is a module with such an entry, and its line in the table. Where several formats
+    match, the first in the table wins.
     """
 
     name: str  # the prefix in `name:PATH`
     help: str  # what it reads, for `m1clip data formats`
+    item: str  # what messages call that which has captions: row, image or sample
     read: Callable[[DataSource], Iterator[Row]]
-    # Whether a path looks like this format; None: only by its name.
+    # Whether a path looks like this format, by its content where a name says little. None: the
+    # format is used only if the user names it.
     matches: Callable[[DataPath], bool] | None = None
-    priority: int = 100  # where several formats match, the lowest wins
-    class_captions: bool = False  # whether captions are made from class names
-    locate: Callable[[DataPath], Path] = (
-        same_path  # what to read, such as the only table in a folder
-    )
+    # Whether captions are made from class names. Such a format is tried after all others, and only
+    # on a path that is not a folder of datasets: almost every folder of images looks like classes.
+    class_captions: bool = False
+    # The category of an image by its id, such as the folder of its class folder; None: there are none.
+    category_of: Callable[[str], str] | None = None
+    # What to read, such as the only table in a folder.
+    locate: Callable[[DataPath], Path] = same_path
     # The data as a stream, if it is too large to load; None: it is always loaded.
     open_stream: Callable[[DataPath], StreamedSource | None] | None = None
 
@@ -102,23 +115,37 @@ def user_error(message: str) -> UserError:
 class DataSource(Source):
     """All samples of a file or folder."""
 
-    def __init__(self, path: Path, data_format: DataFormat, options: Options = DEFAULT) -> None:
+    def __init__(
+        self, path: Path, data_format: DataFormat, options: Options = DEFAULT_OPTIONS
+    ) -> None:
         super().__init__(str(path), [path])
         self.path = path
         self.format = data_format.name
+        self.item = data_format.item
         self.options = options
         self.class_captions = data_format.class_captions
+        self._category_of = data_format.category_of
         self._places: dict[str, list[Place]] = {}
         self._gather(data_format.read(self))
 
     def origin(self, id_: str, caption: int = 0) -> str:
         places = self._places[id_]
-        return _shown(places[min(caption, len(places) - 1)])
+        return _format_place(places[min(caption, len(places) - 1)])
 
-    def problem(self, place: Place, what: str, kind: str = "row") -> None:
-        self.problems.append(Problem(_shown(place), one_line(what), kind))
+    def category(self, id_: str) -> str:
+        """The category of an image by its id; "" for a format without categories."""
+        return "" if self._category_of is None else self._category_of(id_)
+
+    def image_file(self, name: str) -> FileImage:
+        """Return the image file of a name relative to the path of the source."""
+        return FileImage(os.path.join(self.path, name))
+
+    def problem(self, place: Place, what: str, kind: ProblemKind = "unreadable") -> None:
+        """Report what is skipped; `m1clip data lint` counts it by kind, with the hint of its kind."""
+        self.problems.append(Problem(_format_place(place), one_line(what), kind))
 
     def note(self, text: str) -> None:
+        """Tell the user something about how the data was read."""
         self.notes.append(one_line(text))
 
     def _gather(self, rows: Iterator[Row]) -> None:
@@ -126,9 +153,9 @@ class DataSource(Source):
         captions: dict[str, list[str]] = {}
         given: dict[str, str | None] = {}
         for place, value, split, image, id_ in rows:
-            texts, wrong = captions_of(value)
-            if wrong:
-                self.problem(place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
+            texts, fault = captions_of(value)
+            if fault:
+                self.problem(place, fault.what, fault.kind)
             if not texts:
                 continue
             if id_ not in images:
@@ -144,10 +171,12 @@ class DataSource(Source):
         if not images:
             why = "no images with captions"
             if self.problems and all(problem.kind == "empty-caption" for problem in self.problems):
+                items = plural(len(self.problems), self.item)
                 first = self.problems[0].where
-                why = f"no caption in any of its {plural(len(self.problems), 'row')} (the first: {first}); write some"
+                why = f"no caption in any of its {items} (the first: {first}); write some"
             elif self.problems:
-                why = f"none of its {plural(len(self.problems), 'row')} can be used; the first: {self.problems[0]}"
+                items = plural(len(self.problems), self.item)
+                why = f"none of its {items} can be used; the first: {self.problems[0]}"
             raise user_error(f"{self.path}: read as {self.format}, {why}")
         class_of = {id_: captions[id_][0] for id_ in images} if self.class_captions else None
         split_of, notes = splits.assign(given, class_of)
@@ -169,6 +198,8 @@ class MixedSource(Source):
         )
         self.parts = tuple(parts)
         self.class_captions = all(source.class_captions for source in parts)
+        if len({source.item for source in parts}) == 1:
+            self.item = parts[0].item
         for number, source in enumerate(parts):
             self.problems += source.problems
             self.notes += source.notes
@@ -182,8 +213,13 @@ class MixedSource(Source):
         number, _, rest = id_.partition("/")
         return self.parts[int(number)].origin(rest, caption)
 
+    def category(self, id_: str) -> str:
+        """The category that the source of the image gives it."""
+        number, _, rest = id_.partition("/")
+        return self.parts[int(number)].category(rest)
 
-def _shown(place: Place) -> str:
+
+def _format_place(place: Place) -> str:
     name, row = place
     return one_line(f"{name} row {row}" if row else name)
 
@@ -192,14 +228,28 @@ def _shown(place: Place) -> str:
 MAX_CAPTION = 2**17
 
 
-def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
-    """The captions in a value, and what is wrong with it, if anything. Empty items of a list are skipped."""
+class CaptionFault(NamedTuple):
+    """What is wrong with the captions of a row."""
+
+    kind: ProblemKind
+    what: str
+
+
+NO_CAPTION = CaptionFault("empty-caption", "no caption")
+
+
+def captions_of(value: Any, depth: int = 2) -> tuple[list[str], CaptionFault | None]:
+    """Return the texts in `Captions`, and what is wrong with it, if anything.
+
+    Empty items of a list are skipped.
+    """
     if isinstance(value, str) and len(value) > MAX_CAPTION:
-        return [], f"the caption is too long ({len(value):,} characters; at most {MAX_CAPTION:,})"
+        length = f"{len(value):,} characters; at most {MAX_CAPTION:,}"
+        return [], CaptionFault("unreadable", f"the caption is too long ({length})")
     # A list inside one cell, as in exports of Flickr30k.
     if isinstance(value, str) and value.startswith('["'):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+        with contextlib.suppress(ValueError):
+            value = parse_json(value)
     if isinstance(value, Mapping) and isinstance(value.get("raw"), str):
         value = value["raw"]
     if isinstance(value, str):
@@ -209,14 +259,29 @@ def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
     if isinstance(value, str):
         return [value], None
     if not isinstance(value, list | tuple):
-        return [], f"the caption is not text but {type(value).__name__}"
+        what = f"the caption is not text but {type(value).__name__}"
+        return [], CaptionFault("unreadable", what)
     if depth == 0:
-        return [], "the lists of captions are nested too deeply"
+        return [], CaptionFault("unreadable", "the lists of captions are nested too deeply")
     parts = [captions_of(item, depth - 1) for item in value]
     found = [text for texts, _ in parts for text in texts]
-    return found, next(
-        (what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION
-    )
+    faults = [fault for _, fault in parts if fault and fault.kind != "empty-caption"]
+    if faults:
+        return found, faults[0]
+    return found, None if found else NO_CAPTION
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON document; ValueError for one that is not valid, or nested too deeply."""
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def first_images(root: Path) -> list[str]:
+    """Return the first images under a folder, enough to recognize a format by them."""
+    return list(islice(walk_images(root), IMAGES_CHECKED))
 
 
 def walk_images(root: Path) -> Iterator[str]:

@@ -9,25 +9,28 @@ from m1clip.data.sources.folders import CLASS_FOLDERS, FILE_NAMES, TEXT_FILES, h
 from m1clip.data.sources.hugging_face import HUGGING_FACE
 from m1clip.data.sources.stream import WEBDATASET
 from m1clip.data.sources.tables import (
+    NO_CAPTIONS_IN_JSON,
     TABLE_FORMATS,
     binary_kind,
     check_is_text,
     explain_columns,
     spreadsheets,
     text_tables,
+    without_captions,
 )
 from m1clip.errors import UserError
 
-# One entry per format; its module has its name, help, detection and priority.
+# One entry per format; its module has its name, help, detection and reader. They are tried in this
+# order, and the first that matches is used.
 FORMATS: dict[str, DataFormat] = {
     data_format.name: data_format
     for data_format in (
+        HUGGING_FACE,  # has a file that no other format has
+        WEBDATASET,  # before tables: img2dataset writes a table next to each shard
         *TABLE_FORMATS,
-        HUGGING_FACE,
-        WEBDATASET,
-        TEXT_FILES,
-        CLASS_FOLDERS,
-        FILE_NAMES,
+        TEXT_FILES,  # after tables: a table next to images with .txt files is made on purpose
+        CLASS_FOLDERS,  # after a check for a folder of datasets; see DataFormat.class_captions
+        FILE_NAMES,  # only if named
     )
 }
 FOLDERS_CHECKED = 100  # a folder of datasets has few, one of classes may have thousands
@@ -53,14 +56,9 @@ def detect_format(data: DataPath) -> DataFormat:
     raise _unknown_format(path, data.options)
 
 
-def formats_by_priority() -> list[DataFormat]:
-    """Return the formats in the order in which they are tried."""
-    return sorted(FORMATS.values(), key=lambda data_format: data_format.priority)
-
-
 def _first_match(data: DataPath, class_captions: bool) -> DataFormat | None:
-    """Return the format of lowest priority that matches, of those with or without class captions."""
-    for data_format in formats_by_priority():
+    """Return the first format that matches, of those with or without class captions."""
+    for data_format in FORMATS.values():
         if data_format.class_captions != class_captions or data_format.matches is None:
             continue
         if data_format.matches(data):
@@ -105,6 +103,8 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
         )
     if next(walk_images(path), None) is None:
         return None
+    if files := without_captions(path):
+        return user_error(f"{files[0]}: {NO_CAPTIONS_IN_JSON}")
     if workbooks := spreadsheets(path):
         what = f"images, but no table of captions that m1clip reads; {workbooks[0].name} is "
         return user_error(f"{path}: {what}{binary_kind(workbooks[0])}")

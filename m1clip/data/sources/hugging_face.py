@@ -6,11 +6,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.images import BadImage, FileImage, ImageRef, one_line
+from m1clip.data.images import BadImage, FileImage, ImageRef
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataFormat, DataPath, DataSource, Row, user_error
 from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
 from m1clip.extras import require
+from m1clip.formatting import one_line
 
 HUB = "hf:"
 # What `datasets` and pyarrow raise for a damaged dataset.
@@ -117,7 +118,7 @@ HUGGING_FACE = DataFormat(
     name="hf",
     help="a folder written by save_to_disk, or owner/name on the Hugging Face hub",
     read=hugging_face_rows,
+    item="row",
     matches=lambda data: is_saved_dataset(data.path),
-    priority=10,
     locate=_folder_or_hub_name,
 )

@@ -9,23 +9,22 @@ import time
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from m1clip.data.images import one_line
 from m1clip.data.sources.base import user_error
 from m1clip.errors import UserError
 from m1clip.extras import require
+from m1clip.formatting import one_line
 from m1clip.io import open_regular
 
 TRIES, TRY_SECONDS, BACKOFF_SECONDS = 3, 15.0, 0.5
-BROKEN_AFTER = (
-    3  # failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS
-)
+# Failed reads of a file in a row; it is then skipped, and tried again once per PAUSE_SECONDS.
+BROKEN_AFTER = 3
 PAUSE_SECONDS = 300.0
 SCAN_BYTES = 2**22  # read ahead while a file is read from start to end
 # Of what is read without a range: an index of a shard, the list of a folder, an error.
 MAX_WHOLE_BYTES = 2**25
 MAX_REMOTE_FILE = 2**40  # a larger one never ends
 _REFUSED = (401, 403)  # HTTP: the next try would give the same
-_OK, _PARTIAL, _NO_SUCH_RANGE = 200, 206, 416
+_OK, _PARTIAL_CONTENT, _NO_SUCH_RANGE = 200, 206, 416
 
 _lock = threading.Lock()
 _failures: dict[
@@ -37,7 +36,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def shown(text: str) -> str:
+def without_credentials(text: str) -> str:
     """A name or message without the user names, passwords and queries of the URLs in it, on one line."""
     text = re.sub(r"://[^/\s]*@", "://", text)
     return one_line(re.sub(r"(://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", text))
@@ -45,15 +44,18 @@ def shown(text: str) -> str:
 
 def with_variables(url: str) -> str:
     """The URL with the values of its ${VARIABLES}; other credentials are refused, as runs record the URL."""
-    if shown(url) != one_line(url):
+    if without_credentials(url) != one_line(url):
         raise UserError(
-            f"{shown(url)}: user names, passwords and queries in a URL would be written to the run folder; put them "
-            f"into a variable, as in 'https://host/train.tar${{QUERY}}', or use the store's own configuration"
+            f"{without_credentials(url)}: user names, passwords and queries in a URL would be written "
+            f"to the run folder; put them into a variable, "
+            f"as in 'https://host/train.tar${{QUERY}}', or use the store's own configuration"
         )
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            raise UserError(f"{shown(url)}: the environment has no variable {match[1]}")
+            raise UserError(
+                f"{without_credentials(url)}: the environment has no variable {match[1]}"
+            )
         return os.environ[match[1]]
 
     return re.sub(r"\$\{(\w+)\}", value, url)
@@ -83,7 +85,7 @@ def read_range(path: str, offset: int, size: int) -> bytes:
 
 def _no_ranges(path: str) -> UserError:
     return UserError(
-        f"{shown(path)}: the server ignores range requests; copy the shards to one that supports them"
+        f"{without_credentials(path)}: the server ignores range requests; copy the shards to one that supports them"
     )
 
 
@@ -176,7 +178,7 @@ def _tried(work: Any, path: str) -> Any:
             if attempt == TRIES - 1:
                 name = type(error).__name__
                 raise OSError(
-                    f"HTTP {status}" if status else shown(f"{name} {error}".strip())
+                    f"HTTP {status}" if status else without_credentials(f"{name} {error}".strip())
                 ) from None
         time.sleep(BACKOFF_SECONDS * 2**attempt * random.SystemRandom().uniform(0.5, 1.5))
     raise AssertionError
@@ -232,13 +234,13 @@ def _limited_response() -> type:
                 body += block
                 if len(body) <= limit:
                     continue
-                if self.status not in (_OK, _PARTIAL):
+                if self.status not in (_OK, _PARTIAL_CONTENT):
                     self.close()  # the page of an error, of which nobody needs the rest
                     break
                 if asked:
                     raise _no_ranges(str(self.url))
                 raise UserError(
-                    f"{shown(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?"
+                    f"{without_credentials(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?"
                 )
             return bytes(body)
 

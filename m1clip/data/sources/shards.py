@@ -1,7 +1,6 @@
 """webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or a single one; read in place."""
 
 import glob
-import json
 import os
 import re
 import tarfile
@@ -11,22 +10,41 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from m1clip.data.images import MAX_MEMBER_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import MAX_MEMBER_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Place, Row, captions_of, user_error
-from m1clip.data.sources.remote import is_remote, matching, read_range, shown, with_variables
+from m1clip.data.sources.base import (
+    MAX_TEXT_BYTES,
+    Captions,
+    DataSource,
+    Place,
+    Row,
+    captions_of,
+    parse_json,
+    user_error,
+)
+from m1clip.data.sources.remote import (
+    is_remote,
+    matching,
+    read_range,
+    with_variables,
+    without_credentials,
+)
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.sources.tables import CAPTION_NAMES
+from m1clip.data.types import ProblemKind
+from m1clip.formatting import one_line
 from m1clip.io import open_regular
 
 # In the json of a sample that `m1clip data pack` wrote: its id is that of the original image.
 PACKED = "m1clip-pack-1"
 MAX_SHARDS = 100_000
-MAX_TEXT_BYTES = 2**20
 _MAX_PARTS = 256  # files of one sample; more are not read
 _MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
 # Webdataset: everything up to the first dot of the file name.
 _KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
+
+
+Report = Callable[[Place, str, ProblemKind], None]  # place, what is wrong, kind
 
 
 class TruncatedTar(Exception):
@@ -171,7 +189,7 @@ def split_of(path: str) -> str | None:
 
 
 def samples_in(
-    path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]
+    path: str, file: BinaryIO, problem: Report
 ) -> Iterator[tuple[Place, Member, dict[str, Member]]]:
     """(place, image, all members by suffix) of each sample: consecutive members with the same key."""
     for key, group in groupby(_named(path, file, problem), key=lambda item: item[0]):
@@ -189,9 +207,7 @@ def samples_in(
             yield place, image, parts
 
 
-def _named(
-    path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]
-) -> Iterator[tuple[str, str, Member]]:
+def _named(path: str, file: BinaryIO, problem: Report) -> Iterator[tuple[str, str, Member]]:
     """(key, suffix, member) of each usable member."""
     try:
         for member in members(file, file.seek(0, os.SEEK_END)):
@@ -214,7 +230,7 @@ def _named(
 class Texts(NamedTuple):
     """Texts of a sample: captions, the member that contains them, and the split and id by `m1clip data pack`."""
 
-    captions: Any
+    captions: Captions
     member: Member | None
     is_json: bool
     split: str | None
@@ -255,13 +271,13 @@ def captions_in(data: bytes, is_json: bool) -> tuple[str, ...]:
 
 def _metadata(text: str) -> dict[str, Any]:
     try:
-        metadata = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        metadata = parse_json(text or "{}")
+    except ValueError:
         return {}
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _json_captions(metadata: dict[str, Any]) -> Any:
+def _json_captions(metadata: dict[str, Any]) -> Captions:
     return next((metadata[name] for name in CAPTION_NAMES if name in metadata), None)
 
 
@@ -306,9 +322,9 @@ def remote_paths(url: str) -> list[str]:
     try:
         found = [name for part in parts for name in (matching(part) if "*" in part else [part])]
     except OSError as error:
-        raise user_error(f"{shown(url)}: cannot be listed ({error})") from None
+        raise user_error(f"{without_credentials(url)}: cannot be listed ({error})") from None
     if not found:
-        raise user_error(f"{shown(url)}: no .tar file there")
+        raise user_error(f"{without_credentials(url)}: no .tar file there")
     return found
 
 

@@ -10,13 +10,13 @@ from m1clip.formatting import plural
 
 VAL_FRACTION = TEST_FRACTION = 0.05
 MIN_HELD_OUT = 0.5  # images of a class by its fraction, from which at least one is held out
-_NAMES = {
+_NAMES_OF_SPLIT = {
     "train": ("train", "training", "trn", "restval"),
     "val": ("val", "valid", "validation", "dev", "eval"),
     "test": ("test", "testing", "tst"),
 }
-_KNOWN = {name: split for split, names in _NAMES.items() for name in names}
-_IN_FILE_NAME = re.compile(r"(?:^|[^a-z])(" + "|".join(_KNOWN) + r")(?=[^a-z]|images|$)")
+_SPLIT_OF_NAME = {name: split for split, names in _NAMES_OF_SPLIT.items() for name in names}
+_IN_FILE_NAME = re.compile(r"(?:^|[^a-z])(" + "|".join(_SPLIT_OF_NAME) + r")(?=[^a-z]|images|$)")
 
 
 def clean_text(text: str) -> str:
@@ -27,18 +27,24 @@ def clean_text(text: str) -> str:
 def from_value(value: Any) -> str | None:
     """dev, valid, validation -> val; restval -> train; other names stay; None where the value names none."""
     name = clean_text(value).lower() if isinstance(value, str) else ""
-    return _KNOWN.get(name, name) or None
+    return _SPLIT_OF_NAME.get(name, name) or None
 
 
 def from_folder(name: str) -> str | None:
     """The split in a folder of this name, or None."""
-    return _KNOWN.get(name.lower())
+    return _SPLIT_OF_NAME.get(name.lower())
+
+
+def from_path(name: str) -> str | None:
+    """train/cats/1.jpg -> train: the split of a relative path whose first folder is one, or None."""
+    top, slash, _ = name.partition("/")
+    return from_folder(top) if slash else None
 
 
 def from_file_name(name: str) -> str | None:
     """captions_train2017.json -> train; val-00001.tar -> val; photos.csv -> None."""
     found = _IN_FILE_NAME.search(name.lower())
-    return _KNOWN[found.group(1)] if found else None
+    return _SPLIT_OF_NAME[found.group(1)] if found else None
 
 
 def hash_unit(text: str) -> float:

@@ -19,17 +19,26 @@ from typing import Any, overload
 import numpy as np
 from filelock import FileLock
 
-from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp, one_line
+from m1clip import console
+from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp
 from m1clip.data.sources.base import (
-    NO_CAPTION,
+    CaptionFault,
     DataFormat,
     DataPath,
     Options,
     Place,
     captions_of,
+    parse_json,
     user_error,
 )
-from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
+from m1clip.data.sources.remote import (
+    is_broken,
+    is_remote,
+    open_file,
+    read_file,
+    read_range,
+    without_credentials,
+)
 from m1clip.data.sources.shards import (
     captions_in,
     is_shards,
@@ -40,18 +49,18 @@ from m1clip.data.sources.shards import (
     split_of,
 )
 from m1clip.data.sources.tables import TABLE_NAMES, find_tables
-from m1clip.data.types import Problem, Sample, Source
+from m1clip.data.types import Problem, ProblemKind, Sample, Source
 from m1clip.errors import UserError
-from m1clip.formatting import plural, size
+from m1clip.formatting import one_line, plural, size
 from m1clip.io import open_regular, user_cache, write_bytes
 
 STREAM_BYTES = 20 * 10**9  # local shards of more bytes are streamed
 HELD_OUT = 5_000  # images at most for each of val and test where the shards name no splits
-BLOCK = 1_024  # neighbours in a shard that stay together in the first shuffle
+SHUFFLE_BLOCK = 1_024  # neighbours in a shard that stay together in the first shuffle
 SAMPLED = 2_000  # samples that stand for all, where all would have to be read
 THREADS = 32  # reads at a time: those of remote shards mostly wait
-NEAR = 2**16  # bytes between image and captions that cost less than a second read
-INDEX, FORMAT = ".index", 1
+NEAR_BYTES = 2**16  # bytes between image and captions that cost less than a second read
+INDEX_SUFFIX, SHARD_INDEX_FORMAT = ".index", 1
 COUNTS = ("bytes", "samples", "captions", "fewest")  # of the header
 PROBLEMS = 100  # kept of each shard
 MAX_SAMPLES = 2**21  # of a shard, whose index is made in memory
@@ -62,14 +71,11 @@ ROW = np.dtype(
 )
 
 
-Problems = tuple[tuple[str, str, str], ...]  # where, what, kind
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     path: str
     index: Path
-    problems: Problems
+    problems: tuple[Problem, ...]
     bytes: int = 0
     samples: int = 0
     captions: int = 0
@@ -78,35 +84,36 @@ class Shard:
     @property
     def name(self) -> str:
         """For messages."""
-        return shown(self.path)
+        return without_credentials(self.path)
 
 
 def make_index(path: str) -> bytes:
     """Read a shard from start to end; a damaged one gives what is before the damage."""
-    rows, names, counts, problems = (
-        list[Any](),
-        list[str](),
-        list[int](),
-        list[tuple[str, str, str]](),
-    )
+    rows: list[Any] = []
+    names: list[str] = []
+    counts: list[int] = []
+    problems: list[tuple[str, str, ProblemKind]] = []
 
-    def problem(place: Place, what: str, kind: str) -> None:
+    def problem(place: Place, what: str, kind: ProblemKind) -> None:
         if len(problems) < PROBLEMS:
-            problems.append((shown(place[0]), one_line(what), kind))
+            problems.append((without_credentials(place[0]), one_line(what), kind))
 
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         for place, image, parts in samples_in(path, file, problem):
             texts = read_texts(file, parts)
-            captions, wrong = captions_of(texts.captions)
+            captions, fault = captions_of(texts.captions)
             if image.size > MAX_MEMBER_BYTES:
-                captions, wrong = [], f"{image.size >> 20} MiB is too large for an image"
-            if wrong:
-                problem(place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
+                captions = []
+                what = f"{image.size >> 20} MiB is too large for an image"
+                fault = CaptionFault("unreadable", what)
+            if fault:
+                problem(place, fault.what, fault.kind)
             if captions and texts.member is not None:
                 if len(rows) == MAX_SAMPLES:
                     raise user_error(
-                        f"{shown(path)}: more than {MAX_SAMPLES:,} images in one shard; use smaller shards"
+                        f"{without_credentials(path)}: more than {MAX_SAMPLES:,} images in one shard; "
+                        f"use smaller shards"
                     )
                 rows.append(
                     (
@@ -120,7 +127,7 @@ def make_index(path: str) -> bytes:
                 names.append(one_line(image.name))
                 counts.append(len(captions))
     header: dict[str, Any] = {
-        "format": FORMAT,
+        "format": SHARD_INDEX_FORMAT,
         "bytes": size,
         "samples": len(rows),
         "captions": sum(counts),
@@ -147,18 +154,20 @@ def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
 
 def read_index(path: str, index: Path | None = None) -> Shard | None:
     """A shard by its index, next to it if not given; None if it is missing, or of another version of the shard."""
-    index = index or Path(path + INDEX)
+    index = index or Path(path + INDEX_SUFFIX)
     try:
         with open_regular(index) as file:
-            header = json.loads(file.readline(MAX_HEADER))
+            header = parse_json(file.readline(MAX_HEADER))
             facts, ours = None if is_remote(path) else os.stat(path), os.fstat(file.fileno())
-        problems = tuple((str(a), str(b), str(c)) for a, b, c in header["problems"])
+        problems = tuple(
+            Problem(str(where), str(what), kind) for where, what, kind in header["problems"]
+        )
         shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
         fresh = facts is None or (
             facts.st_size == shard.bytes and facts.st_mtime_ns <= ours.st_mtime_ns
         )
         complete = 0 <= shard.samples * ROW.itemsize <= ours.st_size
-        return shard if fresh and complete and header["format"] == FORMAT else None
+        return shard if fresh and complete and header["format"] == SHARD_INDEX_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -167,6 +176,7 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
     """The shards with their indexes, and how many indexes were made; a shard that cannot be read has no samples."""
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else user_cache()
     places = [_index_places(path, cache / "shards") for path in paths]
+    refresh = console.current_progress()
 
     def find(path: str, indexes: Sequence[Path]) -> Shard | None:
         return next((shard for index in indexes if (shard := read_index(path, index))), None)
@@ -179,7 +189,7 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
         missing = [number for number, shard in enumerate(found) if shard is None]
         if missing:
             cache.mkdir(parents=True, exist_ok=True)
-            options.progress(0, len(missing))
+            refresh(0, len(missing))
             with FileLock(cache / "shards.lock"):
                 made = pool.map(
                     make,
@@ -187,37 +197,42 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
                 )
                 for done, (number, shard) in enumerate(zip(missing, made, strict=True), start=1):
                     found[number] = shard
-                    options.progress(done, len(missing))
+                    refresh(done, len(missing))
     shards = [shard for shard in found if shard is not None]
     return shards, sum(shards[number].bytes > 0 for number in missing)
 
 
 def _index_places(path: str, cache: Path) -> list[Path]:
-    kept = cache / f"{hashlib.sha256(shown(path).encode()).hexdigest()[:32]}{INDEX}"
-    return [kept] if is_remote(path) else [Path(path + INDEX), kept]
+    kept = (
+        cache
+        / f"{hashlib.sha256(without_credentials(path).encode()).hexdigest()[:32]}{INDEX_SUFFIX}"
+    )
+    return [kept] if is_remote(path) else [Path(path + INDEX_SUFFIX), kept]
 
 
 def _make(path: str, indexes: Sequence[Path]) -> Shard:
     """Make the index of a shard, or copy the one that lies next to a remote shard."""
     try:
         url, mark, query = path.partition("?")
-        data = (read_file(f"{url}{INDEX}{mark}{query}") if is_remote(path) else None) or make_index(
-            path
-        )
+        data = (
+            read_file(f"{url}{INDEX_SUFFIX}{mark}{query}") if is_remote(path) else None
+        ) or make_index(path)
     except FileNotFoundError as error:
         raise user_error(
-            f"{shown(path)}: {error.strerror or error}; check the pattern of the shards"
+            f"{without_credentials(path)}: {error.strerror or error}; check the pattern of the shards"
         ) from None
     except OSError as error:
-        return Shard(
-            path, indexes[-1], ((shown(path), one_line(error.strerror or str(error)), "shard"),)
-        )
+        what = one_line(error.strerror or str(error))
+        return Shard(path, indexes[-1], (Problem(without_credentials(path), what, "shard"),))
     index = first_written(indexes, data)
     if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
         os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
     _mapped.cache_clear()
     shard = read_index(path, index)
-    return shard or Shard(path, index, ((shown(path + INDEX), "not an index: delete it", "shard"),))
+    if shard is not None:
+        return shard
+    where = without_credentials(path + INDEX_SUFFIX)
+    return Shard(path, index, (Problem(where, "not an index: delete it", "shard"),))
 
 
 def first_written(files: Sequence[Path], data: bytes) -> Path:
@@ -299,7 +314,11 @@ class ShardSamples(Sequence[Sample]):
         """Sizes of the groups of neighbours that the order of an epoch keeps together at first."""
         counts = np.diff(self.starts) - np.diff(np.searchsorted(self.left_out, self.starts))
         return np.concatenate(
-            [np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist() if count]
+            [
+                np.diff([*range(0, count, SHUFFLE_BLOCK), count])
+                for count in counts.tolist()
+                if count
+            ]
         )
 
     def captions(self, index: int) -> tuple[str, ...]:
@@ -327,7 +346,7 @@ class ShardSamples(Sequence[Sample]):
         """The encoded image of a sample; its captions are kept for `captions`."""
         shard, image, size, text, text_size, is_json = self._row(index)
         first, last = min(image, text), max(image + size, text + text_size)
-        if last - first - size - text_size <= NEAR:
+        if last - first - size - text_size <= NEAR_BYTES:
             data = read_range(shard.path, first, last - first)
             pixels, texts = data[image - first :][:size], data[text - first :][:text_size]
         else:
@@ -395,10 +414,11 @@ class StreamedSource(Source):
 
     def __init__(self, name: str, paths: Sequence[str], options: Options) -> None:
         super().__init__(
-            shown(name), [Path(path).parent for path in paths[:1] if not is_remote(path)]
+            without_credentials(name),
+            [Path(path).parent for path in paths[:1] if not is_remote(path)],
         )
         self.shards, _ = open_shards(paths, options)
-        self.problems = [Problem(*problem) for shard in self.shards for problem in shard.problems]
+        self.problems = [problem for shard in self.shards for problem in shard.problems]
         if not any(shard.samples for shard in self.shards):
             why = f"; the first problem: {self.problems[0]}" if self.problems else ""
             raise user_error(
@@ -494,7 +514,7 @@ WEBDATASET = DataFormat(
     name="webdataset",
     help="tar shards: a folder, one .tar file, or a pattern such as train-{000..099}.tar",
     read=shard_rows,
+    item="sample",
     matches=_is_webdataset,
-    priority=20,
     open_stream=_open_stream,
 )

@@ -3,7 +3,6 @@
 import codecs
 import csv
 import io
-import json
 import os
 import posixpath
 import re
@@ -15,19 +14,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import (
-    DEFAULT,
+    DEFAULT_OPTIONS,
     DataFormat,
     DataPath,
     DataSource,
     Options,
     Row,
+    parse_json,
     user_error,
 )
 from m1clip.errors import UserError
 from m1clip.extras import require
+from m1clip.formatting import one_line
 from m1clip.io import open_regular, read_small, read_start
 
 # In order of preference; compared in lower case.
@@ -72,7 +73,10 @@ _IMAGE_FOLDERS = (
 SPLIT_NAMES = ("split", "partition", "subset", "set")
 _ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
-_EXAMPLE = '{"image": "a.jpg", "captions": ["a dog"]}'
+_EXAMPLE_ROW = '{"image": "a.jpg", "captions": ["a dog"]}'
+NO_CAPTIONS_IN_JSON = (
+    f"neither a list of objects such as {_EXAMPLE_ROW} nor captions of COCO or Karpathy"
+)
 _ROWS_FOR_COLUMNS = 100  # JSON rows whose keys become the columns
 # Longer than any real row: a binary file read as text must not fill the memory.
 MAX_LINE = 2**24
@@ -91,6 +95,9 @@ TABLE_NAMES = (
     *("metadata.csv", "metadata.jsonl", "metadata.tsv", "metadata.parquet"),
     *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json"),
 )
+# Captions of COCO, in as many files as there are splits.
+CAPTION_PARTS = ("annotations/captions_*.json", "captions_*.json")
+_CAPTION_KEYS = {"images", "annotations", *IMAGE_NAMES}
 # Files that are no text: how they begin, what they are, and what to do.
 _SAVE_AS_CSV = "open it in a spreadsheet program and save it as CSV (UTF-8), then use that file"
 _UNPACK = "unpack it first"
@@ -120,6 +127,7 @@ SPREADSHEET_SUFFIXES = {
     *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes),
 }
 _BYTES_FOR_KIND = 4096
+_BYTES_FOR_KEYS = 2**16  # of a JSON file, among which are its first keys
 
 
 def table_format(path: Path) -> str | None:
@@ -152,7 +160,7 @@ def check_is_text(path: Path) -> None:
 
 
 def find_tables(
-    path: Path, options: Options = DEFAULT, wanted: str | None = None, nested: bool = True
+    path: Path, options: Options = DEFAULT_OPTIONS, wanted: str | None = None, nested: bool = True
 ) -> list[Path]:
     """The tables (in the wanted format) with the captions of a folder: a usual name, several parts, or the only one."""
     if not path.is_dir():
@@ -165,13 +173,16 @@ def find_tables(
             if (kind := table_format(file)) and wanted in (None, kind) and file.is_file()
         ]
 
-    parts = ("annotations/captions_*.json", "captions_*.json", "*.parquet", "data/*.parquet")
-    for files in (
-        ([path / name] for name in TABLE_NAMES),
-        (sorted(path.glob(pattern)) for pattern in parts),
-    ):
-        if found := next(filter(None, map(usable, files)), None):
-            return found
+    groups = [[path / name] for name in TABLE_NAMES]
+    # Other files may have such names, such as captions_config.json.
+    groups += [
+        [part for part in files if has_caption_keys(part, options)]
+        for files in _parts(path, CAPTION_PARTS)
+    ]
+    groups += _parts(path, ("*.parquet", "data/*.parquet"))
+    for group in groups:
+        if tables := usable(group):
+            return tables
     alone = text_tables(path)
     # A single table of another name may be about something else, unless its columns fit.
     if len(alone) == 1 and (table_format(alone[0]) == "jsonl" or has_columns(alone[0], options)):
@@ -187,6 +198,29 @@ def find_tables(
         if folder.is_dir()
         for table in find_tables(folder, options, wanted, False)
     ]
+
+
+def _parts(folder: Path, patterns: Iterable[str]) -> list[list[Path]]:
+    return [sorted(folder.glob(pattern)) for pattern in patterns]
+
+
+def has_caption_keys(path: Path, options: Options = DEFAULT_OPTIONS) -> bool:
+    """Whether a JSON file begins with keys of COCO, Karpathy or a list of images with captions.
+
+    It looks at the first bytes alone, so the captions of COCO are not parsed twice.
+    """
+    if not path.is_file():
+        return False
+    head = read_start(path, _BYTES_FOR_KEYS).decode("utf-8-sig", "replace")
+    keys = {_key(key) for key in re.findall(r'"([^"\\]*)"\s*:', head)}
+    known = _CAPTION_KEYS | {_key(options.image_column or "")}
+    return head.lstrip()[:1] in ("[", "{") and not keys.isdisjoint(known)
+
+
+def without_captions(folder: Path) -> list[Path]:
+    """Return the files in a folder with names of COCO's captions that contain none."""
+    files = [path for part in _parts(folder, CAPTION_PARTS) for path in part]
+    return [path for path in files if path.is_file() and not has_caption_keys(path)]
 
 
 def text_tables(folder: Path) -> list[Path]:
@@ -386,7 +420,7 @@ def _find_encoding(path: Path) -> str:
     return "utf-8-sig"
 
 
-def has_columns(path: Path, options: Options = DEFAULT) -> bool:
+def has_columns(path: Path, options: Options = DEFAULT_OPTIONS) -> bool:
     """Whether the first line of a text file names an image and a caption column."""
     return read_header(path, options)[2]
 
@@ -440,8 +474,8 @@ def _read_jsonl(path: Path, source: DataSource) -> Opened:
         for number, line in enumerate(text_lines(path), start=1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    yield number, parse_json(line)
+                except ValueError as error:
                     yield number, ValueError(f"not valid JSON ({error})")
 
     return _json_table(path, values)
@@ -454,8 +488,8 @@ def _read_json(path: Path, source: DataSource) -> Opened:
             raise user_error(
                 f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line"
             )
-        document = json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        document = parse_json(read_small(path, MAX_JSON))
+    except ValueError as error:
         raise user_error(
             f"{path}: not valid JSON ({error}); write it again or check its end"
         ) from error
@@ -467,9 +501,7 @@ def _read_json(path: Path, source: DataSource) -> Opened:
         elif isinstance(rows, list):
             rows = [_karpathy_row(row) if isinstance(row, dict) else row for row in rows]
     if not isinstance(rows, list):
-        raise user_error(
-            f"{path}: neither a list of objects such as {_EXAMPLE} nor captions of COCO or Karpathy"
-        )
+        raise user_error(f"{path}: {NO_CAPTIONS_IN_JSON}")
     return _json_table(path, lambda: enumerate(rows, start=1))
 
 
@@ -500,7 +532,7 @@ def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> 
     rows = islice((row for _, row in values() if isinstance(row, dict)), _ROWS_FOR_COLUMNS)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
-        raise user_error(f"{path}: contains no JSON object such as {_EXAMPLE}")
+        raise user_error(f"{path}: contains no JSON object such as {_EXAMPLE_ROW}")
 
     def records(_: Columns) -> Iterator[Record]:
         for number, row in values():
@@ -646,8 +678,8 @@ TABLE_FORMATS = tuple(
         name=table.name,
         help=table.help,
         read=table_rows,
+        item="row",
         matches=partial(_is_table_of, table.name),
-        priority=30,
         locate=partial(_locate_table, table.name),
     )
     for table in TABLES

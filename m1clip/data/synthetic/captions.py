@@ -13,7 +13,7 @@ from m1clip.data.synthetic.scene import (
     CAPTIONS,
     KINDS,
     NEGATIVES,
-    TABLES,
+    SCENE_TABLES,
     VALUES,
     Scene,
     Thing,
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 def _phrase(thing: Thing, style: int) -> str:
-    words = TABLES["words"]
+    words = SCENE_TABLES["words"]
     noun = thing.kind if thing.count == 1 else KINDS[thing.kind].plural
     return f"{words['counts'][thing.count - 1][style]} {words['sizes'][thing.size][style]} {thing.color} {noun}"
 
@@ -35,8 +35,8 @@ def paraphrases(scene: Scene) -> tuple[str, ...]:
     """All captions of a scene. Caption i has the same wording for every scene with as many things."""
     first, last, time = scene.things[0], scene.things[-1], scene.time
     (at, left), (bt, right) = (
-        TABLES["positions"][first.position],
-        TABLES["positions"][last.position],
+        SCENE_TABLES["positions"][first.position],
+        SCENE_TABLES["positions"][last.position],
     )
     a_time = f"an {time}" if time == "evening" else f"a {time}"
     words = {"at": at, "bt": bt, "left": left, "right": right, "time": time, "a_time": a_time}
@@ -44,11 +44,11 @@ def paraphrases(scene: Scene) -> tuple[str, ...]:
         template.format(
             a=_phrase(first, style),
             b=_phrase(last, style),
-            when=TABLES["times"][time]["when"],
+            when=SCENE_TABLES["times"][time]["when"],
             **words,
         )
         for style in (0, 1)
-        for template in TABLES["templates"]["one" if len(scene.things) == 1 else "two"]
+        for template in SCENE_TABLES["templates"]["one" if len(scene.things) == 1 else "two"]
     )
 
 

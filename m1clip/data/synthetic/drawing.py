@@ -12,7 +12,7 @@ from m1clip.data.synthetic.scene import (
     KINDS,
     OUTLINE,
     PLACEMENT,
-    TABLES,
+    SCENE_TABLES,
     Rgb,
     Scene,
     Thing,
@@ -21,10 +21,10 @@ from m1clip.data.synthetic.scene import (
 
 # Increase it when the same scene and seed give other pixels: it is part of cache keys.
 VERSION = 1
-SMALLEST, LARGEST = 32, 224  # sides of images in which objects can be recognized
+MIN_SCENE_SIZE, MAX_SCENE_SIZE = 32, 224  # sides of images in which objects can be recognized
 
 _OUTLINE_FRACTION = 0.035  # of the diameter, on each side
-_LAYERS = ("hole", "body", "dark", "light")
+_POLYGON_LAYERS = ("hole", "body", "dark", "light")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     paint, grow = ImageDraw.Draw(layers), ImageDraw.Draw(grown)
     for layer, points in KINDS[kind].shapes:
         corners = [(side / 2 + x * radius, side / 2 + y * radius) for x, y in points]
-        paint.polygon(corners, fill=_LAYERS.index(layer))
+        paint.polygon(corners, fill=_POLYGON_LAYERS.index(layer))
         grow.polygon(corners, fill=0 if layer == "hole" else 255)
         # A line around the shape is the outline: many times cheaper than a maximum filter.
         grow.line([*corners, *corners[:2]], fill=255, width=round(2 * edge), joint="curve")
@@ -61,7 +61,7 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     )
     cover = weight(grown)
     rim = np.clip(cover - body - dark - light, 0, 1)
-    tones = np.array((*TABLES["tones"].values(), outline), np.float32)
+    tones = np.array((*SCENE_TABLES["tones"].values(), outline), np.float32)
     fixed = dark * tones[0] + light * tones[1] + rim * tones[2]
     return Sprite(1 - cover, body, fixed)
 
@@ -89,7 +89,7 @@ def _mix(a: Rgb, b: Rgb, fraction: float) -> Rgb:
 
 def _draw_sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float) -> None:
     """Sun, moon and stars in the hues of the sky, so that they cannot be mistaken for objects."""
-    sky, unit = TABLES["times"][time], side / 100
+    sky, unit = SCENE_TABLES["times"][time], side / 100
 
     def disc(x: float, y: float, radius: float, color: Rgb) -> None:
         canvas.ellipse(
@@ -113,7 +113,7 @@ def _draw_sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: f
 def _draw_ground(
     canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float
 ) -> None:
-    base, mark = (_mix((0, 0, 20), color, light) for color in TABLES["grounds"][category])
+    base, mark = (_mix((0, 0, 20), color, light) for color in SCENE_TABLES["grounds"][category])
     y, unit = level * side, side / 100
     depth = side - y
     canvas.rectangle([0, y, side, side], base)
@@ -156,13 +156,13 @@ def _draw_ground(
 def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
     """(size, size, 3) uint8, read-only because it is cached."""
     side, level = size * _SUPERSAMPLING, 0.66 + 0.03 * variant
-    top, horizon = (np.array(TABLES["times"][time][name]) for name in ("top", "horizon"))
+    top, horizon = (np.array(SCENE_TABLES["times"][time][name]) for name in ("top", "horizon"))
     height = np.minimum(1, np.arange(side) / (level * side))[:, None]
     column = top + height * (horizon - top)  # (side, 3)
     image = Image.fromarray(np.repeat(column.round().astype(np.uint8)[:, None], side, axis=1))
     canvas = ImageDraw.Draw(image)
     _draw_sky_lights(canvas, time, side, level)
-    _draw_ground(canvas, category, side, level, TABLES["times"][time]["light"])
+    _draw_ground(canvas, category, side, level, SCENE_TABLES["times"][time]["light"])
     pixels = np.array(image.reduce(_SUPERSAMPLING))
     pixels.flags.writeable = False
     return pixels
@@ -171,8 +171,8 @@ def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
 DIAMETER = {"small": 0.18, "large": 0.285}  # fractions of the image's side
 SIZE_JITTER = 0.04
 _COLOR_NOISE = 9
-_MARGIN = 0.01
-_GAP = 0.012  # between two circles; four large ones in a zigzag still have it
+_IMAGE_MARGIN = 0.01
+_CIRCLE_GAP = 0.012  # between two circles; four large ones in a zigzag still have it
 _REACH = 0.22
 # How close the center of a group may be to the diagonals of the image.
 _MAX_ACROSS, _MAX_ALONG = (0.3, 0.12)
@@ -191,10 +191,10 @@ class Instance:
 
 def _regular_centers(count: int, diameter: float) -> list[tuple[float, float]]:
     """Centers (across, along) without jitter in a half of 0.5 x 1: in a line, four in a zigzag."""
-    low, high = diameter / 2 + _MARGIN, 0.5 - diameter / 2 - _MARGIN
+    low, high = diameter / 2 + _IMAGE_MARGIN, 0.5 - diameter / 2 - _IMAGE_MARGIN
     middle = (low + high) / 2
     swing = (high - low) / 2 if count > 3 else 0.0
-    free = 1 - diameter - 2 * _MARGIN
+    free = 1 - diameter - 2 * _IMAGE_MARGIN
     spacing = free / 3 if count > 3 else min(free / max(1, count - 1), diameter * 1.25)
     start = 0.5 - spacing * (count - 1) / 2
     return [(middle + (swing if i % 2 else -swing), start + spacing * i) for i in range(count)]
@@ -214,7 +214,7 @@ def _readable(centers: list[tuple[float, float]], distance: float) -> bool:
 def _centers(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
     """Jittered centers (x, y); the jitter is halved until the group is readable."""
     regular = _regular_centers(thing.count, diameter)
-    low = diameter / 2 + _MARGIN
+    low = diameter / 2 + _IMAGE_MARGIN
     placed = regular
     for halvings in range(6):
         reach = _REACH / 2**halvings
@@ -222,7 +222,7 @@ def _centers(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tu
             (min(max(a + reach * da, low), 0.5 - low), min(max(b + reach * db, low), 1 - low))
             for (a, b), (da, db) in zip(regular, moves, strict=False)
         ]
-        if _readable(jittered, diameter + _GAP):
+        if _readable(jittered, diameter + _CIRCLE_GAP):
             placed = jittered
             break
     if thing.position in ("right", "bottom"):

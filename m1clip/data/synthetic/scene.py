@@ -11,7 +11,7 @@ import numpy as np
 Point = tuple[float, float]
 Polygon = tuple[Point, ...]
 Rgb = tuple[int, int, int]
-TABLES: dict[str, Any] = tomllib.loads(
+SCENE_TABLES: dict[str, Any] = tomllib.loads(
     resources.files(__package__).joinpath("scene.toml").read_text(encoding="utf-8")
 )
 
@@ -69,17 +69,19 @@ def _oval(x: float, y: float, rx: float, ry: float, start: float = 0, stop: floa
     return tuple((x + rx * math.cos(a), y + ry * math.sin(a)) for a in angles)
 
 
-KINDS = {name: _read_kind(**kind) for name, kind in TABLES["kinds"].items()}
-COLORS: dict[str, Rgb] = {name: tuple(rgb) for name, rgb in TABLES["colors"].items()}
-OUTLINE: dict[str, Rgb] = {name: tuple(sky["outline"]) for name, sky in TABLES["times"].items()}
+KINDS = {name: _read_kind(**kind) for name, kind in SCENE_TABLES["kinds"].items()}
+COLORS: dict[str, Rgb] = {name: tuple(rgb) for name, rgb in SCENE_TABLES["colors"].items()}
+OUTLINE: dict[str, Rgb] = {
+    name: tuple(sky["outline"]) for name, sky in SCENE_TABLES["times"].items()
+}
 # The values of each attribute of a scene.
 VALUES: dict[str, tuple[Any, ...]] = {
     "color": tuple(COLORS),
     "count": (1, 2, 3, 4),
-    "size": tuple(TABLES["words"]["sizes"]),
-    "position": tuple(TABLES["positions"]),
+    "size": tuple(SCENE_TABLES["words"]["sizes"]),
+    "position": tuple(SCENE_TABLES["positions"]),
     "kind": tuple(KINDS),
-    "time": tuple(TABLES["times"]),
+    "time": tuple(SCENE_TABLES["times"]),
 }
 # Two things always face each other, in reading order.
 AXES = (("left", "right"), ("top", "bottom"))

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from m1clip import console
 from m1clip.data.images import ImageRef
 from m1clip.data.synthetic import scene as scenes
 from m1clip.data.synthetic.captions import captions
-from m1clip.data.synthetic.drawing import LARGEST, SMALLEST, VERSION, draw
+from m1clip.data.synthetic.drawing import MAX_SCENE_SIZE, MIN_SCENE_SIZE, VERSION, draw
 from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
 from m1clip.data.types import SPLITS, Sample, Source
 from m1clip.errors import UserError
@@ -147,9 +148,9 @@ class SyntheticSource(Source):
     def __init__(
         self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0
     ) -> None:
-        if not SMALLEST <= image_size <= LARGEST:
+        if not MIN_SCENE_SIZE <= image_size <= MAX_SCENE_SIZE:
             raise UserError(
-                f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}"
+                f"synthetic images are {MIN_SCENE_SIZE} to {MAX_SCENE_SIZE} px wide, not {image_size}"
             )
         if seed < 0:
             raise UserError(f"the seed must be at least 0, not {seed}")
@@ -164,14 +165,12 @@ class SyntheticSource(Source):
                 self.by_split.setdefault(SPLITS[number], []).append(sample)
                 self.scene_of[name] = scene
 
+    def category(self, id_: str) -> str:
+        """nature, animals, urban or food: the category of the first thing."""
+        return self.scene_of[id_].category
 
-def write_folder(
-    folder: Path,
-    count: int,
-    image_size: int = 224,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> str:
+
+def write_folder(folder: Path, count: int, image_size: int = 224, seed: int = 0) -> str:
     """Write images/ and, when all are there, captions.csv; a tenth of the images each are val and test."""
     if count < 3:
         raise UserError(f"{plural(count, 'image')} cannot fill train, val and test; use at least 3")
@@ -182,13 +181,14 @@ def write_folder(
         raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)
     rows = [("image", "caption", "split")]
+    refresh = console.current_progress()
     for done, (split, sample) in enumerate(
         ((s, sample) for s in SPLITS for sample in source.samples(s)), start=1
     ):
         name = f"images/{sample.id}.png"
         (folder / name).write_bytes(sample.image.read())
         rows += [(name, caption, split) for caption in sample.captions]
-        progress(done, count)
+        refresh(done, count)
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
     write_text(folder / "captions.csv", table.getvalue())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.layers import packed
+from m1clip.model.layers import prepack
 from m1clip.model.towers import Tower
 from m1clip.model.weights import Tensors
 
@@ -42,7 +42,7 @@ def _lite(repeats: tuple[int, ...], widths: tuple[int, ...], image_size: int) ->
     return LiteSize(tuple(Stage(*shape) for shape in shapes), image_size)
 
 
-STEM, HEAD = 32, 1280
+STEM_CHANNELS, HEAD_CHANNELS = 32, 1280
 LITE0 = _lite((1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 224)
 LITE2 = _lite((1, 3, 3, 4, 4, 5, 1), (16, 24, 48, 88, 120, 208, 352), 260)
 # Image tower -> the networks in it.
@@ -165,17 +165,17 @@ class EfficientNetLite(Tower):
 
     def __init__(self, size: LiteSize = LITE0) -> None:
         super().__init__()
-        self.width = HEAD + sum(size.stages[stage].width for stage in POOLED_STAGES)
-        self.stem = SameConv(3, STEM, 3, 2)
+        self.width = HEAD_CHANNELS + sum(size.stages[stage].width for stage in POOLED_STAGES)
+        self.stem = SameConv(3, STEM_CHANNELS, 3, 2)
         self.stages = nn.ModuleList()
-        width = STEM
+        width = STEM_CHANNELS
         for stage in size.stages:
             blocks = nn.Sequential()
             for number in range(stage.repeats):
                 blocks.append(InvertedResidual(width, stage, stage.stride if number == 0 else 1))
                 width = stage.width
             self.stages.append(blocks)
-        self.head = SameConv(width, HEAD, 1)
+        self.head = SameConv(width, HEAD_CHANNELS, 1)
         self.convs = [module for module in self.modules() if isinstance(module, SameConv)]
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class EfficientNetLite(Tower):
             (p for conv in self.convs for p in conv._parameters.values()),
         )
         state = [(p.data_ptr(), p.is_inference() or p._version) for p in weights if p is not None]
-        blocks = packed(
+        blocks = prepack(
             self.stem.weight, lambda _: [*self._onednn_blocks(sides, dtype)], dtype, sides, state
         )
         for first, last, residual, pool in blocks:

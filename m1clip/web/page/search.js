@@ -154,14 +154,14 @@ function showGroups({ groups, total }) {
 
 /* marks and similar ------------------------------------------------------------------------------------------- */
 let sentMarks = Promise.resolve(); // one after the other, in the order of the keys
-function mark(photo, good) {
+function mark(photo, positive) {
   if (!photo || !state.text || state.duplicates) return;
-  const text = state.text, before = photo.mark, after = before === good ? null : good;
+  const text = state.text, before = photo.mark, after = before === positive ? null : positive;
   photo.mark = after;
   state.marked = true;
   draw(photo);
   sentMarks = sentMarks.then(async () => {
-    const answer = await send("/api/mark", JSON.stringify({ text, id: photo.id, good: after }));
+    const answer = await send("/api/mark", JSON.stringify({ text, id: photo.id, positive: after }));
     if (!answer.error) return;
     if (photo.mark === after) photo.mark = before;
     draw(photo);
@@ -224,9 +224,9 @@ function showLarge(place) {
   $("large-facts").textContent = facts.filter(Boolean).join(" · ");
   $("previous").disabled = place === 0;
   $("next").disabled = place === state.results.length - 1;
-  for (const [id, good] of [["large-right", true], ["large-wrong", false]]) {
+  for (const [id, positive] of [["large-right", true], ["large-wrong", false]]) {
     $(id).hidden = !state.text || state.duplicates;
-    $(id).setAttribute("aria-pressed", String(photo.mark === good));
+    $(id).setAttribute("aria-pressed", String(photo.mark === positive));
   }
   if (!$("large").open) { $("large").showModal(); $("large-image").focus(); }
 }

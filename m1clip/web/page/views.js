@@ -1,7 +1,7 @@
 "use strict";
 /* Everything but curves: examples, similarity matrix, confusions, bars, time split. Text is set, never parsed. */
-const PHASES = ["data", "copy", "forward", "backward", "exchange", "optimizer", "step", "rest"];
-const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", exchange: "#e8590c", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
+const PHASES = ["data", "copy", "preprocess", "forward", "backward", "exchange", "optimizer", "step", "rest"];
+const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", preprocess: "#9c36b5", forward: "#1098ad", backward: "#3b5bdb", exchange: "#e8590c", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
 const NOTHING = "nothing measured yet";
 const percent = (fraction, digits = 1) => (100 * fraction).toFixed(digits) + "%";
 
@@ -62,6 +62,54 @@ function showMatrix(canvas, words, snapshot) {
   canvas.onmouseleave = () => { words.textContent = text; };
 }
 
+/* A heat map: one strip per layer over the evaluations, colored on one logarithmic scale. rows: [{step, value: {layer: number}}] */
+function showHeatMap(card, analysis, rows) {
+  const layers = [...new Set(rows.flatMap((row) => Object.keys(row.value)))];
+  const known = rows.flatMap((row) => Object.values(row.value)).filter((v) => typeof v === "number" && v > 0);
+  card.figure.classList.add("wide");
+  if (!known.length) { hint(card.body, "waiting for the first evaluation"); card.now.textContent = ""; return; }
+  const low = Math.log10(Math.min(...known)), high = Math.log10(Math.max(...known));
+  const scale = `${short(10 ** low)} (dark) to ${short(10 ** high)} (bright), logarithmic`;
+  const lines = layers.map((layer) => {
+    const values = rows.map((row) => row.value[layer]);
+    const last = values[values.length - 1];
+    const shown = typeof last === "number" ? short(last) : String(last ?? "-"); // the log writes NaN as text
+    const strip = el("canvas", { role: "img", "aria-label": `${layer}: first ${typeof values[0] === "number" ? short(values[0]) : values[0]}, now ${shown}, ${values.length} evaluations` });
+    strip.width = values.length; strip.height = 1;
+    const pen = strip.getContext("2d");
+    values.forEach((value, i) => {
+      if (typeof value !== "number") return; // transparent
+      const [r, g, b] = ramp(value > 0 ? (high > low ? (Math.log10(value) - low) / (high - low) : 0.5) : 0);
+      pen.fillStyle = `rgb(${r} ${g} ${b})`;
+      pen.fillRect(i, 0, 1, 1);
+    });
+    strip.onmousemove = (event) => {
+      const box = strip.getBoundingClientRect(), i = Math.min(values.length - 1, Math.floor((event.clientX - box.left) / box.width * values.length));
+      if (rows[i]) card.now.textContent = `${layer}, step ${count(rows[i].step)}: ${typeof values[i] === "number" ? short(values[i]) : values[i] ?? "-"}`;
+    };
+    strip.onmouseleave = () => { card.now.textContent = scale; };
+    return el("tr", {}, el("th", { scope: "row" }, layer), el("td", { class: "cell" }, strip), el("td", {}, shown));
+  });
+  const steps = rows.length > 1 ? `steps ${count(rows[0].step)} to ${count(rows[rows.length - 1].step)}` : `step ${count(rows[0].step)}`;
+  const head = el("tr", {}, el("th", { scope: "col" }, "layer"), el("th", { scope: "col" }, `evaluations at ${steps}`), el("th", { scope: "col" }, "last"));
+  card.body.className = "";
+  card.body.replaceChildren(el("p", { class: "hint" }, `${analysis.meaning[0].toUpperCase()}${analysis.meaning.slice(1)}.`),
+    el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, ...lines)));
+  card.body.dataset.columns = String(rows.length);
+  card.now.textContent = scale;
+}
+
+/* A table of text: { head: [name], rows: [[cell]] } */
+function showTable(card, table, words) {
+  card.figure.classList.add("wide");
+  if (!table?.rows.length) { hint(card.body, "waiting for the first log lines"); return; }
+  const head = el("tr", {}, ...table.head.map((name) => el("th", { scope: "col" }, name)));
+  const lines = table.rows.map(([first, ...cells]) => el("tr", {}, el("th", { scope: "row" }, first), ...cells.map((cell) => el("td", {}, cell))));
+  card.body.className = "scroll";
+  card.body.dataset.rows = String(lines.length);
+  card.body.replaceChildren(el("p", { class: "hint" }, words), el("table", { class: "values" }, el("thead", {}, head), el("tbody", {}, ...lines)));
+}
+
 function card(title, id) {
   const body = el("div", {}), now = el("span", { class: "now" });
   const figure = el("figure", { class: "card" }, el("figcaption", {}, el("span", {}, title), now), body);
@@ -84,7 +132,33 @@ function bars(body, rows, top) {
   body.replaceChildren(...parts);
 }
 
-function showSplit(body, now, seconds) {
+/* rows: [[name, text]] */
+function facts(body, rows) {
+  if (!rows.length) { hint(body, NOTHING); return; }
+  body.className = "facts";
+  body.replaceChildren(el("table", {}, el("tbody", {}, ...rows.map(([name, text]) =>
+    el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, text))))));
+}
+
+/* Memory by component: [[name, bytes]], and why a component is missing. */
+function showMemory(card, parts, peak, reasons) {
+  const largest = Math.max(...parts.map(([, value]) => value));
+  const rows = parts.map(([name, v]) => [name, v, `${(v / 1e6).toFixed(0)} MB${peak ? `, ${percent(v / peak, 0)}` : ""}`]);
+  bars(card.body, rows, largest);
+  for (const [name, reason] of Object.entries(reasons)) {
+    card.body.append(el("span", {}, name), el("span", { class: "hint" }, `not measured: ${reason}`), el("span", {}));
+  }
+  card.now.textContent = peak ? `peak ${(peak / 1e9).toFixed(2)} GB` : "";
+}
+
+/* Use of each core now, the mean of the run in the text; performance and efficiency cores apart. */
+function showCores(card, cores, kinds) {
+  const rows = cores.map(({ name, now, mean }) => [name, now ?? mean, `${Math.round(now ?? mean)}%, mean ${Math.round(mean)}%`]);
+  bars(card.body, rows, 100);
+  card.now.textContent = Object.entries(kinds).map(([kind, mean]) => `${kind === "core" ? "all cores" : `${kind} cores`}: mean ${Math.round(mean)}%`).join(", ");
+}
+
+function showSplit(body, now, seconds, note = "") {
   const parts = PHASES.filter((name) => typeof seconds[name] === "number");
   const total = parts.reduce((sum, name) => sum + seconds[name], 0);
   if (!total) { hint(body, NOTHING); return; }
@@ -102,6 +176,6 @@ function showSplit(body, now, seconds) {
     box.style.background = PHASE_COLORS[name];
     legend.append(el("span", {}, box, `${name} ${percent(seconds[name] / total, 1)}`));
   }
-  body.replaceChildren(bar, legend);
+  body.replaceChildren(bar, legend, ...(note ? [el("p", { class: "hint" }, `From ${note}.`)] : []));
   now.textContent = total < 0.1 ? `${(1000 * total).toFixed(1)} ms per step` : `${total.toFixed(2)} s per step`;
 }

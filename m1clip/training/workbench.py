@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
+from m1clip import console
 from m1clip.config import Config
 from m1clip.data.captions import tokenize_captions
-from m1clip.data.decoding import DecodeOptions
+from m1clip.data.decoding import decode_options
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import (
@@ -34,18 +34,15 @@ from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
 from m1clip.formatting import ceil_div
 from m1clip.hardware.device import (
+    HYBRIDS,
     Device,
-    Precision,
-    autocast,
     check_compile,
     choose_device,
     choose_precision,
     threads,
 )
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.hardware.memory import keep_freed_memory
-from m1clip.inference.model import Model
-from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
@@ -55,9 +52,18 @@ from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, 
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
+from m1clip.training import hybrid
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
-from m1clip.training.measure import Choice, calibrate, candidates, choose, memory_limit
+from m1clip.training.inputs import ModelParts, RunInputs, seeded_build
+from m1clip.training.measure import (
+    Choice,
+    calibrate,
+    estimate_memory,
+    fastest,
+    fits_one_gpu,
+    memory_limit,
+)
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
     Dataset,
@@ -70,126 +76,31 @@ from m1clip.training.resolve import (
     resolve,
     with_recipe,
 )
-from m1clip.training.spec import DecidedSettings, RunSpec, Settings, augmentation_of
-from m1clip.training.step import TrainStep, step_class
+from m1clip.training.spec import (
+    DecidedConfig,
+    DecidedData,
+    DecidedSettings,
+    RunSpec,
+    Settings,
+    augmentation_of,
+)
 from m1clip.training.transfer import (
-    Start,
-    Teacher,
+    ModelInit,
     Trainable,
     fit_heads,
     fit_stem,
     load_features,
     load_teacher,
     open_feature_cache,
-    parameter_counts,
 )
 
-HEAD_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
+HEAD_HIDDEN_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
 TOWER_CONTEXT, TOWER_EMBED = 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
-MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
 TINY_SET = 100  # images; fewer cause a warning
 SAMPLED_CAPTIONS = 20_000  # to find the longest caption
+UNMEASURED_STEPS = 1000  # of a run while the number that fits in its time is measured
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a decided run works with on this machine."""
-
-    config: Config  # decided, except for the number of steps while it is measured
-    facts: Facts
-    device: Device
-    start: Start
-    tokenizer: Tokenizer
-    preprocess: Preprocess
-    source: Source
-    training: TrainingSet
-    splits: dict[str, Split]
-    choices: dict[str, Any]  # for the log: what was measured and found
-    teacher: Teacher | None = None
-    ranks: Ranks = field(default_factory=Ranks)
-
-    @property
-    def shape(self) -> CLIPConfig:
-        return self.start.config
-
-    @property
-    def precision(self) -> Precision:
-        return choose_precision(self.config.train.precision, self.device.kind, self.facts)
-
-    @property
-    def autocast(self) -> Callable[[], AbstractContextManager[object]]:
-        return autocast(self.device, self.precision)
-
-    @property
-    def shards(self) -> bool:
-        """Whether weights are divided among the ranks."""
-        return self.config.train.fsdp == "on" and self.ranks.size > 1
-
-    def build_model(self) -> CLIP:
-        """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
-        return self._placed(seeded_build(self.start, self.config.seed))
-
-    def _placed(self, model: CLIP) -> CLIP:
-        model = model.to("cpu" if self.shards else self.device.torch)
-        model.set_activation_checkpointing(self.config.model.grad_checkpointing)
-        return model
-
-    def make_step(self, model: CLIP | None = None) -> TrainStep:
-        """The training step of `model`, which is the initial model, built now if it was not before."""
-        model = self.build_model() if model is None else self._placed(model)
-        settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
-        self.ranks.share(list(model.state_dict().values()))  # other machines may round differently
-        return step_class(self.device)(model, *settings, self.ranks)
-
-    def complete_model(self, train_step: TrainStep) -> CLIP:
-        """The model with all its weights: a copy if they are divided among the ranks, which must all call this."""
-        if train_step.shards is None:
-            return train_step.model
-        model = self.start.build(load_weights=False)
-        model.load_state_dict(
-            train_step.shards.complete(train_step.model.state_dict(), on_all_ranks=True)
-        )
-        return model.to(self.device.torch).train()
-
-    def divided(self, ranks: Ranks) -> Setup:
-        """The setup of one rank, which trains on its rows of each batch."""
-        if ranks.size > self.training.plan.batch:
-            ranks.refuse(
-                f"--batch-size {self.training.plan.batch} is less than one image for each of {ranks.size} ranks"
-            )
-        if ranks.size > 1 and self.device.kind in ("mps", "mlx"):
-            kind = self.device.kind
-            ranks.refuse(
-                f"{kind}: torch.distributed cannot exchange its tensors; use one process, or --device cpu"
-            )
-        plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
-        training = dataclasses.replace(self.training, plan=plan)
-        return dataclasses.replace(self, training=training, ranks=ranks)
-
-    def describe_model(self) -> str:
-        """One line about the model: its size, what is trained, and where its weights come from."""
-        start = self.start
-        trained, total = parameter_counts(start)
-        if not start.weights:
-            return f"{self.config.model.name}: {total:,} parameters, {self.tokenizer.vocab_size:,} tokens"
-        if not start.new_heads:
-            return f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
-        towers = f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower} (frozen)"
-        return (
-            f"{towers}, adapter heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
-        )
-
-    def bundle(self, model: CLIP) -> Model:
-        """The model with what it needs to encode images and texts, in the precision of the run."""
-        return Model(TorchEncoder(model, self.tokenizer, self.preprocess, self.precision))
-
-
-def seeded_build(start: Start, seed: int) -> CLIP:
-    """The initial model on the CPU; its random weights are a function of the seed."""
-    torch.manual_seed(seed)
-    return start.build()
 
 
 class Workbench:
@@ -201,17 +112,14 @@ class Workbench:
 
     def __init__(
         self,
-        decode: Callable[[Facts], DecodeOptions],
-        say: Callable[[str], None],
         ranks: Ranks | None = None,
         budget: TimeBudget | None = None,
         saved: Path | None = None,
         source: Source | None = None,
     ) -> None:
         """`saved` is the folder of a run that is resumed; `source` is the data if it is open already."""
-        self.facts = read_facts()
-        self.decode = decode(self.facts)
-        self.say = say
+        self.facts = read_machine_info()
+        self.decode = decode_options(self.facts)
         self.ranks = ranks or Ranks()
         self.budget = budget
         self.costs = Costs()  # of an evaluation and of what follows the last step, if calibrated
@@ -222,31 +130,29 @@ class Workbench:
         self._model_parts: ModelParts | None = None
         self._text_tokens = 0  # of the longest caption
         self._splits: dict[str, Split] = {}
-        self._setup: Setup | None = None
+        self._inputs: RunInputs | None = None
         self._record: dict[str, Any] = {}
 
     def resolve(self, settings: Settings) -> RunSpec:
         """Decide a run with what this machine measures."""
         try:
-            settings = with_recipe(
-                settings, lambda: self._dataset(settings.config), installed, self.say
-            )
-            self.ranks.everywhere(lambda: self._check_before_data(settings.config))
+            settings = with_recipe(settings, lambda: self._dataset(settings.config), installed)
+            self.ranks.on_all_ranks(lambda: self._check_before_data(settings.config))
             dataset = self._dataset(settings.config)
-            return resolve(settings, dataset, self.machine(), self.say)
+            return resolve(settings, dataset, self.machine())
         except RankLost:
             raise
         except UserError as error:
             if self.ranks.size > 1:
-                self.ranks.refuse(str(error))  # all ranks decide the same, and rank 0 reports it
+                self.ranks.abort(str(error))  # all ranks decide the same, and rank 0 reports it
             raise
 
-    def reopen(self, spec: RunSpec) -> Setup:
+    def reopen(self, spec: RunSpec) -> RunInputs:
         """What a run works with whose spec was decided before: nothing is decided or measured."""
-        self.ranks.everywhere(lambda: self._check_before_data(spec.config))
-        self._load_start(spec.config)
-        self.say(describe_device(spec.config, self.machine()))
-        return self.setup(spec.config)
+        self.ranks.on_all_ranks(lambda: self._check_before_data(spec.config))
+        self._load_model_init(spec.config)
+        console.print(describe_device(spec.config, self.machine()))
+        return self.inputs(spec)
 
     def machine(self) -> Machine:
         """This machine, and the functions that measure."""
@@ -258,7 +164,7 @@ class Workbench:
             readable_images=self._readable_images,
             steps_in_time=self._steps_in_time,
         )
-        facts = self.ranks.first(lambda: self.facts)
+        facts = self.ranks.on_rank0(lambda: self.facts)
         return Machine(
             facts,
             measurements,
@@ -268,19 +174,19 @@ class Workbench:
             check_compile=check_compile,
         )
 
-    def setup(self, config: Config, measured: dict[str, Any] | None = None) -> Setup:
-        """What a run with this decided config works with."""
-        if self._setup is None:
-            self._load(config)
-            self._setup = self._make_setup(config)
-        choices = {**(measured or {}), **self._record}
-        return dataclasses.replace(self._setup, config=config, choices=choices)
+    def inputs(self, spec: RunSpec) -> RunInputs:
+        """What a decided run works with."""
+        if self._inputs is None:
+            self._load(spec.config)
+            self._inputs = self._make_inputs(spec)
+        measured = {**spec.measured, **self._record}
+        return dataclasses.replace(self._inputs, spec=dataclasses.replace(spec, measured=measured))
 
     def _rank0_first(self, work: Callable[[], Result]) -> Result:
         """Run on rank 0, then on the others, which find what it has cached; if one fails, all end."""
         results: list[Result] = []
-        self.ranks.first(lambda: results.append(work()))
-        return self.ranks.everywhere(lambda: results[0] if results else work())
+        self.ranks.on_rank0(lambda: results.append(work()))
+        return self.ranks.on_all_ranks(lambda: results[0] if results else work())
 
     def _check_before_data(self, config: Config) -> None:
         """Report what is wrong without reading the data, which may take long."""
@@ -290,7 +196,7 @@ class Workbench:
 
     def _dataset(self, config: Config) -> Dataset:
         source = self._open(config)
-        return self.ranks.first(lambda: dataset_facts(source, config))
+        return self.ranks.on_rank0(lambda: dataset_facts(source, config))
 
     def _open(self, config: Config) -> Source:
         """The data; a model to start from is read first, because that is faster."""
@@ -301,9 +207,9 @@ class Workbench:
                 else _image_size(config)
             )
             if self._source is None:
-                self._source = self._rank0_first(lambda: read_data(config, size, self.decode))
+                self._source = self._rank0_first(lambda: read_data(config, size))
             source = self._source
-            self.ranks.everywhere(lambda: check_training_data(source, config, self.decode.warn))
+            self.ranks.on_all_ranks(lambda: check_training_data(source, config))
             self._is_checked = True
         assert self._source is not None
         return self._source
@@ -318,7 +224,7 @@ class Workbench:
                 self._model_parts = self._rank0_first(lambda: _from_towers(config))
             else:
                 source = self._open(config)
-                tokenizer = self.ranks.first(lambda: _own_tokenizer(config, source, self._saved))
+                tokenizer = self.ranks.on_rank0(lambda: _own_tokenizer(config, source, self._saved))
                 self._model_parts = _from_random_weights(config, tokenizer)
         return self._model_parts
 
@@ -332,79 +238,62 @@ class Workbench:
         assert self._model_parts is not None
         return self._model_parts.preprocess
 
-    def _load_start(self, config: Config) -> Start:
+    def _load_model_init(self, config: Config) -> ModelInit:
         """The initial model, after a quick check of the data for it."""
-        start = self._parts(config).start
+        model_init = self._parts(config).init
         if self._text_tokens == 0:
             source = self._open(config)
             if config.train.device == "mlx":
-                from m1clip.training.mlx_step import check_supported
+                from m1clip.mlx.step import check_supported
 
-                self.ranks.everywhere(lambda: check_supported(config, start))
+                self.ranks.on_all_ranks(lambda: check_supported(config, model_init))
+            if config.train.device in HYBRIDS:
+                self.ranks.on_all_ranks(lambda: hybrid.check_supported(config, model_init))
             if not is_synthetic(config.data):
-                self._record["lint"] = self.ranks.first(
-                    lambda: quick_check(
-                        source, start.config.context_length, self.say, self.decode.warn
-                    )
+                self._record["lint"] = self.ranks.on_rank0(
+                    lambda: quick_check(source, model_init.config.context_length)
                 )
             captions = [
                 caption for sample in source.sampled("train") for caption in sample.captions
             ]
-            self._text_tokens = _longest(captions, self.tokenizer, start.config.context_length)
-        return start
+            self._text_tokens = _longest(captions, self.tokenizer, model_init.config.context_length)
+        return model_init
 
     def _initial_model(self, config: Config) -> InitialModel:
-        start = self._load_start(config)
+        model_init = self._load_model_init(config)
         return InitialModel(
-            start.config,
-            start.trainable,
-            is_pretrained=bool(start.weights),
-            new_heads=start.new_heads,
+            model_init.config,
+            model_init.trainable,
+            is_pretrained=bool(model_init.weights),
+            new_heads=model_init.new_heads,
             char_tokens=isinstance(self.tokenizer, CharTokenizer),
         )
 
     def _fastest(self, config: Config) -> Choice:
         torch.set_num_threads(threads(config.train.threads, self.facts))
-        start = self._load_start(config)
-
-        def measure() -> Choice:
-            if not candidates(config.train.device, config.train.precision, self.facts):
-                choose_precision(
-                    config.train.precision,
-                    choose_device(config.train.device, self.facts),
-                    self.facts,
-                )
-            return choose(config, start, self.facts, self._text_tokens)
-
-        return self.ranks.first(measure)
+        model_init = self._load_model_init(config)
+        tokens = self._text_tokens
+        return self.ranks.on_rank0(lambda: fastest(config, model_init, self.facts, tokens))
 
     def _memory(self, config: Config) -> MemoryFacts:
-        start = self._load_start(config)
+        model_init = self._load_model_init(config)
+        source = self._open(config)
+        images = 0 if source.streamed else len(source.samples("train"))
         device = self._device(config)
-        precision = choose_precision(config.train.precision, device.kind, self.facts)
-        images = 0 if self._open(config).streamed else len(self._open(config).samples("train"))
-        in_memory = device.kind == "cpu" and start.trainable.image
-        data = images * start.config.image_size**2 * 3 if in_memory else 0
-        estimate = MemoryEstimate(
-            config, start, self.facts, device, precision, self._text_tokens, data
+        estimate = estimate_memory(
+            config, model_init, self.facts, device, self._text_tokens, images
         )
-        limit = self.ranks.first(lambda: memory_limit(config, device, self.facts))
+        limit = self.ranks.on_rank0(lambda: memory_limit(config, device, self.facts))
         return MemoryFacts(
             limit, estimate if self.ranks.size == 1 else Rank0Estimate(estimate, self.ranks)
         )
 
     def _fits_one_gpu(self, config: Config, rows: int) -> bool:
-        start = self._load_start(config)
+        model_init = self._load_model_init(config)
         device = self._device(config)
-        precision = choose_precision(config.train.precision, device.kind, self.facts)
-
-        def fits() -> bool:
-            tokens = start.config.context_length
-            estimate = MemoryEstimate(config, start, self.facts, device, precision, tokens)
-            peak = estimate.peak(rows, config.model.grad_checkpointing)
-            return peak <= MAX_UNSHARDED * device.total_bytes()
-
-        return self.ranks.first(fits)
+        return self.ranks.on_rank0(
+            lambda: fits_one_gpu(config, model_init, self.facts, device, rows)
+        )
 
     def _readable_images(self, config: Config) -> int:
         self._load(config)
@@ -415,8 +304,11 @@ class Workbench:
     def _steps_in_time(self, config: Config) -> Length:
         assert config.train.minutes is not None
         budget = self.budget or TimeBudget(60 * config.train.minutes)
-        found = calibrate(self.setup(config), budget, self.decode.warn)
-        steps, evaluations, self.costs = self.ranks.first(
+        # The steps are what is measured: until then, any number that is more than the warmup.
+        unmeasured = config.changed(minutes=None, steps=UNMEASURED_STEPS + int(config.optim.warmup))
+        inputs = self.inputs(RunSpec(DecidedConfig.of(unmeasured)))
+        found = calibrate(inputs, budget)
+        steps, evaluations, self.costs = self.ranks.on_rank0(
             lambda: (found.steps, found.evaluations, found.costs)
         )
         return Length(steps, evaluations)
@@ -428,80 +320,79 @@ class Workbench:
         """Cache the images of all splits, or the features of frozen towers."""
         if not self._splits:
             torch.set_num_threads(threads(config.train.threads, self.facts))
-            self._load_start(config)
+            self._load_model_init(config)
             self._splits = self._rank0_first(lambda: self._load_splits(config))
             self._record["cache"] = {name: split.cache for name, split in self._splits.items()}
 
     def _load_splits(self, config: Config) -> dict[str, Split]:
-        start = self._load_start(config)
+        model_init = self._load_model_init(config)
         source = self._open(config)
         device = self._device(config)
-        precision = choose_precision(config.train.precision, device.kind, self.facts)
-        is_frozen = not all(start.trainable)
+        precision = choose_precision(config.train.precision, device.name, self.facts)
+        is_frozen = not all(model_init.trainable)
         if device.kind == "cpu" and is_frozen:
             keep_freed_memory()  # every batch of features needs the same blocks
         if is_frozen:
-            self.model = seeded_build(start, config.seed)
-        parts = (self.model, start, self.tokenizer, self.preprocess)
+            self.model = seeded_build(model_init, config.seed)
+        parts = (self.model, model_init, self.tokenizer, self.preprocess)
         cache = open_feature_cache(*parts, config, source, device, precision, self.decode)
         if is_frozen:
             self._record["features"] = str(cache.folder)
         # Else not measured.
-        own_files = start.config.image_tower.kind == "vit" and not is_synthetic(config.data)
+        own_files = model_init.config.image_tower.kind == "vit" and not is_synthetic(config.data)
         samples = source.sampled("train") if own_files else ()
-        margin = crop_margin(augmentation_of(config).crop_min, self.preprocess.image_size, samples)
+        crop_min = DecidedData.of(config.data).crop_min
+        margin = crop_margin(crop_min, self.preprocess.image_size, samples)
         margins = {"train": margin, "val": 1.0, "test": 1.0}
         return {
-            name: load_features(cache, config, source, name, start, margin)
+            name: load_features(cache, config, source, name, model_init, margin)
             for name, margin in margins.items()
             if name in source.splits()
         }
 
-    def _make_setup(self, config: Config) -> Setup:
+    def _make_inputs(self, spec: RunSpec) -> RunInputs:
+        config = spec.config
         source = self._open(config)
         device = self._device(config)
         train = self._splits["train"]
-        start = self._fitted(self._load_start(config), train)
+        model_init = self._fitted(self._load_model_init(config), train)
         teacher = None
         if config.transfer.teacher is not None:
-            precision = choose_precision(config.train.precision, device.kind, self.facts)
+            precision = choose_precision(config.train.precision, device.name, self.facts)
             teacher = self._rank0_first(
                 lambda: load_teacher(config, source, train, device, precision, self.decode)
             )
             temperature = 1 / teacher.scale
-            self.say(
+            console.print(
                 f"teacher    {config.transfer.teacher}: half of the loss, temperature {temperature:.3f}"
             )
-        setup = Setup(
-            config=config,
+        inputs = RunInputs(
+            spec=spec,
             facts=self.facts,
             device=device,
-            start=start,
-            tokenizer=self.tokenizer,
-            preprocess=self.preprocess,
+            model=ModelParts(model_init, self.tokenizer, self.preprocess),
             source=source,
-            training=_training_set(config, train, device, start.config.image_tower.patches),
+            training=_training_set(config, train, device, model_init.config.image_tower.patches),
             splits=self._splits,
-            choices={},
             teacher=teacher,
         )
         if self.ranks.size > 1:
             self.ranks.check_same({"the hash of their captions": source.fingerprint(train.samples)})
-        return setup.divided(self.ranks)
+        return inputs.for_rank(self.ranks)
 
-    def _fitted(self, start: Start, train: Split) -> Start:
+    def _fitted(self, model_init: ModelInit, train: Split) -> ModelInit:
         """The initial model with heads or a stem that are fitted to the training images."""
-        if start.new_heads:
-            with self.decode.progress("fitting the heads"):
-                heads = fit_heads(start.config, train)
+        if model_init.new_heads:
+            with console.progress("fitting the heads"):
+                heads = fit_heads(model_init.config, train)
             if self.model is not None:
                 self.model.load_state_dict(heads, strict=False)
-            return dataclasses.replace(start, weights={**start.weights, **heads})
-        if not start.weights:
-            with self.decode.progress("fitting the stem"):
-                filters = fit_stem(start.config, train, self.preprocess)
-            return dataclasses.replace(start, stem_filters=filters)
-        return start
+            return dataclasses.replace(model_init, weights={**model_init.weights, **heads})
+        if not model_init.weights:
+            with console.progress("fitting the stem"):
+                filters = fit_stem(model_init.config, train, self.preprocess)
+            return dataclasses.replace(model_init, stem_filters=filters)
+        return model_init
 
 
 @dataclass(frozen=True)
@@ -512,19 +403,17 @@ class Rank0Estimate:
     ranks: Ranks
 
     def peak(self, batch: int, checkpointing: bool) -> float:
-        return self.ranks.first(lambda: self.estimate.peak(batch, checkpointing))
+        return self.ranks.on_rank0(lambda: self.estimate.peak(batch, checkpointing))
 
     def largest(self, limit: float, most: int, checkpointing: bool) -> int:
-        return self.ranks.first(lambda: self.estimate.largest(limit, most, checkpointing))
+        return self.ranks.on_rank0(lambda: self.estimate.largest(limit, most, checkpointing))
 
 
-def prepare(
-    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodeOptions]
-) -> Setup:
+def prepare(config: Config) -> RunInputs:
     """Decide a run of one process and open what it needs."""
-    workbench = Workbench(decode, say)
+    workbench = Workbench()
     spec = workbench.resolve(DecidedSettings(complete=config))
-    return workbench.setup(spec.config, dict(spec.measured))
+    return workbench.inputs(spec)
 
 
 def dataset_facts(source: Source, config: Config) -> Dataset:
@@ -538,14 +427,6 @@ def dataset_facts(source: Source, config: Config) -> Dataset:
         fewest_captions=source.fewest_captions("train"),
         mentions_sides=not is_synthetic(config.data) and often_mention_sides(captions),
     )
-
-
-class ModelParts(NamedTuple):
-    """An initial model with what it needs to read images and captions."""
-
-    start: Start
-    tokenizer: Tokenizer
-    preprocess: Preprocess
 
 
 def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokenizer:
@@ -563,13 +444,13 @@ def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokeni
 
 def _from_random_weights(config: Config, tokenizer: Tokenizer) -> ModelParts:
     needs_bias = LOSSES[config.train.loss].needs_bias
-    start = Start(clip_config(config.model, tokenizer, logit_bias=needs_bias))
+    model_init = ModelInit(clip_config(config.model, tokenizer, logit_bias=needs_bias))
     # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
     resize: Literal["shortest", "squash"] = (
-        "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
+        "squash" if model_init.config.own_towers[0].stem == "conv" else "shortest"
     )
     return ModelParts(
-        start, tokenizer, Preprocess(image_size=start.config.image_size, resize=resize)
+        model_init, tokenizer, Preprocess(image_size=model_init.config.image_size, resize=resize)
     )
 
 
@@ -580,13 +461,13 @@ def _image_size(config: Config) -> int:
     return clip_config(config.model).image_size
 
 
-def read_data(config: Config, image_size: int, decode: DecodeOptions) -> Source:
+def read_data(config: Config, image_size: int) -> Source:
     """Open the data of a run, with progress."""
-    with decode.progress("reading the data") as show:
-        return open_data(config.data, image_size, config.seed, show)
+    with console.progress("reading the data"):
+        return open_data(config.data, image_size, config.seed)
 
 
-def check_training_data(source: Source, config: Config, warn: Callable[[str], None]) -> None:
+def check_training_data(source: Source, config: Config) -> None:
     """Raise UserError if the images cannot fill a batch; warn if they are very few."""
     images = len(source.samples("train"))
     if images < 2:
@@ -596,28 +477,28 @@ def check_training_data(source: Source, config: Config, warn: Callable[[str], No
         )
     BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
-        warn(
+        console.warn(
             f"only {images} training images: the run will show that everything works, but the model will "
             f"overfit; expect scores near chance on other images, and use at least a few hundred images"
         )
 
 
-def _training_set(config: Config, train: Split, device: Device, patches: int) -> TrainingSet:
+def _training_set(config: DecidedConfig, train: Split, device: Device, patches: int) -> TrainingSet:
     cached_features = train.image_features is not None
-    resident = device.rules.resident and not cached_features
+    resident = device.capabilities.on_device and not cached_features
     blocks = train.samples.blocks() if isinstance(train.samples, ShardSamples) else None
     return TrainingSet(
         None if cached_features else train.images,
         train.lazy_captions or train.captions,
-        BatchPlan(len(train.samples), config.train.batch_size_or(0), config.seed, blocks=blocks),
-        augmentation_of(config),
+        BatchPlan(len(train.samples), config.train.batch_size, config.seed, blocks=blocks),
+        augmentation_of(config.data),
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes())
         if resident
         else None,
-        full_length=device.rules.fixed_shapes or config.model.compile,
+        full_length=device.capabilities.fixed_shapes or config.model.compile,
         identity=sample_ids_of(train.samples) if blocks is None else None,
-        captions_per_image=config.data.captions_per_step or 1,
+        captions_per_image=config.data.captions_per_step,
         patches=patches,
     )
 
@@ -643,13 +524,13 @@ def _from_model(config: Config) -> ModelParts:
     preprocess = saved.preprocess
     if preprocess.resize != "squash":
         preprocess = dataclasses.replace(preprocess, resize=Preprocess(image_size=1).resize)
-    start = Start(
+    model_init = ModelInit(
         saved.config,
         saved.weights,
         Trainable(transfer.unfreeze_image != 0, transfer.unfreeze_text != 0),
         (transfer.unfreeze_image, transfer.unfreeze_text),
     )
-    return ModelParts(start, saved.tokenizer, preprocess)
+    return ModelParts(model_init, saved.tokenizer, preprocess)
 
 
 def _from_towers(config: Config) -> ModelParts:
@@ -660,7 +541,7 @@ def _from_towers(config: Config) -> ModelParts:
     text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
     weights = {f"image_tower.{name}": value for name, value in image.items()}
     weights |= {f"text_tower.{name}": value for name, value in text.items()}
-    head = HeadConfig(kind="adapter", hidden=HEAD_WIDTH, dropout=HEAD_DROPOUT)
+    head = HeadConfig(kind="adapter", hidden=HEAD_HIDDEN_WIDTH, dropout=HEAD_DROPOUT)
     shape = CLIPConfig(
         image_tower=image_tower,
         text_tower=text_tower,
@@ -670,11 +551,11 @@ def _from_towers(config: Config) -> ModelParts:
         logit_bias=LOSSES[config.train.loss].needs_bias,
     )
     return ModelParts(
-        Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
+        ModelInit(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
     )
 
 
-def _check_memory(shape: CLIPConfig, facts: Facts) -> None:
+def _check_memory(shape: CLIPConfig, facts: MachineInfo) -> None:
     """Raise UserError, before reading the data, for a model that does not fit this machine at any batch size."""
     count = count_parameters(shape)
     memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)

@@ -14,7 +14,7 @@ import psutil
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class MachineInfo:
     """The machine and its torch build, as far as rules depend on them."""
 
     system: str  # "Darwin", "Linux", "Windows"
@@ -33,10 +33,10 @@ class Facts:
     python: str = ""
 
 
-def read_facts(gpu: bool = True) -> Facts:
+def read_machine_info(gpu: bool = True) -> MachineInfo:
     """Inspect this machine. Imports torch to find a GPU; without `gpu`, those fields keep their defaults."""
     cores = max(1, min(psutil.cpu_count(logical=False) or 1, usable_cpus()) // local_ranks())
-    return Facts(
+    return MachineInfo(
         system=platform.system(),
         machine=platform.machine(),
         cpu=_cpu_name(),

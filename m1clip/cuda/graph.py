@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +18,41 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.errors import first_line
-from m1clip.text.base import BUCKET, rounded
-from m1clip.training.oom import MemoryPressure
+from m1clip.hardware.device import Device
+from m1clip.hardware.memory import MemoryPressure
+from m1clip.hardware.timing import Phases
+from m1clip.text.base import LENGTH_MULTIPLE, rounded
 
-if TYPE_CHECKING:
-    from m1clip.training.step import StepResult, TrainStep
-
-WARMUP_STEPS = 3  # before the capture: they create the optimizer state and trigger compilation
-MAX_CAPTURES = (
-    8  # after that, assume that shapes keep changing: images have different numbers of captions
-)
-MAX_MEMORY = 0.25  # fraction of device memory for activations: the graph holds a second set of them
+Step = Callable[..., Any]  # (batch, step, probe) -> a named tuple of tensors on the device
+# Before the capture: they create the optimizer state and trigger compilation.
+GRAPH_WARMUP_STEPS = 3
+# After that, assume that shapes keep changing: images have different numbers of captions.
+MAX_CAPTURES = 8
+# Fraction of device memory for activations: the graph holds a second set of them.
+GRAPH_MEMORY_FRACTION = 0.25
 
 
 class CapturedStep:
-    """Replays the steps of a TrainStep, starting with the fourth step of the same shapes."""
+    """A step that is replayed, starting with the fourth step of the same shapes, and has the same signature."""
 
-    def __init__(self, train_step: TrainStep) -> None:
-        self.train_step = train_step
+    def __init__(
+        self,
+        step: Step,
+        capture: Step,
+        clear: Callable[[], None],
+        micro_batch: Callable[[], int],
+        device: Device,
+        phases: Phases,
+        context_length: int,
+    ) -> None:
+        """`step` runs what is not replayed, `capture` is captured, and `clear` forgets a capture that failed."""
+        self.step = step
+        self.capture = capture
+        self.clear = clear
+        self.micro_batch = micro_batch
+        self.device = device
+        self.phases = phases
+        self.context_length = context_length
         self.disabled = ""  # the reason why capturing is disabled
         self.captures = 0
         self._lengths: dict[
@@ -48,7 +66,7 @@ class CapturedStep:
         self._steps = 0  # with these shapes
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
-        self._result: tuple[Tensor, Tensor] | None = None  # loss and gradient norm
+        self._result: Any = None  # of the captured step
 
     @property
     def settled(self) -> bool:
@@ -57,13 +75,20 @@ class CapturedStep:
 
     def accepts(self, batch: Batch) -> bool:
         """Whether this step can be replayed: no micro-batches."""
-        return not self.disabled and not 0 < self.train_step.micro_batch < len(batch)
+        return not self.disabled and not 0 < self.micro_batch() < len(batch)
 
-    def replay(self, batch: Batch, step: int) -> StepResult | None:
-        """Loss and gradient norm of a padded batch, on the device; None if it must run without a graph."""
-        from m1clip.training.step import StepResult
+    def __call__(self, batch: Batch, step: int, probe: Any = None) -> Any:
+        """Train on one batch; a step whose gradients a `probe` reads, or whose stages are timed, is not replayed."""
+        if self.accepts(batch):
+            batch = self.pad(batch)  # a probed step has the shapes of the others
+            replays = probe is None and not self.phases.is_synchronized
+            result = self.replay(batch, step) if replays else None
+            if result is not None:
+                return result
+        return self.step(batch, step, probe)
 
-        train_step = self.train_step
+    def replay(self, batch: Batch, step: int) -> Any:
+        """The result of a step with a padded batch; None if it must run without a graph."""
         key = (
             *((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()),
             batch.lengths,
@@ -73,32 +98,32 @@ class CapturedStep:
             self._shapes = key
         if self._graph is None:
             self._steps += 1
-            if self._steps <= WARMUP_STEPS or not self._may_capture():
+            if self._steps <= GRAPH_WARMUP_STEPS or not self._may_capture():
                 return None
-        train_step.phases.mark("copy")
-        batch = batch.to(train_step.device.torch, non_blocking=True)
+        self.phases.mark("copy")
+        batch = batch.to(self.device.torch, non_blocking=True)
         if self._graph is None and not self._capture(batch, step):
             return None
         assert self._graph is not None
         assert self._result is not None
         torch._foreach_copy_(self._inputs, list(batch.tensors().values()))
-        train_step.phases.mark("step")
+        self.phases.mark("step")
         self._graph.replay()
         # The next replay overwrites them.
-        loss, grad_norm = (value.clone() for value in self._result)
-        train_step.phases.stop()
-        return StepResult(loss, grad_norm)
+        result = type(self._result)(*(value.clone() for value in self._result))
+        self.phases.stop()
+        return result
 
     def pad(self, batch: Batch) -> Batch:
         """The batch with each group of texts padded to its longest length so far; padding does not affect features."""
         if batch.tokens is None or not batch.lengths:
             return batch
-        groups, context = batch.text_rows(), self.train_step.model.config.context_length
+        groups, context = batch.text_rows(), self.context_length
         lengths = [rounded(max(batch.lengths[rows]), context) for rows in groups]
         known = self._lengths.get(len(batch.tokens), [0] * len(lengths))
         # One bucket more than needed: whenever a group grows, the step has to be recaptured.
         padded = [
-            most if length <= most else rounded(length + BUCKET, context)
+            most if length <= most else rounded(length + LENGTH_MULTIPLE, context)
             for length, most in zip(lengths, known, strict=True)
         ]
         # Texts are sorted by length and truncated to the longest of their group: no group may be shorter than the last.
@@ -116,35 +141,36 @@ class CapturedStep:
         return dataclasses.replace(batch, tokens=tokens, lengths=each)
 
     def _may_capture(self) -> bool:
-        device = self.train_step.device
+        device = self.device
         if self.captures >= MAX_CAPTURES:
             self.disabled = f"the shapes of the batches changed {MAX_CAPTURES} times"
-        elif device.peak_bytes() - device.memory_bytes() > MAX_MEMORY * device.total_bytes():
+        elif (
+            device.peak_bytes() - device.memory_bytes()
+            > GRAPH_MEMORY_FRACTION * device.total_bytes()
+        ):
             self.disabled = (
                 "the activations of a step use too much device memory to hold them twice"
             )
         return not self.disabled
 
     def _capture(self, batch: Batch, step: int) -> bool:
-        train_step = self.train_step
         self.captures += 1
         copies: dict[str, Any] = {name: t.clone() for name, t in batch.tensors().items()}
         batch = dataclasses.replace(batch, **copies)  # the graph reads from these at each replay
         graph = torch.cuda.CUDAGraph()
-        train_step.phases.silent = True
+        self.phases.silent = True
         try:
             # This thread only: another thread may be pinning the memory of the next batch.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = train_step.compute_gradients(batch, step)
-                grad_norm = train_step.update_weights(loss)
+                result = self.capture(batch, step, 0)
         except (RuntimeError, MemoryPressure) as error:
             # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
             self.disabled = first_line(error)
-            train_step.clear()
+            self.clear()
             return False
         finally:
-            train_step.phases.silent = False
+            self.phases.silent = False
         self._graph = graph
         self._inputs = list(batch.tensors().values())
-        self._result = (loss, grad_norm)
+        self._result = result
         return True

@@ -1,0 +1,97 @@
+"""The layers of a model by depth: what precedes the blocks of a tower, each block, what follows them, the heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from m1clip.model.pretrained.efficientnet import ConcatTower
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+SIDES = ("image", "text")
+SCALE_LAYER = "scale"  # temperature and bias of the logits
+
+
+@dataclass(frozen=True)
+class TowerLayers:
+    """The parameters of a tower by depth; a tower without blocks has only an output."""
+
+    input: NamedParameters = field(default_factory=list)  # before the blocks, such as embeddings
+    blocks: list[NamedParameters] = field(default_factory=list)
+    output: NamedParameters = field(default_factory=list)  # after the blocks, such as a norm
+
+    def from_input_to_output(self) -> list[NamedParameters]:
+        """List all layers, also empty ones."""
+        return [self.input, *self.blocks, self.output]
+
+
+def tower_layers(tower: nn.Module) -> TowerLayers:
+    """Find the blocks of a tower, and what precedes and follows them."""
+    if isinstance(tower, ConcatTower):
+        return _side_by_side(tower)
+    found = find_blocks(tower)
+    if found is None:
+        return TowerLayers(output=list(tower.named_parameters()))
+    list_name, modules = found
+    numbers = {name: number for number, name in enumerate(modules._modules)}
+    layers = TowerLayers(blocks=[[] for _ in numbers])
+    is_after = False
+    for name, parameter in tower.named_parameters():
+        if name.startswith(f"{list_name}."):
+            is_after = True
+            module_name = name.removeprefix(f"{list_name}.").partition(".")[0]
+            layers.blocks[numbers[module_name]].append((name, parameter))
+        elif is_after:
+            layers.output.append((name, parameter))
+        else:
+            layers.input.append((name, parameter))
+    return layers
+
+
+def _side_by_side(tower: ConcatTower) -> TowerLayers:
+    """Join the layers of the same depth of both towers."""
+    first = tower_layers(tower.first).from_input_to_output()
+    second = tower_layers(tower.second).from_input_to_output()
+    joined = [
+        [(f"first.{name}", p) for name, p in one] + [(f"second.{name}", p) for name, p in other]
+        for one, other in zip(first, second, strict=True)
+    ]
+    return TowerLayers(joined[0], joined[1:-1], joined[-1])
+
+
+def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
+    """(name, modules) of the list of modules with most parameters; of two with the same ones, the longer."""
+    named = [
+        (name, part)
+        for name, part in tower.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+    ]
+    lists = [
+        (name, part) for name, part in named if name and len(part) > isinstance(part, nn.Sequential)
+    ]
+    sizes = [(sum(p.numel() for p in part.parameters()), len(part)) for _, part in lists]
+    largest = max(sizes, default=(0, 0))
+    return lists[sizes.index(largest)] if largest[0] else None
+
+
+def model_layers(model: nn.Module) -> dict[str, list[str]]:
+    """Name the layers of a model, and list the parameters of each: "image/block 1", ..., "text/head", "scale".
+
+    Every parameter is in one layer. A tower without blocks has the layer "image/output".
+    """
+    layers: dict[str, list[str]] = {}
+    for side in SIDES:
+        found = tower_layers(model.get_submodule(f"{side}_tower"))
+        titles = [
+            "input",
+            *(f"block {number}" for number in range(1, len(found.blocks) + 1)),
+            "output",
+        ]
+        for title, group in zip(titles, found.from_input_to_output(), strict=True):
+            layers[f"{side}/{title}"] = [f"{side}_tower.{name}" for name, _ in group]
+        head = model.get_submodule(f"{side}_head")
+        layers[f"{side}/head"] = [f"{side}_head.{name}" for name, _ in head.named_parameters()]
+    placed = {name for names in layers.values() for name in names}
+    layers[SCALE_LAYER] = [name for name, _ in model.named_parameters() if name not in placed]
+    return {layer: names for layer, names in layers.items() if names}
