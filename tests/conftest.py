@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from hypothesis import settings
 from small_run import Command
 
 from m1clip.hardware import choices
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 
 sys.path.append(str(Path(__file__).parent / "reliability"))
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
@@ -35,7 +36,7 @@ if "M1CLIP_TEST_CACHE" not in os.environ:
     }
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # A kept choice, as if this machine had measured it: numbers would differ between machines otherwise.
-    facts = read_facts()
+    facts = read_machine_info()
     choices.keep(
         choices.folder() / f"matmul-cpu-{facts.torch}.json",
         "matmuls in the tests",
@@ -93,7 +94,11 @@ def counts(request: pytest.FixtureRequest) -> dict[str, float]:
 def _clean_process() -> Iterator[None]:
     """One thread again, since OpenMP hangs in a forked child; end what a failed test has left running."""
     torch.set_num_threads(1)
+    logger = logging.getLogger("m1clip")
+    before = (list(logger.handlers), logger.level, logger.propagate)
     yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)  # also clears the cache of enabled levels
     while Command.started:
         Command.started.pop().send_signal(signal.SIGKILL, group=True)
 

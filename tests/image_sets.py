@@ -4,8 +4,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +66,6 @@ def break_files(
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)
 
 
-def plan(warn: Callable[[str], None] = lambda line: None) -> DecodeOptions:
-    """A decode plan without progress display."""
-    return DecodeOptions(2, 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)
+def plan() -> DecodeOptions:
+    """Decoding of a small machine."""
+    return DecodeOptions(2, 8 * 2**30)

@@ -1,10 +1,10 @@
 """Machines for tests of rules: Macs, CPUs and CUDA cards."""
 
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
 
 
-def mac(chip: str, cores: int = 8, fast: int = 4) -> Facts:
-    return Facts(
+def mac(chip: str, cores: int = 8, fast: int = 4) -> MachineInfo:
+    return MachineInfo(
         system="Darwin",
         machine="arm64",
         cpu=chip,
@@ -18,8 +18,8 @@ def mac(chip: str, cores: int = 8, fast: int = 4) -> Facts:
 
 def linux(
     cpu: str, cores: int, card: str | None = None, capability: tuple[int, int] = (0, 0)
-) -> Facts:
-    return Facts(
+) -> MachineInfo:
+    return MachineInfo(
         system="Linux",
         machine="x86_64",
         cpu=cpu,

@@ -39,7 +39,8 @@ def content(place: Path) -> dict[bytes, tuple[object, ...]]:
         )
         for found, row in db.execute("SELECT image, row FROM vectors WHERE model = ?", (number,)):
             vectors.setdefault(found, {})[key] = tuple(array[row].tolist())
-    files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, orientation, look FROM files "
+    files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, "
+    files += "orientation, perceptual_hash FROM files "
     rows = db.execute(files + "LEFT JOIN images ON images.id = image").fetchall()
     db.close()
     return {

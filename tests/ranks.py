@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_run import PATIENCE, SERVER, Command, hold_at
+from small_run import PATIENCE, SERVER, Command, before_each_step, hold_at
 from torch.distributed import TCPStore
 
+from m1clip.data.loader import Batch
+from m1clip.training.compose import TrainStep
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
-from m1clip.training.step import TrainStep
 
 # A step, before which ranks wait until the file exists; beside it they list their samples.
 Gate = tuple[int, Path]
@@ -41,14 +42,14 @@ def place(rank: int, size: int, port: int, timeout: float = 600) -> None:
 
 def _wait_at(gate: int, file: Path) -> None:
     hold_at(gate, file)
-    train = TrainStep.__call__
 
-    def list_and_train(self: TrainStep, batch: Any, step: int) -> Any:
-        with file.with_name(f"{file.name}-seen-{self.ranks.rank}").open("a") as seen:
+    def list_samples(train_step: TrainStep, batch: Batch, step: int) -> None:
+        with file.with_name(f"{file.name}-seen-{train_step.parts.world.ranks.rank}").open(
+            "a"
+        ) as seen:
             seen.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
-        return train(self, batch, step)
 
-    TrainStep.__call__ = list_and_train  # type: ignore[method-assign]
+    before_each_step(list_samples)
 
 
 def new_store() -> TCPStore:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -14,23 +13,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from filelock import FileLock
-from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor
 
+from m1clip import console
 from m1clip.config import NAMES, Config, from_dict
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.progress import Screen, decode_options
+from m1clip.training.compose import Step, TrainStep
+from m1clip.training.inputs import RunInputs
 from m1clip.training.run import Run, resume, train_config
-from m1clip.training.setup import Setup, prepare
-from m1clip.training.step import TrainStep
+from m1clip.training.step import StepResult
+from m1clip.training.step_view import Probe
+from m1clip.training.workbench import prepare
 
 PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so long
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
@@ -91,17 +93,14 @@ def _small(changes: dict[str, Any] | None) -> dict[str, Any]:
     return {**SMALL, **recipe, **(changes or {})}
 
 
-def screen() -> Screen:
-    """A screen whose output is in `console.file`."""
-    return Screen(Console(file=io.StringIO(), highlight=False, width=200))
-
-
-def prepared(config: Config, shown: Screen | None = None) -> Setup:
-    return prepare(config, lambda line: None, decode_options(shown or screen()))
+def prepared(config: Config) -> RunInputs:
+    with console.quiet():
+        return prepare(config)
 
 
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
-    return train_config(small_config(changes), folder, screen())
+    with console.quiet():
+        return train_config(small_config(changes), folder)
 
 
 def finished_run(changes: dict[str, Any] | None = None) -> Path:
@@ -119,9 +118,9 @@ def finished_run(changes: dict[str, Any] | None = None) -> Path:
 
 def resume_quietly(folder: Path) -> tuple[Run, str]:
     """Resume a run; returns it and its output."""
-    shown = screen()
-    result = resume(folder, shown)
-    return result, shown.console.file.getvalue()  # type: ignore[attr-defined]
+    with console.capture() as output:
+        result = resume(folder)
+    return result, output.getvalue()
 
 
 def losses_of(run: Path) -> list[float]:
@@ -222,14 +221,43 @@ def _main(
 
 def hold_at(step: int, file: Path) -> None:
     """In the training process: wait before a step until the file exists, so that a test can act in between."""
-    train = TrainStep.__call__
 
-    def wait_and_train(self: TrainStep, batch: Batch, number: int) -> Any:
+    def wait(_step: TrainStep, _batch: Batch, number: int) -> None:
         while number == step and not file.exists():
             time.sleep(0.005)
-        return train(self, batch, number)
 
-    TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
+    before_each_step(wait)
+
+
+def before_each_step(
+    action: Callable[[TrainStep, Batch, int], object], patch: pytest.MonkeyPatch | None = None
+) -> None:
+    """Call an action with (train_step, batch, step) before every training step of this process.
+
+    The one place where tests replace the step: `patch` undoes it after the test; without it, it stays.
+    """
+    earlier = TrainStep.__dict__.get("run")  # of another call of this function
+
+    def plain_run(train_step: TrainStep) -> Step:
+        run: Step = train_step.__dict__["run"] if earlier is None else earlier.fget(train_step)
+        return run
+
+    def run(train_step: TrainStep) -> Step:
+        def act_and_train(batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
+            action(train_step, batch, step)
+            return plain_run(train_step)(batch, step, probe)
+
+        return act_and_train
+
+    def store(train_step: TrainStep, step: Step) -> None:
+        train_step.__dict__["run"] = step
+
+    # What compose_step has put together, with or without a CUDA graph, in torch or in MLX.
+    replacement = property(run, store)
+    if patch is None:
+        TrainStep.run = replacement  # type: ignore[assignment]
+    else:
+        patch.setattr(TrainStep, "run", replacement, raising=False)
 
 
 def exit_code(*words: str | Path) -> int:
@@ -257,3 +285,10 @@ def environment() -> dict[str, str]:
         "TERM": "dumb",
         "PYTHONPATH": ROOT,
     }
+
+
+def figures_of(results: Sequence[StepResult]) -> Tensor:
+    """(steps, 4) loss, gradient norm, accuracy within the batch and its chance level."""
+    return torch.stack(
+        [torch.stack([result.loss, result.grad_norm, *result.batch_accuracy]) for result in results]
+    )

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from photos import make_photos, save_model
-from small_run import losses_of, run_small, screen, small_config
+from small_run import losses_of, run_small, small_config
 from tiny_model import tiny_model
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.training.run import train_config
 
@@ -30,7 +31,9 @@ def test_all_public_names_exist_and_are_in_the_docs() -> None:
         assert name.startswith("_") or f"`{name}`" in docs
 
 
-def test_export_is_callable_before_and_after_its_package_is_imported(tmp_path: Path) -> None:
+def test_export_is_callable_before_and_after_its_package_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_model("char", ["a dog"]).save(tmp_path / "model")
     first = m1clip.export
     importlib.import_module("m1clip.export.layouts")
@@ -38,6 +41,7 @@ def test_export_is_callable_before_and_after_its_package_is_imported(tmp_path: P
     assert list(inspect.signature(m1clip.export).parameters)[:3] == ["model", "to", "out"]
     folder = m1clip.export(str(tmp_path / "model"), to="safetensors")
     assert folder == tmp_path / "model-safetensors"
+    assert capsys.readouterr().out == "", "only the command prints"
     assert repr(m1clip.load(folder)) == repr(m1clip.load(tmp_path / "model"))
     with pytest.raises(UserError, match="already exists"):
         m1clip.export(tmp_path / "model", to="safetensors", out=folder)
@@ -53,9 +57,8 @@ def test_index_is_built_and_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     photos = make_photos(tmp_path / "photos", 3)
     counted: list[tuple[int, int]] = []
-    index = m1clip.Index.build(
-        photos, save_model(tmp_path / "model"), lambda *count: counted.append(count)
-    )
+    with console.on_progress(lambda *count: counted.append(count)):
+        index = m1clip.Index.build(photos, save_model(tmp_path / "model"))
     assert (len(index), counted[-1]) == (3, (3, 3))
     make_photos(photos / "more", 5)
     report = index.update()
@@ -70,7 +73,7 @@ def test_resume_continues_a_run_from_python(tmp_path: Path) -> None:
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        train_config(small_config({"train.save_every": 2}), tmp_path / "run", screen(), on_log=stop)
+        train_config(small_config({"train.save_every": 2}), tmp_path / "run", on_log=stop)
     seen: list[int] = []
     run = m1clip.resume(
         tmp_path / "run", on_log=lambda record: seen.append(record.get("step", -1)), device="cpu"

@@ -38,11 +38,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..
     """What `m1clip train WORDS` would train, without training it."""
 
     def stop(
-        settings: Settings,
-        run: Path | None = None,
-        screen: Any = None,
-        name: str | None = None,
-        *more: Any,
+        settings: Settings, run: Path | None = None, name: str | None = None, *more: Any
     ) -> None:
         raise Caught(settings.config, run or (Path("runs") / name if name else None))
 
@@ -75,12 +71,12 @@ def test_defaults(parse: typing.Callable[..., Caught]) -> None:
 
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     caught = parse(
-        "--model", "small", "--data", "photos", "--minutes", "2.5", "--batch-size", "48", "--device", "cpu",
+        "--model", "original", "--data", "photos", "--minutes", "2.5", "--batch-size", "48", "--device", "cpu",
         "--out", "runs/x", "--seed", "9",
     )  # fmt: skip
     config = caught.config
     assert (config.model.name, config.data.source, config.train.minutes) == (
-        "small",
+        "original",
         ("photos",),
         2.5,
     )
@@ -134,12 +130,12 @@ def test_options_override_the_file_and_the_preset(
     assert (config.train.minutes, config.train.epochs) == (2.0, None), (
         "a duration replaces one of another kind"
     )
-    plain = parse("--preset", "prior-art")
-    train = parse("--preset", "prior-art", "--batch-size", "6", "--steps", "3").config.train
+    plain = parse("--preset", "original")
+    train = parse("--preset", "original", "--batch-size", "6", "--steps", "3").config.train
     assert (plain.config.train.batch_size, plain.config.train.epochs, plain.run) == (
         12,
         15.0,
-        Path("runs/prior-art"),
+        Path("runs/original"),
     )
     assert (train.batch_size, train.epochs, train.steps) == (6, None, 3)
 
@@ -149,7 +145,9 @@ def test_config_file_is_read_unchanged(parse: typing.Callable[..., Caught], tmp_
     data = dataclasses.replace(
         Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y")
     )
-    model = dataclasses.replace(Config().model, name="small", grad_checkpointing=True, stem="conv")
+    model = dataclasses.replace(
+        Config().model, name="original", grad_checkpointing=True, stem="conv"
+    )
     config = Config(
         seed=5, train=train, data=data, model=model, transfer=TransferConfig(recipe="scratch")
     )
@@ -198,7 +196,7 @@ MISTAKES = [
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
     (("train", "--preset", "finetune"), "no such preset: use --init MODEL, or --recipe finetune"),
-    (("train", "--preset", "unfreeze", "--steps", "1"), "all: demo, prior-art"),
+    (("train", "--preset", "unfreeze", "--steps", "1"), "all: demo, original"),
     (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),
     (("train", "--minutes", "inf"), "finite"),
     (("train", "--steps", "-3"), "above 0"),

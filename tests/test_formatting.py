@@ -19,8 +19,8 @@ from m1clip.formatting import (
     percent,
     plural,
     printable,
+    save_interval,
     size,
-    steps_or_seconds,
     table,
 )
 from m1clip.search.index import Report
@@ -98,12 +98,13 @@ def test_valid_quantities(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)
 
 
-def test_steps_or_seconds() -> None:
-    assert steps_or_seconds(100, "--save-every") == (100, 0.0)
-    assert steps_or_seconds(" 10M ", "--save-every") == (0, 600.0)
+def test_save_interval() -> None:
+    assert save_interval(100, "--save-every") == (100, 0.0, 0.0)
+    assert save_interval(" 10M ", "--save-every") == (0, 600.0, 0.0)
+    assert save_interval("2 epochs", "--save-every") == (0, 0.0, 2.0)
     for wrong in (True, "0s", "-1", "ten", 1.5):
-        with pytest.raises(UserError, match="expected an integer number of steps, or a time"):
-            steps_or_seconds(wrong, "--save-every")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="expected an integer number of steps, a time"):
+            save_interval(wrong, "--save-every")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

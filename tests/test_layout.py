@@ -3,6 +3,8 @@
 import ast
 import pkgutil
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,42 @@ def test_user_files_are_read_with_bounded_reader(path: Path) -> None:
     ]
     allowed = path.parent.name == "hardware" or IDS[FILES.index(path)] in SYSTEM_FILES
     assert allowed or unbounded == [], "use m1clip.io.read_small"
+
+
+def assigned_names(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+    """(name, source of its value) of an assignment, also of A, B = 1, 2."""
+    if isinstance(target, ast.Name):
+        yield target.id, ast.unparse(value)
+    elif isinstance(target, ast.Tuple):
+        values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+        for part, of_part in zip(target.elts, values, strict=True):
+            yield from assigned_names(part, of_part)
+
+
+def constants(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, source of its value) of each constant of a module; _NAME counts as NAME."""
+    for node in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for name, value in assigned_names(target, node.value) if node.value else ():
+                if name.isupper():
+                    yield name.lstrip("_"), value
+
+
+def test_constants_of_a_module_are_found() -> None:
+    tree = ast.parse("A = 1\n_B: int = 2\nC, D = 3, {}\nE = F = 4\nG, H = range(2)\nlower = 5\n")
+    assert "".join(name for name, _ in constants(tree)) == "ABCDEFGH"
+    assert dict(constants(tree))["D"] == "{}"
+
+
+def test_constant_name_has_one_value_in_the_whole_package() -> None:
+    """HEAD_WIDTH cannot be 64 in one module and 512 in another: rename one, or import it."""
+    values: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path, module in zip(FILES, IDS, strict=True):
+        for name, value in constants(ast.parse(path.read_text(encoding="utf-8"))):
+            values[name][value].append(module)
+    assert {name: dict(by_value) for name, by_value in values.items() if len(by_value) > 1} == {}

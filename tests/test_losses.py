@@ -1,6 +1,7 @@
 """Losses against known values, float64 loops and autograd; blocks and ranks against the whole batch."""
 
 import math
+import re
 import typing
 from dataclasses import replace
 from functools import partial
@@ -17,18 +18,9 @@ from m1clip.cli.options import help_texts
 from m1clip.config import Config, LossName, TrainConfig, from_dict
 from m1clip.errors import UserError
 from m1clip.losses import fused, run_loss
-from m1clip.losses.fused import fused_infonce, true_places
-from m1clip.losses.positives import own_pairs, same_pairs
-from m1clip.losses.registry import (
-    DEFAULT_LOSS,
-    LOSSES,
-    Array,
-    Ids,
-    Loss,
-    Ops,
-    own_captions,
-    same_image_or_caption,
-)
+from m1clip.losses.fused import true_places
+from m1clip.losses.positives import own_captions, same_image_or_caption
+from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops
 from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
 
@@ -49,6 +41,7 @@ NEW_LOSSES = {
     "hinge": Loss("of each row", hinge_rows, same_image_or_caption),
     "squared": Loss("of each pair", squared_rows, own_captions, pairwise=True, needs_bias=True),
 }
+ALL = slice(None)
 NO_IDS = Ids(*(torch.empty(0, dtype=torch.int64) for _ in range(3)))
 
 
@@ -96,6 +89,12 @@ def loop_infonce(f: Features, positive: Tensor) -> float:
     return total / 2
 
 
+def fused_infonce(
+    image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    return fused.infonce(Features(image, text, scale, None), positive, dtype)
+
+
 def autograd_infonce(image: Tensor, text: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
     logits = scale * image @ text.T
     target = positive.to(logits.dtype)
@@ -109,11 +108,11 @@ def unit_vectors(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     image, text = (F.normalize(torch.randn(n, 5, dtype=dtype), dim=1) for n in (7, 16))
     sample_ids, caption_ids = torch.tensor([0, 1, 2, 3, 4, 0, 6]), torch.arange(16)
     caption_ids[9] = caption_ids[3]
-    return image, text, same_pairs(Ids(sample_ids, caption_ids, torch.arange(16) % 7))
+    return image, text, same_image_or_caption(Ids(sample_ids, caption_ids, torch.arange(16) % 7))
 
 
 NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
-DUPLICATES = same_pairs(
+DUPLICATES = same_image_or_caption(
     Ids(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6))
 )
 
@@ -123,16 +122,27 @@ def test_positives_with_several_captions_per_image() -> None:
     own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
     # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of neither.
     same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert own_pairs(ids).int().tolist() == own
-    assert same_pairs(ids).int().tolist() == same
-    for name, expected in (("infonce", own), ("multi-positive", same), ("sigmoid", same)):
-        found = LOSSES[name].positives(ids, slice(None), slice(None))
-        assert found.int().tolist() == expected
-        block = LOSSES[name].positives(ids, slice(1, 3), slice(2, 5))
-        assert block.int().tolist() == [row[2:5] for row in expected[1:3]]
+    assert own_captions(ids).int().tolist() == own
+    assert same_image_or_caption(ids).int().tolist() == same
+    assert LOSSES["infonce"].positives(ids, ALL, ALL).int().tolist() == own
+    assert LOSSES["multi-positive"].positives(ids, ALL, ALL).int().tolist() == same
 
 
-def test_same_pairs_matches_pairwise_comparison() -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_positives_of_a_block_are_those_of_the_batch(name: str) -> None:
+    torch.manual_seed(1)
+    ids = Ids(torch.randint(0, 4, (5,)), torch.randint(0, 6, (9,)), torch.randint(0, 5, (9,)))
+    whole = LOSSES[name].positives(ids, ALL, ALL)
+    assert whole[ids.image_index, torch.arange(9)].all(), "a caption matches its image"
+    for rows, columns in (
+        (slice(1, 3), slice(2, 7)),
+        (slice(0, 5), slice(4, 9)),
+        (slice(2, 5), ALL),
+    ):
+        assert torch.equal(LOSSES[name].positives(ids, rows, columns), whole[rows, columns])
+
+
+def test_same_image_or_caption_matches_pairwise_comparison() -> None:
     torch.manual_seed(0)
     for _ in range(20):
         n, m = 9, 30
@@ -141,7 +151,9 @@ def test_same_pairs_matches_pairwise_comparison() -> None:
         same_caption = (caption_ids[:, None] == caption_ids).float()
         shared = torch.zeros(n, m).index_add_(0, image_index, same_caption) > 0
         expected = (sample_ids[:, None] == sample_ids[image_index]) | shared
-        assert torch.equal(same_pairs(Ids(sample_ids, caption_ids, image_index)), expected)
+        assert torch.equal(
+            same_image_or_caption(Ids(sample_ids, caption_ids, image_index)), expected
+        )
 
 
 def test_losses_known_values() -> None:
@@ -260,6 +272,83 @@ def test_large_batches_use_the_precision_of_autocast() -> None:
     exact, rounded = results
     assert float(rounded[0]) == pytest.approx(float(exact[0]), rel=2e-3)
     assert 0 < float((rounded[1] - exact[1]).norm() / exact[1].norm()) < 0.02
+
+
+def loss_by_rows(
+    loss: RunLoss, n: int, m: int, parts: list[Rows | None], dtype: torch.dtype | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and all gradients, added up over ranks, with autocast around it and inside."""
+    torch.manual_seed(3)
+    image, text = (F.normalize(torch.randn(k, 16), dim=1) for k in (n, m))
+    scale, bias = (torch.tensor(value, requires_grad=True) for value in (14.3, -9.7))
+    ids = Ids(torch.arange(n) % (n - 2), torch.arange(m) % (m - 3), torch.arange(m) % n)
+    autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype is not None)
+    results = []
+    for rows in parts:
+        with autocast():
+            results.append(
+                loss.loss_and_grads(
+                    Features(image, text, scale, bias), ids, rows, autocast=autocast
+                )
+            )
+    gradients = [sum(each, torch.zeros(())) for each in zip(*(g for _, g in results), strict=True)]
+    gradients += [leaf.grad for leaf in (scale, bias) if leaf.grad is not None]
+    return torch.stack([value for value, _ in results]).sum(), gradients
+
+
+@pytest.mark.parametrize("fused_form", [True, False])
+@pytest.mark.parametrize("name", [*LOSSES, *NEW_LOSSES])
+def test_autocast_does_not_change_loss_of_single_pass_blocks_and_ranks(
+    name: str, fused_form: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, m = 12, 30
+    teacher_logits = torch.linspace(-3, 3, n * m).view(n, m)
+
+    def teacher(sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
+        return teacher_logits[sample_ids][:, caption_ids]
+
+    loss = RunLoss((LOSSES | NEW_LOSSES)[name], 0.3, teacher, fused=fused_form)
+    expected, wanted = loss_by_rows(loss, n, m, [None], None)
+    ranks: list[Rows | None] = [Rows(slice(0, 5), slice(0, 17)), Rows(slice(5, 12), slice(17, 30))]
+    for max_logits, parts in ((n * m, [None]), (0, [None]), (n * m, ranks)):
+        monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+        value, gradients = loss_by_rows(loss, n, m, parts, torch.bfloat16)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+        for ours, theirs in zip(gradients, wanted, strict=True):
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *NEW_LOSSES])
+def test_only_matmul_of_large_batch_uses_the_precision_of_autocast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row term sees float32 logits, which bf16 has rounded; it is not itself in bf16."""
+    original = (LOSSES | NEW_LOSSES)[name]
+    dtypes = []
+
+    def row_term(ops: Ops, logits: Array, positive: Array) -> Array:
+        dtypes.append(logits.dtype)
+        return original.row_term(ops, logits, positive)
+
+    loss = RunLoss(replace(original, row_term=row_term), fused=False)
+    expected, wanted = loss_by_rows(loss, 12, 30, [None], None)
+    monkeypatch.setattr(run_loss, "HALF_PRECISION_PAIRS", 12 * 30)
+    value, gradients = loss_by_rows(loss, 12, 30, [None], torch.bfloat16)
+    assert set(dtypes) == {torch.float32}
+    assert value.dtype == torch.float32
+    assert 0 < abs(float(value - expected)) < 0.01 * abs(float(expected))
+    assert 0 < float((gradients[0] - wanted[0]).norm() / wanted[0].norm()) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_targets_add_up_to_one_in_any_precision_of_the_logits(dtype: torch.dtype) -> None:
+    positive = torch.ones(1, 3, dtype=torch.bool)
+    target = run_loss.TORCH.cast(positive, torch.zeros(1, 3, dtype=dtype)) / 3
+    assert float(target.sum()) == pytest.approx(1.0, abs=1e-7)
+    loss = LOSSES["infonce"].row_term(run_loss.TORCH, torch.zeros(1, 3, dtype=dtype), positive)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
 
 
 @pytest.mark.parametrize("scale", [14.5, 60.0])  # exact in bf16
@@ -506,5 +595,11 @@ def test_option_and_help_follow_from_the_registry() -> None:
     for name, loss in LOSSES.items():
         assert from_dict({"train": {"loss": name}}, "file").train == TrainConfig(loss=name)
         assert f"{name}: {loss.help}" in help_texts()["TrainConfig", "loss"]
-    with pytest.raises(UserError, match=f"one of {', '.join(LOSSES)}, not 'multi'"):
-        from_dict({"train": {"loss": "multi"}}, "file")
+    for typed, meant in (
+        ("multi", "multi-positive"),
+        ("infonze", "infonce"),
+        ("Sigmoid", "sigmoid"),
+    ):
+        message = f"one of {', '.join(LOSSES)}, not '{typed}': did you mean '{meant}'?"
+        with pytest.raises(UserError, match=re.escape(message)):
+            from_dict({"train": {"loss": typed}}, "file")

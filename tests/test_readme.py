@@ -1,6 +1,7 @@
 """Every code block of the README and of docs/python.md runs, in order and in one folder.
 
 An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller `m1clip train`.
+In any page, `<!-- test: output -->` marks a block whose commands print exactly what follows them.
 """
 
 import re
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import command, screen, small_options
+from small_run import command, exit_code, small_options
 
 import m1clip
+from m1clip.data.sources import FORMATS
 from m1clip.data.synthetic.source import write_folder
 
 ROOT = Path(m1clip.__file__).parent.parent
 BLOCK = re.compile(r"(?:<!-- test: ([^\n]*) -->\n)?```(bash|python)\n(.*?)```", re.DOTALL)
+OUTPUT = re.compile(r"<!-- test: output -->\n```\n(.*?)```", re.DOTALL)
 SET_UP = ("make", "source", "pip", "git", "cd")
 pytestmark = pytest.mark.skipif(
     not (ROOT / "README.md").exists(), reason="not run from the repository"
@@ -46,7 +49,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         small = small_options(
             {"data.synthetic_images": None, "train.steps": 3, "train.eval_every": 2}
         )
-        return train(data, screen=screen(), **{**small, **options})
+        return train(data, **{**small, **options})
 
     monkeypatch.setattr(m1clip, "train", short_train)
     namespace: dict[str, Any] = {}
@@ -76,3 +79,28 @@ def test_links_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
     assert links
     assert [link for link in links if not (ROOT / page.parent / link).exists()] == []
+
+
+def printed_blocks() -> list[tuple[str, str, str]]:
+    """(page, command, output) of each marked block."""
+    return [
+        (page.name, line, output)
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for block in OUTPUT.findall(page.read_text())
+        for line, output in re.findall(r"^\$ m1clip (.*)\n((?:[^$].*\n)*)", block, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize(("page", "line", "output"), printed_blocks())
+def test_marked_blocks_show_what_is_printed(
+    page: str, line: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*shlex.split(line)) == 0
+    assert capsys.readouterr().out == output, f"docs/{page}: write what m1clip {line} prints"
+
+
+def test_data_page_shows_and_describes_every_format_in_order() -> None:
+    assert ("data.md", "data formats") in [(page, line) for page, line, _ in printed_blocks()]
+    table = (ROOT / "docs/data.md").read_text().partition("| format | layout |\n")[2]
+    cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(FORMATS)

@@ -1,15 +1,21 @@
 """run.jsonl: complete lines even if the writer is killed."""
 
+import ast
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from m1clip import runlog
+from m1clip.analyses import ANALYSES, RECORD
+from m1clip.log_field import LogField
 from m1clip.runlog import (
     FIELDS,
-    LogField,
+    RECORD_KINDS,
+    TOP1,
     Record,
     RunLog,
     curve_fields,
@@ -114,3 +120,52 @@ def test_new_entry_in_table_of_fields_is_validated_and_listed_for_curves(
     assert curve_fields("step")[-1] is plotted_fields("step")[-1] is plotted
     assert curve_fields("eval")[-1] is unplotted
     assert unplotted not in plotted_fields("eval")
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+METRICS = {name for name in FIELDS if "recall" in name or name == TOP1}
+# Written for people; no reader uses them, so the table of fields does not have them.
+UNREAD = {"choices", "before", "path", "new_fraction"}
+
+
+def log_table(page: str) -> dict[str, str]:
+    """Kind of record -> its row in the table about the log in a page of the docs."""
+    rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
+    found = {}
+    for row in rows:
+        _, kinds, contents, *_ = row.split("|")
+        for kind in re.findall(r"`(\w+)`", kinds):
+            if kind in RECORD_KINDS:
+                found[kind] = contents
+    return found
+
+
+@pytest.mark.parametrize("page", ["monitor.md", "python.md"])
+def test_fields_in_the_docs_exist(page: str) -> None:
+    for kind, contents in log_table(page).items():
+        named = set(re.findall(r"`(\w+)`", contents))
+        unknown = named - {name.split("/")[0] for name in FIELDS} - UNREAD
+        assert not unknown, f"{page}, {kind}: fields that the log does not have"
+
+
+def test_docs_list_all_kinds_fields_and_analyses() -> None:
+    table = log_table("monitor.md")
+    assert table.keys() == RECORD_KINDS.keys()
+    page = (DOCS / "monitor.md").read_text()
+    for name in FIELDS.keys() - METRICS:
+        assert f"`{name.split('/')[0]}`" in page, f"docs/monitor.md does not explain {name}"
+    for each in ANALYSES.values():
+        row = f"| `{each.name}` | {each.meaning} | {each.needs} | {each.shown_as} |"
+        assert row in page, f"docs/monitor.md: {each.name} is missing or differs from analyses.py"
+
+
+def test_every_kind_that_is_written_is_in_the_table() -> None:
+    """Look at all calls of a function `write` with a name and values."""
+    written = set()
+    for path in Path(runlog.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and node.args and node.keywords:
+                kind = node.args[0]
+                if re.fullmatch(r"(.*\.)?write", ast.unparse(node.func)):
+                    written.add(kind.value if isinstance(kind, ast.Constant) else ast.unparse(kind))
+    assert written == {*RECORD_KINDS.keys() - {RECORD}, "RECORD"}

@@ -1,6 +1,6 @@
 """Change the code in one place at a time and run the tests of the changed module: which changes do they miss?
 
-    python tools/mutate.py m1clip/losses.py m1clip/training/schedule.py --count 10 --seed 0
+    python tools/mutate.py m1clip/formatting.py m1clip/training/schedule.py --count 10 --seed 0
 
 A mutant that no test notices (a survivor) is listed with its line: a test is missing there, or the change has no
 effect that matters. Works on a copy of the repository; the tests of m1clip/a/b.py are tests/a/test_b.py.

@@ -5,14 +5,14 @@ from typing import Any
 from m1clip.bench.steps import Configuration, Result
 from m1clip.hardware.timing import timing
 
-PARAMETERS = {"tiny": 8e6, "small": 77e6, "ViT-B-32": 151e6, "200M": 200e6, "1B": 1e9}
-FLOPS_PER_IMAGE = {"tiny": 2e9, "small": 66e9, "ViT-B-32": 30e9, "200M": 190e9, "1B": 9e11}
+PARAMETERS = {"tiny": 8e6, "original": 77e6, "ViT-B-32": 151e6, "200M": 200e6, "1B": 1e9}
+FLOPS_PER_IMAGE = {"tiny": 2e9, "original": 66e9, "ViT-B-32": 30e9, "200M": 190e9, "1B": 9e11}
 
 
 def configuration(
     model: str = "tiny", batch_size: int = 8, device: Any = "cpu", precision: Any = "bf16"
 ) -> Configuration:
-    return Configuration.default(model, batch_size, device, precision, "muon")
+    return Configuration(model, batch_size, device, precision, cuda_graph=device == "cuda")
 
 
 def result(
@@ -40,7 +40,7 @@ def sweep_results(
 ) -> list[Result]:
     """Steps that follow a cost model: the GPU has a fixed cost and is faster."""
     found = []
-    for model in ("tiny", "small", "ViT-B-32"):
+    for model in ("tiny", "original", "ViT-B-32"):
         for batch_size in (1, 4, 16, 64, 256):
             work = FLOPS_PER_IMAGE[model] * batch_size
             found.append(result(configuration(model, batch_size, "cpu"), work / cpu_rate + 1e-4))

@@ -2,43 +2,79 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from machines import H200, M1, TURING
 
+import m1clip
 from m1clip.bench import compare as module
 from m1clip.bench import steps
-from m1clip.bench.compare import CompareOptions, Session, compare, configurations, precisions_of
+from m1clip.bench.compare import (
+    CompareOptions,
+    Session,
+    configurations,
+    precisions_of,
+    run_comparison,
+    second_round,
+    thread_counts,
+    unsupported_precisions,
+)
+from m1clip.bench.loading import Loading
+from m1clip.bench.overhead import Overhead
+from m1clip.bench.stability import summarize
 from m1clip.bench.steps import Configuration, load_measured
-from m1clip.bench.worker import Measurement, MeasurementError, Worker
+from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.device import Kind
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
+from m1clip.hardware.timing import timing
 
 from .examples import configuration
 
 
 @pytest.mark.parametrize(
-    ("facts", "asked", "found"),
-    [(H200, (), ["bf16", "fp32"]), (H200, ("fp16",), ["fp16"]), (TURING, (), ["fp32"])],
+    ("facts", "device", "requested", "precisions"),
+    [
+        (H200, "cuda", (), ["bf16", "fp32", "fp16"]),
+        (H200, "cpu", (), ["bf16", "fp32", "fp16"]),
+        (H200, "cuda", ("fp16",), ["fp16"]),
+        (TURING, "cuda", (), ["fp32", "fp16"]),
+    ],
 )
-def test_precisions_of_a_gpu(facts: Facts, asked: tuple[str, ...], found: list[str]) -> None:
-    assert precisions_of(facts, "cuda", asked) == found
+def test_precisions_of_a_device(
+    facts: MachineInfo, device: Kind, requested: tuple[str, ...], precisions: list[str]
+) -> None:
+    assert precisions_of(facts, device, requested) == precisions
+
+
+def test_unsupported_precisions_are_named() -> None:
+    assert unsupported_precisions(TURING, "cuda", ()) == ["bf16"]
+    assert unsupported_precisions(TURING, "cuda", ("fp16",)) == []
+    assert unsupported_precisions(dataclasses.replace(M1, mlx="0.32.4"), "mlx", ()) == ["fp16"]
 
 
 def test_single_model_also_varies_one_setting_at_a_time() -> None:
-    found = configurations(
-        H200, CompareOptions(models=("small",), batch_sizes=(12,)), ["cuda", "cpu"]
+    first = configurations(
+        H200, CompareOptions(models=("original",), batch_sizes=(12,)), ["cuda", "cpu"]
     )
-    variants = [c.variant for c in found]
-    assert variants[:4] == ["cuda bf16 CUDA graph", "cuda fp32 CUDA graph", "cpu bf16", "cpu fp32"]
-    once = {"cuda bf16 compiled CUDA graph", "cpu bf16 compiled"}
-    twice = {"cpu bf16", "cuda bf16", "cpu bf16 24 threads", "cpu bf16 gradient checkpointing"}
-    assert {variants.count(name) for name in once} == {1}
-    assert {variants.count(name) for name in twice} == {2}
-    second = variants[len(set(variants)) :]
-    assert second == [name for name in reversed(variants[: len(set(variants))]) if name not in once]
+    variants = [c.variant for c in first]
+    assert variants[:3] == ["cuda bf16 CUDA graph", "cuda fp32 CUDA graph", "cuda fp16"]
+    assert variants[3:6] == ["cpu bf16", "cpu fp32", "cpu fp16"]
+    changed = {"cuda bf16", "cpu bf16 24 threads", "cpu bf16 gradient checkpointing"}
+    compiled = {"cuda bf16 compiled CUDA graph", "cpu bf16 compiled"}
+    assert changed | compiled <= set(variants)
+    repeated = [c.variant for c in second_round(first)]
+    assert repeated == [name for name in reversed(variants) if name not in compiled]
+
+
+def test_threads_are_all_cores_performance_cores_and_half() -> None:
+    assert thread_counts(M1) == [8, 2]  # the default is 4, one per performance core
+    assert thread_counts(H200) == [24]  # all cores are the default
+    found = configurations(M1, CompareOptions(), ["cpu"])
+    assert {c.threads for c in found} == {0, 8, 2}
 
 
 def test_mlx_is_measured_without_torchs_variants() -> None:
@@ -50,12 +86,14 @@ def test_mlx_is_measured_without_torchs_variants() -> None:
 
 
 def test_several_models_are_ordered_by_size() -> None:
-    options = CompareOptions(models=("tiny", "small"), batch_sizes=(64, 1))
+    options = CompareOptions(models=("tiny", "original"), batch_sizes=(64, 1))
     found = configurations(M1, options, ["mps", "cpu"])
     order = dict.fromkeys((c.model, c.batch_size) for c in found)
-    assert list(order) == [("tiny", 1), ("tiny", 64), ("small", 1), ("small", 64)]
-    assert [c.variant for c in found[:4]] == ["mps bf16", "mps fp32", "cpu bf16", "cpu fp32"]
-    assert len(found) == 16
+    assert list(order) == [("tiny", 1), ("tiny", 64), ("original", 1), ("original", 64)]
+    assert [c.variant for c in found[:3]] == ["mps bf16", "mps fp32", "mps fp16"]
+    assert [c.variant for c in found[3:6]] == ["cpu bf16", "cpu fp32", "cpu fp16"]
+    assert len(found) == 24
+    assert second_round(found) == found[::-1]
 
 
 class FixedClock(Session):
@@ -64,8 +102,8 @@ class FixedClock(Session):
     def __init__(self, folder: Path, left: float) -> None:
         self._left = left
         super().__init__(CompareOptions(minutes=8), H200, folder, lambda text, used: None)
-        rates = {"fp32": 1e12, "bf16": 2e12}
-        self.devices: Any = {"cpu": (2**36, rates), "cuda": (2**36, rates)}
+        device = DeviceMeasurement(2**36, {"fp32": 1e12, "bf16": 2e12, "fp16": 2e12})
+        self.devices = {"cpu": device, "cuda": device}
 
     @property
     def left(self) -> float:
@@ -103,18 +141,87 @@ def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"models": ("smal",)}, "did you mean 'small'"),
+        ({"models": ("orignal",)}, "did you mean 'original'"),
         ({"devices": ("mps",)}, "--device mps: not available on this machine"),
         ({"batch_sizes": (0,)}, "--batch-size"),
         ({"batch_sizes": ()}, "--batch-size"),
         ({"minutes": 0.0}, "--minutes"),
+        ({"precisions": ("fp8",)}, "--precision fp8: expected some of bf16, fp32, fp16"),
     ],
 )
 def test_invalid_options_are_one_line_errors(
     tmp_path: Path, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        compare(CompareOptions(**values), tmp_path, lambda text, used: None)
+        run_comparison(CompareOptions(**values), tmp_path, lambda text, used: None)
+
+
+class FakeWorker:
+    """Answers the calls of a session from a table of step times; some calls fail."""
+
+    alive = True
+    fails: ClassVar[dict[str, str]] = {}  # a part of the call's text -> the reason
+    step_seconds: ClassVar[dict[str, float]] = {"bf16": 0.010, "fp32": 0.020, "fp16": 0.040}
+
+    def __init__(self, log: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+    def call(self, method: str, timeout: float, *arguments: Any) -> Any:
+        for part, reason in self.fails.items():
+            if part in f"{method} {arguments}":
+                raise MeasurementError(reason)
+        if method == "measure_device":
+            return DeviceMeasurement(2**36, dict.fromkeys(("fp32", "bf16", "fp16"), 1e12))
+        if method == "measure_device_overhead":
+            return [Overhead("synchronize", 0, timing([1e-6, 2e-6, 3e-6]))]
+        c = arguments[0]
+        if method == "measure_stability":
+            return summarize(c.model, c.batch_size, [3.0, 2.0, 1.0], [1.0, 1.0, math.inf])
+        seconds = self.step_seconds[c.precision] * c.batch_size
+        stages = {"forward": 0.4 * seconds, "backward": 0.6 * seconds}
+        return Measurement([seconds] * 3, None, None, 10**9, 0.001, stages)
+
+
+@pytest.fixture
+def fake_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeWorker]:
+    """Sessions measure nothing: step times come from a table."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "Worker", FakeWorker)
+    monkeypatch.setattr(module, "measure_loading", lambda facts: [Loading(0, timing([10.0]))])
+    monkeypatch.setattr(module, "read_machine_info", lambda: TURING)
+    monkeypatch.setattr(FakeWorker, "fails", {})
+    return FakeWorker
+
+
+def test_failures_are_rows_of_the_table_and_the_comparison_goes_on(
+    fake_workers: type[FakeWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {
+        "measure Configuration(model='tiny', batch_size=8, device='cuda'": "out of memory (CUDA)",
+        "measure_device_overhead ('cuda'": "the worker process ended, probably out of memory",
+        "measure_stability (Configuration(model='tiny', batch_size=8, device='cpu', "
+        "precision='fp16'": "out of memory (bad_alloc)",
+    }
+    reasons = {key.replace("measure C", "measure (C"): value for key, value in reasons.items()}
+    monkeypatch.setattr(fake_workers, "fails", reasons)
+    found = m1clip.compare("tiny", [4, 8], ["cuda", "cpu"], out=tmp_path / "out")
+    assert {r.configuration.label for r in found.results} >= {
+        "tiny, batch 4, cuda fp32 CUDA graph",
+        "tiny, batch 8, cpu bf16",
+    }
+    assert all(r.seconds.n == 6 for r in found.results if not r.configuration.compile), "two rounds"
+    assert found.skipped["cuda bf16"] == "bf16 is not supported on cuda"
+    assert found.skipped["tiny, batch 8, cuda fp32 CUDA graph"] == "out of memory (CUDA)"
+    assert found.skipped["cuda: overhead"].startswith("the worker process ended")
+    assert found.skipped["tiny, cpu fp16: stability"] == "out of memory (bad_alloc)"
+    assert found.stability["tiny, cpu fp32"].skipped == 1
+    (line,) = [row for row in str(found).splitlines() if row.startswith("cuda: overhead")]
+    assert line.endswith("not measured: the worker process ended, probably out of memory")
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert written["skipped"] == dict(found.skipped)
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "tiny, batch 8, cuda fp32 CUDA graph: out of memory (CUDA)" in page
 
 
 @pytest.mark.slow
@@ -131,8 +238,10 @@ def test_worker_measures_the_training_step(tmp_path: Path) -> None:
             "measure", 300, dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True
         )
         assert found.gradient_difference < 1e-4
-        with pytest.raises(MeasurementError, match="fp16"):
-            worker.call("measure", 300, dataclasses.replace(one, precision="fp16"), 0.0, 1, False)
+        assert found.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
+        assert found.stages_problem == ""
+        with pytest.raises(MeasurementError, match="unknown model preset"):
+            worker.call("measure", 300, dataclasses.replace(one, model="none"), 0.0, 1, False)
         assert worker.alive
         with pytest.raises(MeasurementError, match="timed out after"):
             worker.call("measure", 0.0, one, 0.0, 1, False)
@@ -147,16 +256,22 @@ def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Results of a busy machine are not saved otherwise.
     monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)
-    monkeypatch.setattr(module, "configurations", lambda *values: configurations(*values)[:1] * 2)
+    monkeypatch.setattr(module, "configurations", lambda *values: configurations(*values)[:1])
+    monkeypatch.setattr(module, "measure_loading", lambda facts: [])
+    monkeypatch.setattr(module, "STABILITY_STEPS", 6)
+    monkeypatch.setattr(module, "COMPARED_SECONDS", 1.0)
     shown: list[str] = []
-    options = CompareOptions(batch_sizes=(2,), devices=("cpu",), minutes=10.0)
-    found = compare(options, tmp_path / "out", lambda text, used: shown.append(text))
+    options = CompareOptions(batch_sizes=(2,), devices=("cpu",), precisions=("bf16",), minutes=10.0)
+    found = run_comparison(options, tmp_path / "out", lambda text, used: shown.append(text))
     (one,) = found.results
     assert one.seconds.n >= 6, "two passes"
     assert one.gradient_difference is not None
     assert one.gradient_difference < 0.15
     assert shown[-1] == one.configuration.label
+    assert "tiny, cpu bf16" in found.stability
+    assert "memory bandwidth" in {overhead.operation for overhead in found.overheads["cpu"]}
+    assert (tmp_path / "out" / "comparison.html").stat().st_size > 10_000
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert written["complete"]
     assert "the fastest of 1" in written["verdict"][0]
-    assert load_measured(read_facts()) == [one]
+    assert load_measured(read_machine_info()) == [one]

@@ -16,17 +16,17 @@ import torch.nn.functional as F
 
 from m1clip.bench import doctor as module
 from m1clip.bench.doctor import Finding, Machine, check, check_known_errors, doctor_text, try_kernel
-from m1clip.bench.known_errors import KNOWN_ERRORS, WRONG, find_errors
+from m1clip.bench.known_errors import KNOWN_ERRORS, WRONG_RESULT_CODE, find_errors
 from m1clip.cli.machine import doctor
 from m1clip.formatting import plural
 from m1clip.hardware import choices
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 
 GIB = 2**30
 
 
-def healthy(facts: Facts, **changes: Any) -> Machine:
+def healthy(facts: MachineInfo, **changes: Any) -> Machine:
     kinds = [
         kind for kind, there in (("cuda", facts.cuda), ("mps", facts.mps), ("cpu", True)) if there
     ]
@@ -145,7 +145,7 @@ def test_wrong_kernel_is_detected(
         return (found,)
 
     monkeypatch.setattr(torch.autograd, "grad", device_grad)
-    assert try_kernel(Device("cpu", read_facts())) == reported
+    assert try_kernel(Device("cpu", read_machine_info())) == reported
     assert len(calls) == 2
 
 
@@ -154,7 +154,7 @@ def test_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(torch.autograd, "grad", fail)
-    assert try_kernel(Device("cpu", read_facts())) == "no kernel image"
+    assert try_kernel(Device("cpu", read_machine_info())) == "no kernel image"
 
 
 def test_known_errors_are_all_right_on_this_machine() -> None:
@@ -193,7 +193,7 @@ ABORTING = [number for number, error in enumerate(KNOWN_ERRORS) if error.aborts]
     ("ending", "reported"),
     [
         ("exit 0", ""),
-        (f"exit {WRONG}", "wrong"),
+        (f"exit {WRONG_RESULT_CODE}", "wrong"),
         ("kill -ABRT $$", "the process ends"),
         ("exit 1", "the process ends"),
     ],

@@ -2,12 +2,13 @@
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from machines import M1
 
-from m1clip.bench.report import shared, text, verdict
+from m1clip.bench.report import Comparison, shared, text, thread_rows, verdict, when_to_use
 
 from .examples import configuration, result, sweep_results
 
@@ -51,7 +52,7 @@ def test_crossover_lies_between_measured_batch_sizes() -> None:
         in found
     )
     # 66 ms against 21 ms.
-    assert "small in bf16: cuda is faster than the CPU at every batch size measured" in found
+    assert "original in bf16: cuda is faster than the CPU at every batch size measured" in found
 
 
 def test_shared_results_have_no_names_or_paths() -> None:
@@ -83,8 +84,51 @@ def test_shared_results_have_no_names_or_paths() -> None:
 
 def test_table_and_skipped_configurations() -> None:
     busy = result(configuration("1B"), 1.0, other_load=0.4)
-    shown = text([*sweep_results(), busy], {"1B": "needs about 90 GB of 69 GB"})
-    assert "warning: 1B, batch 8, cpu bf16: other programs used 40% of the CPU" in shown
-    assert shown.endswith("skipped: 1B: needs about 90 GB of 69 GB")
-    (line,) = [line for line in shown.splitlines() if line.startswith("small, batch 64, cpu bf16")]
+    skipped = {"1B": "needs about 90 GB of 69 GB"}
+    shown = text(Comparison(facts=M1, results=[*sweep_results(), busy], skipped=skipped))
+    lines = shown.splitlines()
+    (line,) = [line for line in lines if line.startswith("1B, batch 8, cpu bf16")]
+    assert line.endswith("other programs used 40% of the CPU")
+    (line,) = [line for line in lines if line.startswith("1B   ")]
+    assert line.endswith("not measured: needs about 90 GB of 69 GB")
+    (line,) = [line for line in lines if line.startswith("original, batch 64, cpu bf16")]
     assert line.split()[-7:-1] == ["15.2", "100%", "1", "GB", "not", "measured"]
+    assert line.split()[-10] == "2%", "the spread of the steps"
+
+
+def test_when_to_use_which_follows_the_measurements() -> None:
+    head, (tiny, small, vit) = when_to_use(sweep_results())
+    assert head == ["model", "batch 1", "batch 4", "batch 16", "batch 64", "batch 256"]
+    assert tiny[0] == "tiny (8.0M)"
+    assert tiny[1] == "cpu bf16, 9.5x as fast as cuda bf16 CUDA graph, n=5"
+    assert tiny[3] == "cuda bf16 CUDA graph, 1.6x as fast as cpu bf16, n=5"
+    assert small[1] == "cuda bf16 CUDA graph, 3.2x as fast as cpu bf16, n=5"
+    assert vit[5].startswith("cuda bf16 CUDA graph, ")
+    # A GPU without its fixed cost wins at batch 1, too.
+    _, (tiny, *_) = when_to_use(sweep_results(gpu_fixed=1e-4))
+    assert tiny[1].startswith("cuda bf16 CUDA graph, ")
+
+
+def test_when_to_use_which_names_ties_and_gaps() -> None:
+    alone = result(configuration(batch_size=1), 1.0)
+    tied = [result(configuration(device=d), s) for d, s in (("cpu", 1.0), ("cuda", 1.005))]
+    wrong = result(configuration(batch_size=64, device="cuda"), 0.1, gradient=0.9)
+    head, ((_, *cells),) = when_to_use([alone, *tied, wrong])
+    assert head == ["model", "batch 1", "batch 8"]
+    assert cells[0] == "cpu bf16 (nothing else measured), n=5"
+    assert cells[1] == "cpu bf16 or cuda bf16 CUDA graph: no clear difference, n=5"
+    _, rows = when_to_use([alone, result(configuration("original"), 1.0)])
+    assert rows[0][2] == rows[1][1] == "not measured"
+
+
+def test_threads_are_compared_with_the_default() -> None:
+    default = configuration(device="cpu")
+    times = {0: 1.0, 8: 1.5, 2: 1.8}
+    results = [result(replace(default, threads=n), seconds) for n, seconds in times.items()]
+    found = [(row[0], row[-1]) for row in thread_rows(M1, results)]
+    assert found == [
+        ("4 (performance cores, default)", "1.00"),
+        ("8 (all cores)", "1.50"),
+        ("2 (half)", "1.80"),
+    ]
+    assert thread_rows(M1, results[:1]) == []

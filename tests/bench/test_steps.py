@@ -19,7 +19,7 @@ from m1clip.bench.steps import (
 )
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.model.presets import PRESETS, with_fields
 from m1clip.training.memory import MemoryEstimate
 
@@ -30,7 +30,7 @@ def test_fit_recovers_the_coefficients() -> None:
     true = CostModel(fixed=0.01, per_parameter=1e-10, per_flop=1e-12)
     measured = [
         result(configuration(name, b), true.seconds(PARAMETERS[name], b * FLOPS_PER_IMAGE[name]))
-        for name in ("tiny", "small", "ViT-B-32")
+        for name in ("tiny", "original", "ViT-B-32")
         for b in (1, 4, 16, 64)
     ]
     found = fit(measured)
@@ -74,7 +74,7 @@ def test_measurements_beside_other_programs_are_not_saved(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)]
+    ("model", "vocabulary", "tokens"), [("original", 33, 77), ("ViT-B-32", 49408, 24)]
 )
 def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> None:
     shape, found = model_shape(model)
@@ -95,11 +95,14 @@ def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         cached.cache_clear()
 
 
+SMALL_PLAN = {"batch_size": 16, "epochs": 2, "device": "cpu", "precision": "bf16"}
+
+
 @pytest.mark.usefixtures("shallow_model_and_own_cache")
 def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = result(configuration(batch_size=8), 2.0)
-    save_measured(read_facts(), [measured])
-    plan = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", memory="4GB")
+    save_measured(read_machine_info(), [measured])
+    plan = make_plan({**SMALL_PLAN, "memory": "4GB"}, 1600)
     assert plan["steps"] == 200
     assert plan["step_seconds"] == pytest.approx(
         2.0 * 16 * plan["flops_per_image"] / measured.flops
@@ -112,7 +115,7 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("peak", "largest"):
         monkeypatch.setattr(MemoryEstimate, name, lambda *given: 10**9)
-    more = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=4, bandwidth="1MB")
+    more = make_plan(SMALL_PLAN, 1600, ranks=4, bandwidth="1MB")
     found, sent = (
         more["ranks"],
         0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim),
@@ -123,22 +126,24 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks      4, PREDICTED: " in plan_text(more)
     assert "at 1 MB/s (as given)" in plan_text(more)
     with pytest.raises(UserError, match="--ranks 4 needs --bandwidth, such as 10GB"):
-        make_plan("tiny", ranks=4)
-    two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6)
+        make_plan(ranks=4)
+    with pytest.raises(
+        UserError, match="--batch-size 16 is less than one image for each of 17 ranks"
+    ):
+        make_plan(SMALL_PLAN, 1600, ranks=17, bandwidth="1MB")
+    two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6, on_rank0=lambda work: work())
     monkeypatch.setattr("m1clip.bench.plan.connect", lambda device: two)
-    assert "(measured between 2 ranks)" in plan_text(
-        make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=8)
-    )
+    assert "(measured between 2 ranks)" in plan_text(make_plan(SMALL_PLAN, 1600, ranks=8))
 
 
 @pytest.mark.usefixtures("shallow_model_and_own_cache")
 def test_plan_uses_the_cost_model_or_the_speed_of_matrix_products() -> None:
-    facts = read_facts()
+    facts = read_machine_info()
     one, device = configuration("200M", precision="fp32"), Device("cpu", facts)
     seconds, source = step_time(one, facts, device)
     assert seconds > 0
     assert "measured on this machine; m1clip compare measures the step itself" in source
-    others = {"tiny": 0.02, "small": 0.6, "ViT-B-32": 0.3}
+    others = {"tiny": 0.02, "original": 0.6, "ViT-B-32": 0.3}
     save_measured(
         facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()]
     )
@@ -151,5 +156,6 @@ def test_plan_uses_the_cost_model_or_the_speed_of_matrix_products() -> None:
     "values", [{"batch_size": 1}, {"images": 0}, {"epochs": 0.0}, {"memory": "much"}]
 )
 def test_invalid_options_of_plan_are_one_line_errors(values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"--{next(iter(values)).replace('_', '-')}"):
-        make_plan(**values)
+    images = values.pop("images", 8000)
+    with pytest.raises(UserError, match=f"--{next(iter(values), 'images').replace('_', '-')}"):
+        make_plan(values, images)

@@ -99,7 +99,7 @@ def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path
 
 
 def test_baseline_has_the_size_of_m1clips_model() -> None:
-    shape = with_fields(preset("small"), vocab_size=33)
+    shape = with_fields(preset("original"), vocab_size=33)
     with torch.device("meta"):
         model = script("naive").NaiveClip(shape, eot_id=2)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(shape) == 76_736_001

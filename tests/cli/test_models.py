@@ -14,6 +14,7 @@ from tiny_model import tiny_model
 
 import m1clip
 from m1clip.model.folder import newest_run
+from m1clip.model.pretrained import packages
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,7 @@ def test_user_errors_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(packages, "installed", lambda tower: False)
     (tmp_path / "notes.txt").write_text("not an image")
     (tmp_path / "empty").mkdir()
     code, _, error = run_command(capsys, *(model if word == "MODEL" else word for word in words))

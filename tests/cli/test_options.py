@@ -10,8 +10,9 @@ from rich.console import Console
 from m1clip.cli import main as cli
 from m1clip.cli.app import app
 from m1clip.cli.options import command_words
-from m1clip.config import NAMES, OPTIMIZERS, Config, make_config, recipe_defaults
+from m1clip.config import NAMES, Config, make_config, recipe_defaults
 from m1clip.formatting import number
+from m1clip.optimizers import MUON_WEIGHT_DECAY, OPTIMIZERS
 
 BY_RECIPE = {
     "optimizer",
@@ -30,7 +31,7 @@ def shown_options(
 ) -> dict[str, str]:
     """Setting -> its line of `m1clip train --help`."""
     # Cyclopts keeps the console of the first --help.
-    monkeypatch.setattr(app, "_console", Console(width=400))
+    monkeypatch.setattr(app, "_console", Console(width=2000))
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     lines = re.findall(r"^│ .*--.*$", capsys.readouterr().out, re.MULTILINE)
@@ -87,8 +88,9 @@ def test_help_describes_every_optimizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = shown_options(monkeypatch, capsys)["optimizer"]
-    for name, text in OPTIMIZERS.items():
-        assert f"{name}: {text}" in line
+    for name, entry in OPTIMIZERS.items():
+        assert f"{name}: {entry.described}" in line
+    assert f"always {MUON_WEIGHT_DECAY}" in shown_options(monkeypatch, capsys)["muon_lr"]
 
 
 def given(words: list[str]) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from small_run import screen, small_config
+from small_run import prepared, small_config
 
 from m1clip.data import array_view, decoding
 from m1clip.data.loader import batches
-from m1clip.training.progress import decode_options
-from m1clip.training.setup import prepare
 
 HOST = torch.device("cpu")
 
@@ -29,9 +27,7 @@ def test_images_go_to_the_device_if_they_leave_room() -> None:
 
 
 def test_batch_is_the_same_with_images_on_the_device() -> None:
-    plain = prepare(
-        small_config({"data.crop_min": 0.5}), lambda line: None, decode_options(screen())
-    ).training
+    plain = prepared(small_config({"data.crop_min": 0.5})).training
     there = replace(plain, device_images=plain.images.to_device(HOST, 10**9))
     # Workers cannot see the device's memory, so none are started.
     pairs = zip(

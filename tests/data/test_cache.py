@@ -35,7 +35,7 @@ def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) 
             yield list(range(start, start + len(block))), np.stack([row(word) for word in block])
 
     try:
-        at, _ = rows.fill([cache.row_key(word) for word in words], compute, lambda line: None)
+        at, _ = rows.fill([cache.row_key(word) for word in words], compute)
     except KeyboardInterrupt:
         return asked
     view = rows.view(at)

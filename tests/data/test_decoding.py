@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from m1clip import console
 from m1clip.data import decoding
 from m1clip.data.images import FileImage
 from m1clip.data.types import ImageRef
@@ -28,9 +29,8 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
 
 def test_threads_decode_in_order(refs: list[FileImage]) -> None:
     shown: list[tuple[int, int]] = []
-    blocks = list(
-        decoding.decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2)
-    )
+    with console.on_progress(lambda *each: shown.append(each)):
+        blocks = list(decoding.decode_images(refs, 16, "shortest", {}, 2))
     assert [item for items, _ in blocks for item in items] == list(range(300))
     lazy = decoding.LazyImages(refs, 16).read(np.arange(300))
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), lazy)
@@ -57,7 +57,7 @@ def test_image_too_large_for_memory_is_a_failure(
 ) -> None:
     mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
     bad: dict[int, str] = {}
-    ((items, _),) = decoding.decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
+    ((items, _),) = decoding.decode_images(mixed, 16, "shortest", bad)
     assert (items, bad) == ([0, 2], {1: "too large for memory"})
     members, _, failed = decoding.read_or_replace(
         decoding.LazyImages(mixed, 16), np.array([0, 1]), 0, 0

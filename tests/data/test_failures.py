@@ -2,22 +2,19 @@
 
 import pytest
 
+from m1clip import console
 from m1clip.data import failures
 from m1clip.errors import UserError
 
 
 def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     written: list[tuple[str, dict[str, object]]] = []
-    warnings: list[str] = []
     log = failures.FailureLog(
-        1000,
-        0.1,
-        lambda kind, **values: written.append((kind, values)),
-        warnings.append,
-        named=["old"],
+        1000, 0.1, lambda kind, **values: written.append((kind, values)), named=["old"]
     )
-    log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(3, "a.jpg", "gone")))
-    log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(4, "old", "gone")))
+    with console.recorded_warnings() as warnings:
+        log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(3, "a.jpg", "gone")))
+        log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(4, "old", "gone")))
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
     assert len(warnings) == 2
     many = [failures.Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]

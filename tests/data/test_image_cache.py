@@ -16,6 +16,7 @@ from image_sets import break_files, make_set, plan
 from PIL import Image
 from small_run import PATIENCE, SERVER
 
+from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data import cache, decoding, image_cache
 from m1clip.data.images import to_square
@@ -26,10 +27,10 @@ from m1clip.errors import UserError
 SIDE = 24
 
 
-def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None, **more: object) -> Split:
+def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None) -> Split:
     config = DataConfig(source=(str(folder),), cache=kind, cache_dir=cache_dir)
     images, samples, failures, kind = image_cache.cache_split(
-        open_source(str(folder)), "train", SIDE, "shortest", config, plan(**more)
+        open_source(str(folder)), "train", SIDE, "shortest", config, plan()
     )
     return Split(images, None, samples, failures, kind)
 
@@ -69,8 +70,9 @@ def test_changed_image_is_decoded_again(tmp_path: Path) -> None:
 def test_bad_images_are_left_out_and_named_in_every_run(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [5, 11])
-    warnings: list[str] = []
-    first, second = cached(folder), cached(folder, warn=warnings.append)
+    first = cached(folder)
+    with console.recorded_warnings() as warnings:
+        second = cached(folder)
     assert [failure.index for failure in second.failures] == [5, 11]
     assert first.failures == second.failures
     assert len(second.images) == len(second.samples) == 38

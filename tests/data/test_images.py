@@ -22,7 +22,7 @@ from m1clip.errors import UserError
 HEIC = Path(__file__).parent / "fixtures" / "red.heic"
 
 
-@pytest.mark.parametrize("kind", images.FORMATS)
+@pytest.mark.parametrize("kind", images.PIL_FORMATS)
 def test_formats_become_rgb(kind: str) -> None:
     image = decode(encoded(Image.new("RGB", (20, 10), (200, 30, 30)), kind))
     assert (image.mode, image.size) == ("RGB", (20, 10))
@@ -90,7 +90,7 @@ def test_large_jpeg_is_decoded_smaller(
     size: tuple[int, int], want: int | None, expected: int
 ) -> None:
     data = encoded(Image.new("RGB", size, (200, 30, 30)), "JPEG")
-    with images.opened(data, "x") as header:
+    with images.open_header(data, "x") as header:
         assert header.size == size
     image = decode(data, want, "x")
     assert image.width * image.height <= 6_400

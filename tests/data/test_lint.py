@@ -9,9 +9,11 @@ from image_sets import encoded, image
 from PIL import Image, ImageEnhance
 from small_run import exit_code
 
+from m1clip import console
 from m1clip.data.images import MAX_PIXELS
-from m1clip.data.lint import LintReport, lint
+from m1clip.data.lint import EXAMPLES_IN_JSON, EXAMPLES_SHOWN, LintReport, lint
 from m1clip.data.sources import open_source
+from m1clip.data.types import PROBLEM_KINDS, Problem
 
 FLICKR8K = Path(__file__).parents[2] / "../shared/data/flickr8k-112"
 
@@ -151,6 +153,20 @@ def test_caption_findings(tmp_path: Path) -> None:
     assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
 
 
+def test_every_kind_of_problem_is_reported(tmp_path: Path) -> None:
+    source = open_source(str(make(tmp_path, good(3))))
+    for kind in PROBLEM_KINDS:
+        source.problems += [Problem(f"{kind}.csv row {row}", "odd", kind) for row in range(5)]
+    report = lint(source, 1)
+    assert counts(report) == {f"skipped-{kind}": 5 for kind in PROBLEM_KINDS}
+    assert {len(found.examples) for found in report.findings} == {5}
+    shown = report.to_text().splitlines()
+    more = f"           ... and {5 - EXAMPLES_SHOWN} more; --json lists up to {EXAMPLES_IN_JSON}"
+    assert shown.count(more) == len(PROBLEM_KINDS)
+    with pytest.raises(ValueError, match="'odd' is not one of unreadable, "):
+        Problem("a.csv", "odd", "odd")  # type: ignore[arg-type]
+
+
 def test_labels_and_class_folders_are_recognized(tmp_path: Path) -> None:
     report = check(
         tmp_path / "set",
@@ -178,7 +194,8 @@ def test_sample_progress_and_json(tmp_path: Path) -> None:
     report = lint(source, 8)
     assert (report.checked, report.captions) == (8, 42)
     calls: list[tuple[int, int]] = []
-    report = lint(source, workers=3, progress=lambda done, total: calls.append((done, total)))
+    with console.on_progress(lambda *count: calls.append(count)):
+        report = lint(source, workers=3)
     assert calls[-1] == (42, 42)
     loaded = json.loads(report.to_json())
     assert (loaded["verdict"], loaded["findings"][0]["count"]) == ("problems", 1)

@@ -26,7 +26,7 @@ from m1clip.data.failures import Failure
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.types import Sample, sample_ids_of
-from m1clip.text.base import BUCKET
+from m1clip.text.base import LENGTH_MULTIPLE
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
@@ -104,7 +104,7 @@ def test_text_groups_contain_every_token_once() -> None:
     row = 0
     for group in groups:
         longest = max(batch.lengths[row : row + len(group)])
-        assert longest <= group.shape[1] < longest + BUCKET
+        assert longest <= group.shape[1] < longest + LENGTH_MULTIPLE
         assert torch.equal(group, batch.tokens[row : row + len(group), : group.shape[1]])
         assert end[row : row + len(group), : group.shape[1]].any(dim=1).all()
         row += len(group)

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_sets import break_files, make_set, plan
-from small_run import command, screen, small_config
+from small_run import command, small_config
 
+from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data.array_view import ArrayView
 from m1clip.data.decoding import LazyImages
@@ -23,8 +24,7 @@ from m1clip.data.prepare import (
 )
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.training.progress import decode_options
-from m1clip.training.setup import prepare
+from m1clip.training.workbench import prepare
 
 
 def loaded(folder: Path | None, split: str, **more: object) -> Split:
@@ -117,12 +117,11 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     break_files(folder, [1])
     break_files(folder, [2], data=b"")
     (folder / "images" / "train-0003.jpg").unlink()
-    warnings: list[str] = []
-    notes: list[str] = []
     source = open_data(DataConfig(source=(str(folder),)), 24, 0)
-    report = quick_check(source, 32, notes.append, warnings.append)
+    with console.recorded_warnings() as warnings:
+        report = quick_check(source, 32)
     assert len(warnings) == 3
-    assert quick_check(source, 4, notes.append, lambda line: None)["findings"] != report["findings"]
+    assert quick_check(source, 4)["findings"] != report["findings"]
     assert warnings[2] == "data: 1 more finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
@@ -156,7 +155,7 @@ def test_char_tokenizer_has_no_word_dropout(
     config = small_config(
         {"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer}
     )
-    setup = prepare(config, lambda line: None, decode_options(screen()))
+    setup = prepare(config)
     assert setup.config.data.word_dropout == setup.training.augmentation.word_dropout == fraction
 
 

@@ -63,7 +63,7 @@ def test_windowed_order_has_each_sample_once_wherever_it_is_cut(
 ) -> None:
     total = sum(blocks)
     bounds = sorted({0, total, *(int(cut * total) for cut in cuts)})
-    with mock.patch.object(rnd, "WINDOW", window):
+    with mock.patch.object(rnd, "SHUFFLE_WINDOW", window):
         rnd._window.cache_clear()
         order = rnd.windowed_order(seed, epoch, np.array(blocks), 0, total)
         parts = [

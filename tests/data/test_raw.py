@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from image_sets import encoded
 from PIL import Image
 
-from m1clip.data.images import BadImage, decode, opened
+from m1clip.data.images import BadImage, decode, open_header
 from m1clip.search.index import _facts
 
 DATE = b"2023:04:05 06:07:08\0"
@@ -119,7 +119,7 @@ def test_largest_preview_upright_with_date(data: bytes) -> None:
     image = decode(data)
     assert image.size == (320, 640)
     assert np.asarray(image)[:300].min() > 240 > 15 > np.asarray(image)[340:].max()
-    with opened(data, "x") as header:
+    with open_header(data, "x") as header:
         assert _facts(header) == (320, 640, "2023-04-05T06:07:08", 6)
     assert decode(data, want=80).size == (80, 160)
 

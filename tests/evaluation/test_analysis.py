@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from m1clip.evaluation.analysis import (
+    accuracy_within_batches,
     analysis_table,
     analyze,
     confusions,
@@ -14,7 +15,9 @@ from m1clip.evaluation.analysis import (
     negatives_accuracy,
     uniformity,
 )
+from m1clip.evaluation.retrieval import recall_by_group, retrieval
 from m1clip.evaluation.statistics import wilson
+from m1clip.inference.features import SplitFeatures
 
 EYE = np.eye(4, dtype=np.float32)
 IMAGE_INDEX = np.arange(4)
@@ -30,20 +33,21 @@ def random_units(n: int, d: int, seed: int = 0) -> np.ndarray:
 
 
 def test_geometry_of_the_embedding_space() -> None:
-    found = analyze(EYE, EYE, IMAGE_INDEX, IMAGE_INDEX)
+    def features(text: np.ndarray) -> SplitFeatures:
+        return SplitFeatures(EYE, text, IMAGE_INDEX, IMAGE_INDEX, None)
+
+    found = analyze(features(EYE))
     assert (found["alignment"], found["modality_gap"]) == (0.0, 0.0)
     assert found["uniformity_image"] == pytest.approx(-4.0)  # all squared distances are 2
-    assert analyze(EYE, np.roll(EYE, 1, 0), IMAGE_INDEX, IMAGE_INDEX)["alignment"] == pytest.approx(
-        2.0
-    )
-    moved = analyze(EYE, EYE + np.array([3.0, 4.0, 0.0, 0.0]), IMAGE_INDEX, IMAGE_INDEX)
+    assert analyze(features(np.roll(EYE, 1, 0)))["alignment"] == pytest.approx(2.0)
+    moved = analyze(features(EYE + np.array([3.0, 4.0, 0.0, 0.0])))
     assert moved["modality_gap"] == pytest.approx(5.0)
     assert uniformity(np.ones((5, 4)) / 2) == pytest.approx(0.0)
     assert uniformity(random_units(500, 64)) < -3.5
     assert uniformity(EYE[:1]) == 0.0
     lines = [line.split() for line in analysis_table(moved).splitlines()]
     assert ["modality", "gap", "5.000"] in [line[:3] for line in lines]
-    assert any(line[0] == "accuracy," for line in lines)
+    assert ["hard", "100.0%"] in [line[:2] for line in lines]
 
 
 def test_difficulty_by_caption_similarity() -> None:
@@ -52,16 +56,60 @@ def test_difficulty_by_caption_similarity() -> None:
     text = units(np.concatenate([centers, centers + 0.01 * random_units(20, 32, 1)]))
     image = np.roll(text, 20, 0)  # each image is closest to the other caption of its pair
     found = difficulty_by_similarity(image, text, np.arange(40))
-    assert found["easy"][0] == 1.0
-    assert found["hard"][0] < 0.8
-    assert sum(n for _, n in found.values()) == 40 * 39
+    assert found["easy"]["value"] == 1.0
+    assert found["hard"]["low"] < found["hard"]["value"] < 0.8 < found["hard"]["high"]
+    assert sum(rate["n"] for rate in found.values()) == 40 * 39
+    assert {rate["chance"] for rate in found.values()} == {0.5}
     perfect = difficulty_by_similarity(text, text, np.arange(40))
-    assert {value for value, _ in perfect.values()} == {1.0}
+    assert {rate["value"] for rate in perfect.values()} == {1.0}
     assert difficulty_by_similarity(EYE[:1], EYE[:1], np.zeros(1, int)) == {}
     same_image = difficulty_by_similarity(EYE, EYE[[0, 0, 1]], np.array([0, 0, 1]))
-    assert sum(n for _, n in same_image.values()) == 4, (
+    assert sum(rate["n"] for rate in same_image.values()) == 4, (
         "captions of the same image are not negatives"
     )
+
+
+def test_accuracy_within_batches_has_the_chance_of_its_batch_size() -> None:
+    images = random_units(60, 16)
+    index = np.arange(60)
+    related = SplitFeatures(images, images, index, index, None)
+    unrelated = related._replace(text=random_units(60, 16, 1))
+    for size in (2, 12, 60, 1000):
+        right = accuracy_within_batches(related, size)
+        wrong = accuracy_within_batches(unrelated, size)
+        assert right is not None
+        assert wrong is not None
+        assert (right.value, right.chance) == (1.0, pytest.approx(1 / min(size, 60)))
+        assert wrong.interval.low <= wrong.chance <= wrong.interval.high
+        assert wrong.n == 60
+    left_out = accuracy_within_batches(related, 25)
+    assert left_out is not None
+    assert left_out.n == 50, "a rest that fills no batch is left out"
+    assert accuracy_within_batches(related._replace(image_index=np.zeros(60, int)), 12) is None
+    # Equal captions are equally right, and a tie of different ones is a miss.
+    equal = accuracy_within_batches(unrelated._replace(caption_ids=np.zeros(60, int)), 12)
+    assert equal is not None
+    assert (equal.value, equal.chance) == (1.0, 1.0)
+    collapsed = accuracy_within_batches(unrelated._replace(text=np.ones((60, 16)) / 4), 12)
+    assert collapsed is not None
+    assert collapsed.value == 0.0
+
+
+def test_recall_by_category_is_among_all_images() -> None:
+    """The captions of one category are right, those of the other are exchanged within it."""
+    images = random_units(20, 16)
+    text = images.copy()
+    text[10:] = np.roll(images[10:], 1, 0)
+    features = SplitFeatures(images, text, np.arange(20), np.arange(20), None)
+    found = recall_by_group(features, ["food"] * 10 + ["urban"] * 9 + [""])
+    assert list(found) == ["food", "urban"]
+    assert (found["food"].value, found["food"].n) == (1.0, 10)
+    assert found["urban"].value < 0.8
+    assert found["urban"].n == 9
+    everything = retrieval(*features)["mean_recall"]
+    assert found["food"].chance == pytest.approx(everything.chance)
+    whole = recall_by_group(features, ["all"] * 20)["all"]
+    assert (whole.value, whole.interval) == (everything.value, everything.interval)
 
 
 def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:

@@ -42,13 +42,13 @@ def test_retrieval_grid_marks_correct_and_wrong_images(tmp_path: Path) -> None:
     for line, correct in enumerate(marks):
         for column, right in enumerate(correct):
             left = (
-                examples.MARGIN
+                examples.PAGE_MARGIN
                 + examples.QUERY_WIDTH
-                + examples.GAP
-                + column * (side + examples.GAP)
+                + examples.CELL_GAP
+                + column * (side + examples.CELL_GAP)
             )
             top = (
-                examples.MARGIN
+                examples.PAGE_MARGIN
                 + examples.HEADER_HEIGHT
                 + line * (side + examples.LABEL_HEIGHT + examples.ROW_GAP)
             )

@@ -199,7 +199,8 @@ def test_other_image_with_same_caption_is_not_a_confusion() -> None:
     keys, image_index = np.array([0, 0, 1]), np.arange(3)
     assert [each.caption for each in confusions(image, text, image_index, limit=5)] == [0]
     assert confusions(image, text, image_index, keys, limit=5) == []
-    assert sum(n for _, n in difficulty_by_similarity(image, text, image_index, keys).values()) == 4
+    compared = difficulty_by_similarity(image, text, image_index, keys)
+    assert sum(rate["n"] for rate in compared.values()) == 4
 
 
 def test_top1_accuracy_is_image_to_text_recall_at_1_with_one_template() -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny_model import tiny_model
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.export import layouts
 from m1clip.export.layouts import IMMICH_NAMES, convert, export
@@ -35,8 +36,10 @@ def save(folder: Path, kind: str = "clip-bpe-pruned") -> Path:
 
 @pytest.mark.parametrize("to", FILES)
 def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path) -> None:
-    model, out, said = save(tmp_path / "model"), tmp_path / "out", list[str]()
-    convert(read_model(model), to, out, said.append)  # type: ignore[arg-type]
+    model, out = save(tmp_path / "model"), tmp_path / "out"
+    with console.capture() as output:
+        convert(read_model(model), to, out)  # type: ignore[arg-type]
+    said = output.getvalue().splitlines()
     assert " ".join(sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))) == FILES[to]
     ours, theirs = m1clip.load(model, precision="fp32"), m1clip.load(out, precision="fp32")
     for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
@@ -92,8 +95,10 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
 
 
 def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_path: Path) -> None:
-    model, out, said = save(tmp_path / "model", "char"), tmp_path / "out", list[str]()
-    convert(read_model(model), "sentence-transformers", out, said.append)
+    model, out = save(tmp_path / "model", "char"), tmp_path / "out"
+    with console.capture() as output:
+        convert(read_model(model), "sentence-transformers", out)
+    said = output.getvalue().splitlines()
     assert json.loads((out / "modules.json").read_text())[0]["type"] == "m1clip_module.OnnxClip"
     assert "trust_remote_code" in said[-1]
     functions = runpy.run_path(str(out / "m1clip_module.py"))
@@ -107,7 +112,7 @@ def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_pa
 def test_layouts_refuse_what_the_program_cannot_read(tmp_path: Path) -> None:
     model = save(tmp_path / "model", "char")
     with pytest.raises(UserError, match="no character tokenizer"):
-        convert(read_model(model), "immich", tmp_path / "out")
+        convert(read_model(model), "openclip", tmp_path / "out")
     with pytest.raises(UserError, match="--int8 is for --to onnx"):
         export(model, "hf", tmp_path / "out", precision="int8")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

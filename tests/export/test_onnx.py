@@ -19,6 +19,7 @@ from small_run import ROOT, exit_code
 from tiny_model import tiny_model
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.export import quantize
 from m1clip.export.layouts import convert
@@ -286,14 +287,17 @@ def test_onnx_folder_rejects_other_image_size_and_device(exported: Path) -> None
             m1clip.load(exported, **options)  # type: ignore[arg-type]
 
 
-def test_interrupted_export_leaves_no_folder(trained: Path, tmp_path: Path) -> None:
+def test_interrupted_export_leaves_no_folder(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(line: str) -> None:
         if "text.onnx" in line:
             assert list(tmp_path.glob("out.*.partial/image.onnx"))
             raise KeyboardInterrupt
 
+    monkeypatch.setattr(console, "print", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        convert(read_model(trained), "onnx", tmp_path / "out", interrupt)
+        convert(read_model(trained), "onnx", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -320,7 +324,7 @@ def test_int8_export_is_smaller_and_close_to_float(
 
 
 def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path) -> None:
-    quantize.quantize(copied, "fp16", OnnxEncoder(exported), NOISE[:0], print, "_half")
+    quantize.quantize(copied, "fp16", OnnxEncoder(exported), NOISE[:0], "_half")
     for name in ("image", "text"):
         (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
     change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
@@ -339,7 +343,7 @@ def test_blocks_that_int8_harms_stay_in_float(
         shutil.copy(exported / "image.onnx", copied)
         shutil.copy(exported / "text.onnx", copied)
         monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
-        notes = quantize.quantize(copied, "int8", encoder, pixels, print)
+        notes = quantize.quantize(copied, "int8", encoder, pixels)
         return float(
             (OnnxEncoder(copied).pixels(pixels) * encoder.pixels(pixels)).sum(axis=1).mean()
         ), notes

@@ -31,9 +31,9 @@ def test_a_model_that_differs_is_not_written_unless_forced(
     )
     words = ("export", model, "--to", "safetensors", "--data", data, "--out", out)
 
-    def damaged(folder: Path, saved: layouts.SavedModel, say: layouts.Say) -> list[str]:
+    def damaged(folder: Path, saved: layouts.SavedModel) -> list[str]:
         saved.weights["image_head.weight"][0] *= -1
-        return writer(folder, saved, say)
+        return writer(folder, saved)
 
     monkeypatch.setitem(layouts.WRITERS, "safetensors", damaged)
     assert exit_code(*words) == 2

@@ -62,7 +62,7 @@ def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(model: Path, to: Any, precision: Any = "fp32") -> Path:
     folder = model.parent / f"{model.name}-{to}-{precision}"
     if not folder.exists():
-        export(model, to, folder, precision=precision, say=print)
+        export(model, to, folder, precision=precision)
     return folder
 
 
@@ -141,7 +141,7 @@ def test_sentence_transformers_gives_the_same_vectors(
     if custom:  # no built-in class has a character tokenizer
         model = tmp_path / "model"
         tiny_model("char", TEXTS).save(model)
-    export(model, "sentence-transformers", tmp_path / "out", say=print)
+    export(model, "sentence-transformers", tmp_path / "out")
     found = run(
         SENTENCE_TRANSFORMERS,
         PROGRAMS / "sentence_transformers_folder.py",
@@ -206,7 +206,7 @@ def test_coreml_packages_have_an_image_input_and_half_precision(
     model: Path, tmp_path: Path
 ) -> None:
     coremltools = pytest.importorskip("coremltools", reason="needs the extra `coreml`")
-    export(model, "coreml", tmp_path / "out", say=print)
+    export(model, "coreml", tmp_path / "out")
     saved = read_model(model)
     for name in ("image", "text"):
         spec = coremltools.models.MLModel(

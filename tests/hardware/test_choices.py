@@ -13,7 +13,7 @@ from simulated_load import SimulatedTime, Slowdown, load_from, load_until, quiet
 from m1clip.hardware import choices
 from m1clip.hardware.choices import Rounds, contradicted, fastest, matmul_precision, time_rounds
 from m1clip.hardware.device import Device, Precision
-from m1clip.hardware.facts import Facts, has_bf16_flag, read_facts
+from m1clip.hardware.machine_info import MachineInfo, has_bf16_flag, read_machine_info
 
 BF16_CPU = dataclasses.replace(XEON, cpu_bf16=True)
 
@@ -115,7 +115,11 @@ def test_rounds_beside_other_programs_are_not_reliable(
     ],
 )
 def test_matmul_precision(
-    facts: Facts, kind: str, seconds: dict[Precision, list[float]], expected: str, folder: Path
+    facts: MachineInfo,
+    kind: str,
+    seconds: dict[Precision, list[float]],
+    expected: str,
+    folder: Path,
 ) -> None:
     calls: list[str] = []
 
@@ -162,7 +166,7 @@ def test_damaged_choice_is_measured_again_and_listed(folder: Path) -> None:
 
 def test_real_matmuls_are_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "MATMUL_SIZE", 32)
-    rounds = choices.time_matmuls(Device("cpu", read_facts()), "fp32")
+    rounds = choices.time_matmuls(Device("cpu", read_machine_info()), "fp32")
     assert len(rounds.seconds["fp32"]) == choices.ROUNDS
     assert all(second > 0 for second in [*rounds.seconds["fp32"], *rounds.seconds["bf16"]])
 

@@ -1,6 +1,7 @@
 """Device rules as functions of facts, and obstacles to torch.compile."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,8 +11,16 @@ from machines import H200, M1, M4, PASCAL, TURING, XEON, mac, product_is_wrong
 
 from m1clip.errors import UserError
 from m1clip.hardware import device
-from m1clip.hardware.device import Kind, available, choose_device, choose_precision, rules
-from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
+from m1clip.hardware.device import (
+    Device,
+    Kind,
+    available,
+    choose_device,
+    choose_precision,
+    default_precision,
+    rules,
+)
+from m1clip.hardware.machine_info import MachineInfo, environment, read_machine_info, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -24,7 +33,9 @@ from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
         (H200, ("cuda", "cpu")),
     ],
 )
-def test_available_devices_and_the_choice_of_auto(facts: Facts, kinds: tuple[str, ...]) -> None:
+def test_available_devices_and_the_choice_of_auto(
+    facts: MachineInfo, kinds: tuple[str, ...]
+) -> None:
     assert available(facts) == kinds
     assert choose_device("auto", facts) == kinds[0]
     for kind in kinds:
@@ -56,12 +67,34 @@ def test_mlx_is_chosen_by_name_only_and_keeps_the_rules_of_torchs_device() -> No
 @pytest.mark.parametrize(
     ("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")]
 )
-def test_missing_device_is_an_error(facts: Facts, missing: str) -> None:
+def test_missing_device_is_an_error(facts: MachineInfo, missing: str) -> None:
     with pytest.raises(
         UserError, match=f"--device {missing}: not available on this machine"
     ) as caught:
         choose_device(missing, facts)
     assert ", ".join(available(facts)) in str(caught.value)
+
+
+def test_two_devices_are_chosen_by_name_and_follow_the_rules_of_both() -> None:
+    assert choose_device("mps+cpu", M1) == "mps+cpu"
+    assert choose_device("cpu+cpu", XEON) == "cpu+cpu"
+    for facts, missing in ((XEON, "cuda+cpu"), (M1, "cuda+cpu"), (H200, "mps+cpu")):
+        with pytest.raises(UserError, match=re.escape(f"--device {missing}: not available")):
+            choose_device(missing, facts)
+    pair = rules("cuda+cpu", H200)
+    assert pair.precisions == tuple(
+        name for name in rules("cuda", H200).precisions if name in rules("cpu", H200).precisions
+    )
+    assert not pair.graphs
+    assert (pair.bf16, rules("mps+cpu", M1).bf16) == ("measure", "no")
+    assert rules("mps+cpu", M1).max_reduction == rules("mps", M1).max_reduction
+    assert default_precision("mps+cpu", M1) == "fp32"
+    pair_of_cpus = Device("cpu+cpu", XEON)
+    assert (pair_of_cpus.name, pair_of_cpus.kind) == ("cpu+cpu", "cpu")
+    assert pair_of_cpus.is_hybrid
+    assert not Device("cpu", XEON).is_hybrid
+    assert str(Device("mps+cpu", M1).torch) == "mps"
+    assert str(Device("mps+cpu", M1).text_torch) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +110,7 @@ def test_missing_device_is_an_error(facts: Facts, missing: str) -> None:
         ("cpu", M1, "fp32"),
     ],
 )
-def test_default_precision(kind: str, facts: Facts, precision: str) -> None:
+def test_default_precision(kind: str, facts: MachineInfo, precision: str) -> None:
     assert choose_precision("auto", kind, facts) == precision  # type: ignore[arg-type]
 
 
@@ -87,10 +120,12 @@ def test_unsupported_precision_is_an_error() -> None:
     assert choose_precision("fp32", "cuda", H200) == "fp32"
     with pytest.raises(UserError, match="bf16: not supported on cuda"):
         choose_precision("bf16", "cuda", TURING)
+    assert choose_precision("fp16", "cpu", XEON) == "fp16"
+    with_mlx = dataclasses.replace(M1, mlx="0.32.4")
     with pytest.raises(
-        UserError, match=r"fp16: not supported on cpu \(choose from fp32, bf16, auto\)"
+        UserError, match=r"fp16: not supported on mlx \(choose from fp32, bf16, auto\)"
     ):
-        choose_precision("fp16", "cpu", XEON)
+        choose_precision("fp16", "mlx", with_mlx)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +138,7 @@ def test_unsupported_precision_is_an_error() -> None:
         ("cpu", M1, (False, False, False, "spawn")),
     ],
 )
-def test_rules(kind: Kind, facts: Facts, expected: tuple[object, ...]) -> None:
+def test_rules(kind: Kind, facts: MachineInfo, expected: tuple[object, ...]) -> None:
     rule = rules(kind, facts)
     assert (rule.non_blocking, rule.pin_memory, rule.fixed_shapes, rule.worker_start) == expected
     assert kind != "cpu" or rule.bf16 == "measure"
@@ -128,12 +163,12 @@ def test_environment_variables_unless_set_by_the_user() -> None:
 
 
 def test_facts_of_this_machine() -> None:
-    facts = read_facts()
+    facts = read_machine_info()
     assert 1 <= facts.performance_cores <= facts.cores <= usable_cpus()
     assert facts.torch == torch.__version__
     assert facts.memory_bytes > 2**30
     assert facts.cpu
-    assert Facts(**dataclasses.asdict(facts)) == facts
+    assert MachineInfo(**dataclasses.asdict(facts)) == facts
     assert choose_device("cpu", facts) == "cpu"
     assert (facts.cuda is not None) == torch.cuda.is_available()
 
@@ -165,14 +200,14 @@ def test_chip_is_read_from_its_name() -> None:
     ("chip", "limit"), [("M1", 166), ("M2", 166), ("M3", 65_536), ("M4", 65_536), ("M5", 65_536)]
 )
 def test_rows_at_once_of_a_vit_b_16(chip: str, limit: int) -> None:
-    assert rules("mps", CHIPS[chip]).rows_at_once(197) == limit
-    assert rules("cpu", CHIPS[chip]).rows_at_once(197) is None
-    assert rules("cuda", H200).rows_at_once(197) is None
+    assert rules("mps", CHIPS[chip]).max_batch_rows(197) == limit
+    assert rules("cpu", CHIPS[chip]).max_batch_rows(197) is None
+    assert rules("cuda", H200).max_batch_rows(197) is None
 
 
 @given(st.integers(1, 40_000), st.sampled_from(["M1", "M2"]))
 def test_calls_within_the_limit_are_never_wrong(tokens: int, chip: str) -> None:
-    rows = rules("mps", CHIPS[chip]).rows_at_once(tokens)
+    rows = rules("mps", CHIPS[chip]).max_batch_rows(tokens)
     assert rows is not None
     assert rows >= 1
     assert rows == 1 or not product_is_wrong(rows * tokens, (64, 64))

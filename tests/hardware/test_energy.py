@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from m1clip.hardware import energy
-from m1clip.hardware.energy import EnergyMeter, open_meter, open_rapl, temperature
+from m1clip.hardware.energy import EnergyMeter, idle_watts, meter_obstacle, open_meter, open_rapl
 
 
 def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:
@@ -70,7 +70,6 @@ class FakeNvml:
     """nvidia-ml-py with one card."""
 
     NVMLError = type("NVMLError", (Exception,), {})
-    NVML_TEMPERATURE_GPU = 0
 
     def __init__(self, counter: bool = True) -> None:
         self.counter, self.millijoules = counter, 1000
@@ -83,9 +82,6 @@ class FakeNvml:
         if not self.counter:
             raise self.NVMLError
         return self.millijoules
-
-    def nvmlDeviceGetTemperature(self, handle: str, kind: int) -> int:
-        return 61
 
 
 @pytest.mark.parametrize("counter", [True, False])
@@ -107,24 +103,24 @@ def test_no_meter_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", None)
     assert open_meter("cuda") is None
-    assert temperature("cuda") is None
     monkeypatch.setattr(sys, "platform", "darwin")
     assert open_meter("mps") is None
 
 
-def test_temperature_is_the_highest_of_the_first_known_sensor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for values, highest in (
-        ({"acpitz": [20], "k10temp": [55, 61.5]}, 61.5),
-        ({"nvme": [80]}, None),
-        ({}, None),
-    ):
-        sensors = {
-            name: [SimpleNamespace(current=value) for value in each]
-            for name, each in values.items()
-        }
-        monkeypatch.setattr(
-            "psutil.sensors_temperatures", lambda sensors=sensors: sensors, raising=False
-        )
-        assert temperature("cpu") == highest
+def test_missing_meter_is_explained(tmp_path: Path) -> None:
+    assert "no RAPL counters" in meter_obstacle("cpu", "Linux", tmp_path)
+    zone(tmp_path, "intel-rapl:0", 0)
+    assert "sudo chmod a+r" in meter_obstacle("cpu", "Linux", tmp_path)
+    assert "m1clip[energy]" in meter_obstacle("mps", "Darwin")
+    assert "nvidia-ml-py" in meter_obstacle("cuda", "Linux")
+    assert "Windows" in meter_obstacle("cpu", "Windows")
+
+
+def test_idle_power_is_joules_by_seconds_of_waiting() -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    meter = EnergyMeter("test", "nothing", lambda: 7.5 * now[0])
+    assert idle_watts(meter, 2.0, sleep, lambda: now[0]) == pytest.approx(7.5)

@@ -9,8 +9,19 @@ import torch
 
 from m1clip.hardware import timing
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import read_facts
-from m1clip.hardware.timing import Load, Phases, Timing, alternate, is_settled
+from m1clip.hardware.machine_info import read_machine_info
+from m1clip.hardware.timing import (
+    ASSUMED_SLOWDOWN,
+    MAX_STAGE_STEPS,
+    STAGE_COST,
+    Load,
+    Phases,
+    StageCosts,
+    Timing,
+    alternate,
+    is_settled,
+    stages_due,
+)
 
 
 class FakeClock:
@@ -117,13 +128,13 @@ def test_load_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_speed_of_the_cpu_is_plausible() -> None:
-    cpu = Device("cpu", read_facts())
+    cpu = Device("cpu", read_machine_info())
     assert min(timing.gemm_rates(cpu, ("fp32", "bf16"), size=64, rounds=3).values()) > 1e6
     assert timing.gemm_rate(cpu, "fp32", size=64) > 1e6
 
 
 def test_peak_memory_can_be_reset_where_the_system_allows_it() -> None:
-    cpu = Device("cpu", read_facts())
+    cpu = Device("cpu", read_machine_info())
     block = torch.ones(2**25)  # 128 MB
     high = cpu.peak_bytes()
     assert high > block.nbytes
@@ -135,3 +146,70 @@ def test_peak_memory_can_be_reset_where_the_system_allows_it() -> None:
     assert cpu.peak_bytes() > block.nbytes
     assert block.nbytes < cpu.memory_bytes() <= cpu.peak_bytes() * 1.01
     assert 0 < cpu.free_bytes() <= cpu.total_bytes()
+
+
+class FakeAccelerator:
+    """A device that works through a queue while the host goes on, and the clock of the host."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.busy_until = 0.0
+
+    def queue(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.now) + seconds
+        self.now += 0.001  # to queue it
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.busy_until)
+
+
+def test_synchronized_step_times_the_stages_that_the_device_works_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeAccelerator()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now)
+    phases = Phases("mps")
+
+    def step() -> None:
+        for name, seconds in (("copy", 0.5), ("forward", 2.0), ("backward", 4.0)):
+            phases.mark(name)
+            device.queue(seconds)
+        phases.stop()
+
+    step()
+    assert phases.take() == {}, "not timed in flight"
+    device.queue(9.0)  # work of earlier steps is not counted
+    with phases.synchronized(device.synchronize) as stages:
+        step()
+    assert stages == pytest.approx({"copy": 0.5, "forward": 2.0, "backward": 4.0})
+    before = device.now
+    step()
+    assert device.now - before < 0.1, "later steps do not wait"
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.1, 0.9, 5.0])  # of a step, by synchronizing it
+@pytest.mark.parametrize("total", [10, 99, 150, 2_000, 20_000])
+def test_synchronized_steps_cost_less_than_one_percent_of_a_run(total: int, extra: float) -> None:
+    step_seconds = 0.25
+    costs = StageCosts()
+    steps = []
+    for step in range(20, total):
+        if stages_due(step, total, step_seconds, costs):
+            costs = costs.with_step(step, (1 + extra) * step_seconds, step_seconds)
+            steps.append(step)
+    if total < 100:
+        assert steps == [], "one step would cost too much of a short run"
+        return
+    assert steps[0] == 20, "as early as possible"
+    assert len(steps) <= MAX_STAGE_STEPS + 1
+    if extra <= ASSUMED_SLOWDOWN:
+        assert costs.fraction(total * step_seconds) <= STAGE_COST
+    else:  # the first one was slower than assumed; no other follows until the run has paid for it
+        allowed = max(extra * step_seconds, STAGE_COST * total * step_seconds)
+        assert costs.seconds <= allowed
+    if total == 20_000:
+        assert len(steps) > 5
+
+
+def test_stages_are_not_due_before_the_time_of_a_step_is_known() -> None:
+    assert not stages_due(50, 10_000, 0.0, StageCosts())

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from small_run import screen, small_config
+from small_run import small_config
 from tower_run import frozen_config, patch_towers
 
+from m1clip import console
 from m1clip.evaluation.evaluate import evaluate
 from m1clip.inference import load
 from m1clip.monitor.history import History
@@ -17,7 +18,6 @@ from m1clip.monitor.report import write_report
 from m1clip.monitor.status import as_table, list_runs
 from m1clip.monitor.terminal import once
 from m1clip.runlog import read_log
-from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
@@ -51,11 +51,11 @@ def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
     """The run, and what training printed, with the final table."""
-    shown: Screen = screen()
     small = {"train.steps": 12, "train.eval_every": 3, **changes}
-    result = train_config(small_config(small), folder, shown)
-    shown.say(str(result.scores))
-    return result.path, shown.console.file.getvalue()  # type: ignore[attr-defined]
+    with console.capture() as output:
+        result = train_config(small_config(small), folder)
+        console.print(str(result.scores))
+    return result.path, output.getvalue()
 
 
 def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
 def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
-    run = train_config(frozen_config(tmp_path, **data), tmp_path / "run", screen()).path
+    run = train_config(frozen_config(tmp_path, **data), tmp_path / "run").path
     assert_all_classes_are_candidates(run)
 
 

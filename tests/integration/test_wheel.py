@@ -109,7 +109,7 @@ def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
     for path in package.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert path.relative_to(ROOT).as_posix() in names
-    assert {"m1clip/presets/demo.toml", "m1clip/presets/prior-art.toml"} <= names
+    assert {"m1clip/presets/demo.toml", "m1clip/presets/original.toml"} <= names
     assert any(name.startswith("m1clip/text/") and name.endswith(".gz") for name in names)
     assert {name.partition("/")[0] for name in names} == {
         "m1clip",

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import tiny_clip, tiny_config
 
 import m1clip
+from m1clip import console
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import convert
@@ -168,9 +169,9 @@ def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> Non
     )
     small = Model(TorchEncoder(model.eval(), tokenizer, Preprocess(image_size=32)))
     small.save(tmp_path / "small")
-    notes: list[str] = []
-    convert(read_model(tmp_path / "small"), "hf", tmp_path / "full", notes.append)
-    assert "grew from" in notes[0]
+    with console.capture() as output:
+        convert(read_model(tmp_path / "small"), "hf", tmp_path / "full")
+    assert "grew from" in output.getvalue().splitlines()[0]
     full = m1clip.load(tmp_path / "full")
     assert full.tokenizer.vocab_size == 49408
     assert_same(full, small)

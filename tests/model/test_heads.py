@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from m1clip.model.heads import Head, dropout_mask, mixed
+from m1clip.model.heads import Head, dropout_mask, hash64
 from m1clip.model.presets import HeadConfig
 
 
@@ -34,7 +34,7 @@ def test_dropout_masks_are_the_same_on_every_device(device: str) -> None:
 
 def test_head_dropout_fraction_and_mean() -> None:
     head = Head(HeadConfig(kind="adapter", hidden=1, dropout=0.75), 301, 4)
-    thin = head._dropped(torch.ones(401, 301), 0.25, mixed(torch.arange(401)))
+    thin = head._dropped(torch.ones(401, 301), 0.25, hash64(torch.arange(401)))
     assert float((thin == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(thin.mean()) == pytest.approx(1.0, abs=0.01)
     assert sorted(thin.unique().tolist()) == [0.0, pytest.approx(4 / 3)]

@@ -152,11 +152,11 @@ def test_kept_copies_of_weights_match_autocast(
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    model, casts, pack = transformer(activation="quick_gelu").to(device), [], layers.packed
+    model, casts, pack = transformer(activation="quick_gelu").to(device), [], layers.prepack
     x = torch.randn(3, 7, 16, dtype=torch.bfloat16, device=device)
     monkeypatch.setattr(layers, "uses_onednn", lambda x: False)
     monkeypatch.setattr(
-        layers, "packed", lambda p, f, *key: pack(p, lambda w: casts.append(w) or f(w), *key)
+        layers, "prepack", lambda p, f, *key: pack(p, lambda w: casts.append(w) or f(w), *key)
     )
     with torch.inference_mode():
         exact = model(x.float(), position)

@@ -21,8 +21,8 @@ from m1clip.model.presets import (
 
 PARAMETERS = {
     "tiny": 16_341_249,
-    "small": 76_736_001,  # the prior art's run, with its 33-character vocabulary
-    "documented": 105_426_689,
+    "original": 76_736_001,  # the original project's run, with its 33-character vocabulary
+    "original-documented": 105_426_689,
     "ViT-S-16": 62_257_537,  # this and the next three: counted in open_clip 3.3.0
     "ViT-B-32": 151_277_313,
     "ViT-B-16": 149_620_737,
@@ -48,8 +48,8 @@ def test_config_overrides_change_only_named_fields() -> None:
 
 
 def test_resolved_config_sets_every_field() -> None:
-    shape = clip_config(ModelConfig(name="small", text_layers=3), vocab_size=50)
-    config = model_config(ModelConfig(name="small", text_layers=3), shape)
+    shape = clip_config(ModelConfig(name="original", text_layers=3), vocab_size=50)
+    config = model_config(ModelConfig(name="original", text_layers=3), shape)
     assert None not in vars(config).values()
     assert clip_config(config, vocab_size=50) == shape
 

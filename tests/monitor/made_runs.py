@@ -39,11 +39,19 @@ def step(number: int, **values: Any) -> dict[str, Any]:
         **{
             "memory_bytes": 1_000_000_000,
             "cores": [90, 40],
+            "batch_accuracy": 0.5,
+            "batch_chance": 1 / 12,
             "epoch": number / 10,
             "elapsed": 0.5 * number,
         },
     }
     return line("step", step=number, **{**usual, **values})
+
+
+def rate(value: float, n: int, chance: float = 0.5) -> dict[str, Any]:
+    """A rate with an interval of five points to either side."""
+    low = max(0.0, value - 0.05)
+    return {"value": value, "low": low, "high": min(1.0, value + 0.05), "chance": chance, "n": n}
 
 
 def evaluation(
@@ -61,10 +69,21 @@ def evaluation(
             "uniformity_text": -2.1,
             "modality_gap": 0.5,
         },
-        "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
+        "difficulty": {"easy": rate(0.99, 100), "medium": rate(0.9, 80), "hard": rate(0.6, 20)},
+        "held_out_batch_accuracy": {"val": rate(recall / 2, 24, chance=1 / 12)},
+        "category_recall": {"animals": rate(recall, 250, chance=0.01), "food": rate(0.2, 250)},
     }
     given = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
     return line("eval", step=number, **{**given, **figures, **values})
+
+
+LAYERS = ("image/input", "image/block 1", "image/block 2", "image/head", "text/block 1", "scale")
+
+
+def analysis(number: int, norm: float = 0.1, **layers: Any) -> dict[str, Any]:
+    """The analyses of a step: all layers have a gradient norm that depends on its number, except those given."""
+    norms = dict.fromkeys(LAYERS, norm / (1 + number / 50)) | layers
+    return line("analysis", step=number, layer_grad_norms=norms)
 
 
 def ended(number: int, recall: float) -> dict[str, Any]:
@@ -107,11 +126,21 @@ def append(folder: Path, records: list[dict[str, Any]]) -> None:
 def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
     """A hundred steps, four evaluations, memory, examples with thumbnails."""
     records = [
-        line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)
+        line(
+            "memory",
+            **{"weights": 10_000_000, "gradients": 10_000_000, "activations": 5_000_000},
+            **{"rest": 5_000_000, "peak": 30_000_000},
+        ),
+        line(
+            "sensors",
+            core_kinds=["performance", "efficiency"],
+            not_measured={"temperature": "no sensor here", "energy": "no meter here"},
+        ),
     ]
     for number in range(2, 102, 2):
         records.append(step(number))
         if number % 25 == 0:
+            records.append(analysis(number))
             records.append(evaluation(number, recall * number / 100))
             records.append(
                 line("checkpoint", step=number, time=BEGIN + number, path=f"step-{number:06d}")

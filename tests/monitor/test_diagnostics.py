@@ -8,7 +8,7 @@ import pytest
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import History
 
-from .made_runs import BEGIN, evaluation, line, make_run, step
+from .made_runs import BEGIN, analysis, evaluation, line, make_run, step
 
 PEAKED = [evaluation(n, 0.5 if n == 10 else 0.4) for n in (10, 20, 30, 40)]
 STEADY = [step(n) for n in range(1, 40)]
@@ -70,6 +70,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "learns": (
         [*STEADY, evaluation(39, 0.5)],
         "the model is learning: mean recall 50.0%, 50 times chance",
+    ),
+    "vanishing": (
+        [*STEADY, analysis(20), analysis(39, **{"image/block 1": 1e-7})],
+        "the gradients of the image tower vanish towards its input: 1e-7 in block 1",
     ),
     "falls": (STEADY, "the loss is falling: "),
 }

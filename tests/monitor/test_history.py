@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from m1clip.analyses import ANALYSES
+from m1clip.log_field import LogField
 from m1clip.monitor.history import History, figure_of
-from m1clip.runlog import FIELDS, LogField
+from m1clip.runlog import FIELDS
 
-from .made_runs import append, evaluation, line, make_run, step
+from .made_runs import analysis, append, evaluation, line, make_run, step
 
 
 def steps_of(history: History) -> list[int]:
@@ -101,3 +103,43 @@ def test_new_entry_in_table_of_fields_has_a_curve(
     ).poll()
     assert history.curve("sharpness", 10.0) == [(1, 20.0), (4, 30.0)]
     assert history.curve("analysis/rank", 1.0) == [(4, 7.0)]
+
+
+def test_best_of_many_evaluations_is_exact(tmp_path: Path) -> None:
+    """2,000 evaluations are downsampled; the best is not, whichever it is, and also after a rollback."""
+    history = History(tmp_path)
+    for number in range(1, 2001):
+        recall = {1333: 0.9, 1777: 0.95}.get(number, 0.2 + number / 10_000)
+        history.add(evaluation(number, recall))
+    assert len(list(history.evaluations)) <= 502
+    assert history.best()["step"] == 1777
+    assert history.best()["mean_recall/high"] == 1.0, "with all its values"
+    assert max(value for _, value in history.curve("mean_recall", 1.0)) == 0.95
+    steps = [row["step"] for row in history.evaluations]
+    assert steps == sorted(set(steps))
+    assert history.evaluations.count_after(1777) == 223
+    history.add(line("event", step=1700, event="rolled back", back_to=1700))
+    assert history.best()["step"] == 1333
+    assert history.evaluations.count_after(1333) == 367
+    history.add(line("event", step=1000, event="rolled back", back_to=1000))
+    assert (history.best()["step"], history.evaluations.count_after(1000)) == (1000, 0)
+    history.add(evaluation(1001, 0.1))
+    assert history.best()["step"] == 1000
+    # Further back than the rows that are kept: the score stays exact.
+    history.add(line("event", step=100, event="rolled back", back_to=100))
+    assert (history.best()["step"], history.best()["mean_recall"]) == (100, 0.2 + 0.01)
+
+
+def test_largest_gradient_of_a_layer_is_exact(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for number in range(1, 2001):
+        history.add(analysis(number, scale=7.0 if number == 1501 else 1.0))
+    found = history.highest["layer_grad_norms"]
+    assert (found["scale"].value, found["scale"].step) == (7.0, 1501)
+    assert found["image/head"].step == 1
+    values = history.analysis(ANALYSES["layer_grad_norms"])
+    assert (values[0][0], values[-1][0]) == (1, 2000)
+    assert len(values) <= 501
+    history.add(line("event", step=1500, event="rolled back", back_to=1500))
+    assert (found["scale"].value, found["scale"].step) == (1.0, 1)
+    assert history.analysis(ANALYSES["layer_grad_norms"])[-1][0] <= 1500

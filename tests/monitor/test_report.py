@@ -74,14 +74,20 @@ def test_report_of_one_run_has_every_section(tmp_path: Path) -> None:
             "1.0%",
             "Temperature",
             "not measured",
-            "step time by phase",
+            "step time by stage",
             "forward 40%",
         ),
         *("Accuracy against similar captions", "config.toml", "&lt;b&gt;demo"),
+        *("By epoch", "cannot be compared between runs", "Phases of the loss"),
+        *("Mean recall by category, step 100", "<th scope='row'>animals</th><td>40.0%</td>"),
         *("environment.json", "m1clip train --config", "@media print", "class='wide'"),
     ):
         assert words in page, words
     assert "Power, W" not in page  # there was no meter
+    assert "Gradient norm by layer" in page
+    assert "<th scope='col'>first (step 50)</th><th scope='col'>last (step 100)</th>" in page
+    cells = "<td>0.05</td><td>0.0333</td><td>0.05 at step 50</td>"
+    assert f"<th scope='row'>image/block 1</th>{cells}" in page
     assert "Loss: <b>demo from 3.85 to 1.33" in links.alts
     assert ">chance<" in svg(links, "Recall@1 text to image")
 
@@ -163,7 +169,8 @@ def test_each_plotted_field_is_in_the_report(
     sharpness = LogField(name="sharpness", curve="step", title="Sharpness, %", factor=100.0)
     monkeypatch.setitem(FIELDS, sharpness.name, sharpness)
     run = full_run(tmp_path / "run")
-    append(run, [step(number, sharpness=0.5, watts=20.0, celsius=50.0) for number in (101, 102)])
+    measured = {"watts": 20.0, "celsius": 50.0, "fan_rpm": 900.0, "battery_percent": 80.0}
+    append(run, [step(number, sharpness=0.5, **measured) for number in (101, 102)])
     page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
     alts = parsed(page).alts
     for field in (*plotted_fields("step"), *plotted_fields("eval")):

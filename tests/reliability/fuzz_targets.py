@@ -20,9 +20,9 @@ from m1clip.data.images import BadImage, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.io import read_owner
-from m1clip.model.folder import _read_config
+from m1clip.model.folder import _parse_config
 from m1clip.model.presets import preset
-from m1clip.model.weights import read_tensors
+from m1clip.model.weights import read_json, read_tensors
 from m1clip.runlog import NAME, read_log
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
@@ -110,72 +110,124 @@ def saved(tokenizer: Tokenizer, folder: Path) -> bytes:
     return (folder / "tokenizer.json").read_bytes()
 
 
-def targets(folder: Path) -> dict[str, Target]:
-    """All readers; other files that they need are written to the folder."""
-    save(
-        folder,
-        TrainState(step=7),
-        {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}},
-        keep=1,
-    )
-    checkpoint = folder / "checkpoints" / "step-000007"
-    manifest, state = ((checkpoint / name).read_bytes() for name in ("manifest.json", "state.json"))
-    weights = safetensors_bytes({"a": torch.ones(3), "b.c": torch.zeros(2, 2).bfloat16()})
-    table = b'image,caption,split\na.jpg,a dog,train\nb.jpg,"a cat, sat",val\nc.jpg,fish,test\n'
-    rows = b'{"image": "a.jpg", "captions": ["a dog", "the dog"], "split": "train"}\n{"image":"b.jpg","caption":"x"}\n'
-    coco = json.dumps(
-        {
-            "images": [{"id": 1, "file_name": "a.jpg"}],
-            "annotations": [{"image_id": 1, "id": 2, "caption": "x"}],
-        }
-    )
-    karpathy = json.dumps(
-        {
-            "images": [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]}],
-            "dataset": "d",
-        }
-    )
-    listed = json.dumps([{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": ["y"]}])
-    log = b'{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}\n{"v":1,"kind":"eval","step":10,"x":[1,2]}\n'
-    shape = preset("tiny")
-    model = {
-        "format": 1,
-        "model": shape.to_dict(),
-        "preprocess": Preprocess(image_size=shape.image_size).to_dict(),
-    }
+TABLE = b'image,caption,split\na.jpg,a dog,train\nb.jpg,"a cat, sat",val\nc.jpg,fish,test\n'
+ROWS = b"""{"image": "a.jpg", "captions": ["a dog", "the dog"], "split": "train"}
+{"image":"b.jpg","caption":"x"}
+"""
+COCO = {
+    "images": [{"id": 1, "file_name": "a.jpg"}],
+    "annotations": [{"image_id": 1, "id": 2, "caption": "x"}],
+}
+KARPATHY = {
+    "images": [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]}],
+    "dataset": "d",
+}
+LISTED = [{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": ["y"]}]
+LOG = b"""{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}
+{"v":1,"kind":"eval","step":10,"x":[1,2]}
+"""
+SHORT_CONFIG = b"""seed = 3
+[model]
+name = "tiny"
+[train]
+steps = 5
+batch_size = 16
+[data]
+source = ["a", "b:0.5"]
+"""
+
+
+def _config(folder: Path) -> Target:
+    complete = to_toml(Config()).encode()
+    seeds = (SHORT_CONFIG, SHORT_CONFIG, complete)
+    return Target("config.toml", seeds, lambda f: load_config(f / "config.toml"), 1.5)
+
+
+def _checkpoint(folder: Path) -> Path:
+    tensors = {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}
+    save(folder, TrainState(step=7), tensors, keep=1)
+    return folder / "checkpoints" / "step-000007"
+
+
+def _manifest(folder: Path) -> Target:
+    checkpoint = _checkpoint(folder)
+    manifest = (checkpoint / "manifest.json").read_bytes()
+    name = "checkpoints/step-000007/manifest.json"
+    return Target(name, (manifest,), lambda f: verify(checkpoint), 1.5)
+
+
+def _state(folder: Path) -> Target:
+    state = (_checkpoint(folder) / "state.json").read_bytes()
+    return Target("checkpoints/step-000007/state.json", (state,), _resumed, 0.2)
+
+
+def _tokenizers(folder: Path) -> Target:
     wordpiece = wordpiece_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"])
-    tokenizers = tuple(saved(each, folder) for each in (CharTokenizer("abc .,"), wordpiece))
-    cut = saved(BpeTokenizer([512, 600, 700]), folder)
-    toml = to_toml(Config()).encode()
-    short = b'seed = 3\n[model]\nname = "tiny"\n[train]\nsteps = 5\nbatch_size = 16\n[data]\nsource = ["a", "b:0.5"]\n'
-    return {
-        "config": Target(
-            "config.toml", (short, short, toml), lambda f: load_config(f / "config.toml"), 1.5
-        ),
-        "run log": Target(NAME, (log,), lambda f: list(read_log(f)), 2.0),
-        "manifest": Target(
-            "checkpoints/step-000007/manifest.json", (manifest,), lambda f: verify(checkpoint), 1.5
-        ),
-        "state": Target("checkpoints/step-000007/state.json", (state,), _resumed, 0.2),
-        "tokenizers": Target("tokenizer.json", tokenizers, load_tokenizer, 1.5),
-        "clip-bpe-pruned": Target("tokenizer.json", (cut,), load_tokenizer, 0.02),
-        "model config": Target(
-            "config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")
-        ),
-        "weights": Target(
-            "w.safetensors", (weights,), lambda f: read_tensors(f / "w.safetensors"), 0.5
-        ),
-        "lock": Target("run.lock", (b"77\nhost\n1700000000.5\n",), _owner, 0.3),
-        "csv": Target("t.csv", (table,), _read_source("t.csv")),
-        "tsv": Target("t.tsv", (table.replace(b",", b"\t"),), _read_source("t.tsv"), 0.5),
-        "jsonl": Target("t.jsonl", (rows,), _read_source("t.jsonl")),
-        "json": Target(
-            "t.json", (coco.encode(), karpathy.encode(), listed.encode()), _read_source("t.json")
-        ),
-        "tar": Target("t.tar", (shard(),), _read_images("t.tar"), 0.3),
-        "images": Target("t.bin", images(), lambda f: decode(f / "t.bin", 16), 1.0),
-        "parquet": Target("t.parquet", (parquet(),), _read_source("t.parquet"), 0.1),
-    }
+    seeds = tuple(saved(each, folder) for each in (CharTokenizer("abc .,"), wordpiece))
+    return Target("tokenizer.json", seeds, load_tokenizer, 1.5)
+
+
+def _pruned_bpe(folder: Path) -> Target:
+    seed = saved(BpeTokenizer([512, 600, 700]), folder)
+    return Target("tokenizer.json", (seed,), load_tokenizer, 0.02)
+
+
+def _model_config(folder: Path) -> Target:
+    shape = preset("tiny")
+    preprocess = Preprocess(image_size=shape.image_size).to_dict()
+    model = {"format": 1, "model": shape.to_dict(), "preprocess": preprocess}
+    seed = json.dumps(model).encode()
+    return Target(
+        "config.json",
+        (seed,),
+        lambda f: _parse_config(read_json(f / "config.json"), f / "config.json"),
+    )
+
+
+def _weights(folder: Path) -> Target:
+    seed = safetensors_bytes({"a": torch.ones(3), "b.c": torch.zeros(2, 2).bfloat16()})
+    return Target("w.safetensors", (seed,), lambda f: read_tensors(f / "w.safetensors"), 0.5)
+
+
+def _json(folder: Path) -> Target:
+    seeds = tuple(json.dumps(document).encode() for document in (COCO, KARPATHY, LISTED))
+    return Target("t.json", seeds, _read_source("t.json"))
+
+
+def _text_files(folder: Path) -> Target:
+    (folder / "txt").mkdir(exist_ok=True)
+    (folder / "txt" / "a.jpg").write_bytes(images()[0])
+    return Target("txt/a.txt", (b"a dog\nthe dog\n", b"x"), _read_source("txt"), 0.5)
+
+
+# Each reader; the other files that it needs are written to the folder.
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "config": _config,
+    "run log": lambda folder: Target(NAME, (LOG,), lambda f: list(read_log(f)), 2.0),
+    "manifest": _manifest,
+    "state": _state,
+    "tokenizers": _tokenizers,
+    "clip-bpe-pruned": _pruned_bpe,
+    "model config": _model_config,
+    "weights": _weights,
+    "lock": lambda folder: Target("run.lock", (b"77\nhost\n1700000000.5\n",), _owner, 0.3),
+    "images": lambda folder: Target("t.bin", images(), lambda f: decode(f / "t.bin", 16), 1.0),
+    # Data formats by their names.
+    "webdataset": lambda folder: Target("t.tar", (shard(),), _read_images("t.tar"), 0.3),
+    "csv": lambda folder: Target("t.csv", (TABLE,), _read_source("t.csv")),
+    "tsv": lambda folder: Target(
+        "t.tsv", (TABLE.replace(b",", b"\t"),), _read_source("t.tsv"), 0.5
+    ),
+    "jsonl": lambda folder: Target("t.jsonl", (ROWS,), _read_source("t.jsonl")),
+    "json": _json,
+    "parquet": lambda folder: Target("t.parquet", (parquet(),), _read_source("t.parquet"), 0.1),
+    "txt": _text_files,
+}
+NOT_FUZZED = {
+    "hf": "its files are read by the datasets library",
+    "classes": "only names of files and folders are read",
+    "filenames": "only names of files are read",
+}
 
 
 def _resumed(folder: Path) -> object:
@@ -184,7 +236,7 @@ def _resumed(folder: Path) -> object:
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["sha256"]["state.json"] = sha256(place / "state.json")
     (place / "manifest.json").write_text(json.dumps(manifest))
-    return load_latest(folder, torch.device("cpu"), lambda line: None)
+    return load_latest(folder, torch.device("cpu"))
 
 
 def _owner(folder: Path) -> object:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "reliability.json"
@@ -66,7 +66,7 @@ def measured() -> str:
     describe = ["git", "describe", "--always", "--dirty=+"]
     git = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
     commit = os.environ.get("M1CLIP_COMMIT") or git.stdout.strip() or "unknown"
-    facts = read_facts()
+    facts = read_machine_info()
     machine = f"{facts.cpu or facts.machine}, {os.cpu_count()} cores, {facts.system}"
     return f"commit `{commit}` on {machine}, torch {torch.__version__}"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from image_sets import break_files, make_set
 from PIL import Image
-from small_run import PATIENCE, run_small
+from small_run import PATIENCE, before_each_step, run_small
 
 from m1clip.data import images
 from m1clip.data.decoding import LazyImages, decode_images, read_or_replace
@@ -22,7 +22,7 @@ from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training.step import TrainStep
+from m1clip.training.compose import TrainStep
 
 HANGS = 2.0  # seconds after which a read counts as hanging: `hangs_without_waiting` skips them
 
@@ -154,11 +154,7 @@ def test_cache_does_not_store_a_hanging_image_as_broken() -> None:
     with pytest.raises(
         UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"
     ):
-        list(
-            decode_images(
-                [Grey(), lost], 16, "shortest", {}, lambda done, total: None, timeout=HANGS
-            )
-        )
+        list(decode_images([Grey(), lost], 16, "shortest", {}, timeout=HANGS))
     lost.released.set()
 
 
@@ -203,14 +199,12 @@ def test_file_deleted_while_training_is_replaced(
 ) -> None:
     folder = make_set(tmp_path / "set", train=64, val=8, test=8)
     break_files(folder, [5, 25, 45])  # and 5% were broken from the start
-    original = TrainStep.__call__
 
-    def step(self: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
-        if number == 1:
+    def delete(train_step: TrainStep, batch: Any, step: int) -> None:
+        if step == 1:
             (folder / "images" / "train-0011.jpg").unlink(missing_ok=True)
-        return original(self, batch, number, *rest, **named)
 
-    monkeypatch.setattr(TrainStep, "__call__", step)
+    before_each_step(delete, monkeypatch)
     changes = {
         "data.source": [str(folder)],
         "data.cache": "off",

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_run import run_small, screen
+from small_run import run_small
 
+from m1clip import console
 from m1clip.formatting import ago
-from m1clip.io import LOCK, lock_content, process_start_id, read_owner
+from m1clip.io import RUN_LOCK, lock_content, process_start_id, read_owner
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import History
 from m1clip.monitor.status import elapsed as elapsed_seconds
 from m1clip.monitor.status import seconds_left, status_of
 from m1clip.runlog import read_log
+from m1clip.training.progress import TrainingDisplay
 
 sys.path.append(str(Path(__file__).parents[1]))
 from monitor.made_runs import BEGIN, evaluation, make_run, step
@@ -83,12 +85,13 @@ def test_run_that_stops_logging_after_the_clock_was_set_back_is_stalled(tmp_path
 
 def test_one_step_of_an_hour_does_not_change_the_time_left(tmp_path: Path) -> None:
     """Where the system counts the sleep as time, one step seems to have taken an hour."""
-    shown = screen()
-    shown.begin(0, 1000)
-    for number in range(1, 12):
-        shown._last_line = -1e9
-        shown.step({**step(number), "step_seconds": HOUR / 10 if number == 5 else 0.1})
-    assert shown.console.file.getvalue().endswith("1:39 left\n")  # type: ignore[attr-defined]
+    display = TrainingDisplay()
+    with console.capture() as output:
+        display.begin(0, 1000)
+        for number in range(1, 12):
+            display._last_line = -1e9
+            display.step({**step(number), "step_seconds": HOUR / 10 if number == 5 else 0.1})
+    assert output.getvalue().endswith("1:39 left\n")
     rows = [step(n, step_seconds=HOUR if n == 70 else 0.5) for n in range(10, 90, 2)]
     history = history_of(make_run(tmp_path, rows))
     left = seconds_left(history)
@@ -103,7 +106,7 @@ def test_running_process_is_found_after_the_clock_was_set(
 ) -> None:
     if " " not in process_start_id(psutil.Process()):
         pytest.skip("this system measures the start of a process by the clock only")
-    (tmp_path / LOCK).write_text(lock_content())
+    (tmp_path / RUN_LOCK).write_text(lock_content())
     make_run(tmp_path, [step(10)])
     original = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: original(self) - HOUR)
@@ -114,7 +117,7 @@ def test_running_process_is_found_after_the_clock_was_set(
     # A later process with the same pid is a different one.
     boot, ticks = owner.start_id.split()
     for other in (f"{boot} {int(ticks) + 1}", f"0000-{boot[5:]} {ticks}"):
-        (tmp_path / LOCK).write_text(lock_content().replace(owner.start_id, other))
+        (tmp_path / RUN_LOCK).write_text(lock_content().replace(owner.start_id, other))
         reused = read_owner(tmp_path)
         assert reused is not None
         assert reused.process() is None

@@ -9,15 +9,14 @@ import random
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from small_run import PATIENCE, Command, small_arguments
+from small_run import PATIENCE, Command, before_each_step, small_arguments
 
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.step import TrainStep
+from m1clip.training.compose import TrainStep
 
 CHANGES = {"train.save_every": 7, "train.eval_every": 50, "data.crop_min": 0.6, "data.flip": 0.5}
 
@@ -28,10 +27,9 @@ def log_samples(path: Path, limit: float = math.inf) -> None:
     With `limit` lines, training waits to be killed: on any schedule, the kill comes before the end.
     """
     count = len(lines(path))
-    original = TrainStep.__call__
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def logged(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
+    def log(train_step: TrainStep, batch: Batch, step: int) -> None:
         nonlocal count
         while count >= limit:
             time.sleep(0.01)
@@ -40,9 +38,8 @@ def log_samples(path: Path, limit: float = math.inf) -> None:
         for tensor in batch.tensors().values():
             digest.update(tensor.cpu().numpy().tobytes())
         os.write(handle, f"{step} {digest.hexdigest()}\n".encode())
-        return original(self, batch, step, *rest, **named)
 
-    TrainStep.__call__ = logged
+    before_each_step(log)
 
 
 def lines(path: Path) -> list[str]:

@@ -57,7 +57,7 @@ def check_after_kill(run: Path, reported: int, size: int) -> int:
     """The newest reported checkpoint or a later one is loaded, and nothing incomplete is left; returns its step."""
     for step in saved_steps(run):
         assert verify(checkpoint_folder(run, step)) == ""
-    kept = load_latest(run, CPU, lambda line: None)
+    kept = load_latest(run, CPU)
     if kept is None:
         assert reported == 0
         return 0

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small_run import run_small, tensors_of
+from small_run import before_each_step, run_small, tensors_of
 
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.step import TrainStep
+from m1clip.training.compose import TrainStep
 
 STEPS = 30
 
 
 def run_with_nan(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Train with one NaN image in each of these steps; the weights stay finite, and each step is logged."""
-    original = TrainStep.__call__
 
-    def call(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
+    def break_image(train_step: TrainStep, batch: Batch, step: int) -> None:
         if step in at:
             batch.views[step % len(batch), 5] = float("nan")
-        return original(self, batch, step, *rest, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", call)
+        before_each_step(break_image, patch)
         run_small(folder, {"train.steps": STEPS, "data.color_jitter": 0.2})
     assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(folder, STEPS).values())
     skipped = [line for line in read_log(folder) if line.get("event") == "update skipped"]

@@ -14,21 +14,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from small_run import environment, small_arguments, tensors_of
+from small_run import before_each_step, environment, small_arguments, tensors_of
 
-from m1clip.hardware.memory import NEAR, return_freed_memory
+from m1clip.hardware.memory import NEAR_LIMIT, return_freed_memory
 from m1clip.losses.registry import LOSSES
 from m1clip.runlog import read_log
+from m1clip.training.compose import TrainStep
 from m1clip.training.oom import OOMHandler
-from m1clip.training.step import TrainStep
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux limits the memory of a process"
 )
 BATCH, STEPS = 128, 6
-TOLERANCE = (
-    1e-4  # relative, of each weight: a smaller micro-batch adds the same numbers in another order
-)
+# Relative, of each weight: a smaller micro-batch adds the same numbers in another order.
+TOLERANCE = 1e-4
 # Most of the memory of this model are the activations of a micro-batch.
 CHANGES = {
     "model.patch_size": 4,
@@ -50,13 +49,13 @@ def take_memory(how: str) -> None:
     # The first `tensor.backward(gradient)` imports it, which could fail when memory is short.
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     state: dict[str, Any] = {"used": 0, "begin": 0, "wanted": {}, "step": 0, "held": None}
-    original_step, original_check = TrainStep.__call__, OOMHandler.check
+    original_check = OOMHandler.check
 
-    def step(update: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
+    def limit_memory(update: TrainStep, batch: Any, number: int) -> None:
         return_freed_memory()  # or a run near its limit would find enough of it to go on
         state["begin"], state["step"] = address_space(), number
         if number == THIRD and how == "near":
-            missing = int(NEAR * update.oom.limit) - state["used"] + ABOVE
+            missing = int(NEAR_LIMIT * update.retrying.handler.limit) - state["used"] + ABOVE
             assert 0 < missing < 2**31, (
                 "memory was already near the limit, or no --memory was given"
             )
@@ -68,14 +67,14 @@ def take_memory(how: str) -> None:
         if number == FIFTH:
             state["held"] = None
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        return original_step(update, batch, number, *rest, **named)
 
     def check(handler: OOMHandler) -> None:
         state["used"] = max(state["used"], handler.used_bytes())
         state["wanted"][state["step"]] = address_space() - state["begin"]
         original_check(handler)
 
-    TrainStep.__call__, OOMHandler.check = step, check
+    before_each_step(limit_memory)
+    OOMHandler.check = check
     if how == "refused":
         # Its error would be "could not create a primitive".
         torch.backends.mkldnn.set_flags(_enabled=False)

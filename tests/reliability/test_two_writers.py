@@ -13,7 +13,7 @@ import pytest
 from small_run import SERVER
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, lock_content, read_owner
+from m1clip.io import RUN_LOCK, lock_content, read_owner
 from m1clip.training.process import lock_run
 
 
@@ -95,14 +95,14 @@ def test_one_of_eight_processes_gets_the_lock_every_time(
     ],
 )
 def test_stale_lock_is_replaced(tmp_path: Path, mark: str) -> None:
-    (tmp_path / LOCK).write_text(mark)
+    (tmp_path / RUN_LOCK).write_text(mark)
     owner = read_owner(tmp_path)
     if owner is not None and mark != lock_content():
         assert owner.process() is None
     with lock_run(tmp_path):
-        assert (tmp_path / LOCK).read_text() == lock_content()
+        assert (tmp_path / RUN_LOCK).read_text() == lock_content()
 
 
 def test_fifo_in_place_of_the_lock_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / LOCK)
+    os.mkfifo(tmp_path / RUN_LOCK)
     assert read_owner(tmp_path) is None

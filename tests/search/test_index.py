@@ -34,7 +34,7 @@ import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
 from m1clip.search import index as module
-from m1clip.search.index import DATABASE, FOLDER, find_index, update_index
+from m1clip.search.index import DATABASE, INDEX_FOLDER, find_index, update_index
 from m1clip.web.photos import Photos
 
 
@@ -63,7 +63,7 @@ def close(one: Path, other: Path) -> None:
 def fresh(photos: Path, model: Path) -> Path:
     """A new index of the same files."""
     copy = Path(tempfile.mkdtemp(dir=photos.parent)) / "copy"
-    shutil.copytree(photos, copy, ignore=shutil.ignore_patterns(FOLDER), symlinks=True)
+    shutil.copytree(photos, copy, ignore=shutil.ignore_patterns(INDEX_FOLDER), symlinks=True)
     return update_index(copy, model).place
 
 
@@ -124,7 +124,7 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     shutil.copy2(photos / "b/0003.jpg", photos / "b/0004.jpg")
     report = update_index(photos, model)
     assert (report.added, report.kept, report.indexed) == (10, 1, 11)
-    before = content(photos / FOLDER)
+    before = content(photos / INDEX_FOLDER)
     (photos / "a/0000.jpg").rename(photos / "new name.jpg")
     shutil.copy2(photos / "a/0002.jpg", photos / "copy.jpg")
     (photos / "b/0001.jpg").unlink()
@@ -137,7 +137,7 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     report = update_index(photos)
     assert sorted(read) == ["copy.jpg", "new name.jpg"]
     assert (report.added, report.kept, report.removed, report.indexed) == (0, 2, 2, 11)
-    after = content(photos / FOLDER)
+    after = content(photos / INDEX_FOLDER)
     assert after[b"new name.jpg"] == before[b"a/0000.jpg"]
     read.clear()
     update_index(photos)
@@ -151,7 +151,7 @@ def test_each_model_has_its_own_vectors(model: Path, tmp_path: Path) -> None:
     )
     update_index(photos, model)
     assert update_index(photos, other).added == 4
-    assert {len(vectors) for *_, vectors in content(photos / FOLDER).values()} == {2}  # type: ignore[arg-type]
+    assert {len(vectors) for *_, vectors in content(photos / INDEX_FOLDER).values()} == {2}  # type: ignore[arg-type]
     assert m1clip.Index(photos).dim == 24
     assert m1clip.Index(photos, model).dim == 16
     with pytest.raises(UserError, match="no vectors of"):
@@ -199,7 +199,7 @@ def test_exif_date_and_orientation(model: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     image(1, (60, 40)).save(tmp_path / "photos/a.jpg", exif=exif)
     update_index(tmp_path / "photos", model)
-    (facts,) = content(tmp_path / "photos" / FOLDER).values()
+    (facts,) = content(tmp_path / "photos" / INDEX_FOLDER).values()
     assert facts[4:8] == (40, 60, "2024-05-31T12:13:14", 6)
 
 
@@ -212,7 +212,7 @@ def test_second_indexer_reports_the_first(model: Path, tmp_path: Path) -> None:
 
 def test_read_only_folder_has_index_in_user_data(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 2)
-    (photos / FOLDER).touch()  # root may write everywhere, but not into a file
+    (photos / INDEX_FOLDER).touch()  # root may write everywhere, but not into a file
     report = update_index(photos, model)
     assert report.place.is_relative_to(tmp_path / "data")
     assert find_index(photos / "a") == (report.place, photos)
@@ -232,15 +232,15 @@ def test_full_disk_keeps_what_was_indexed(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "BATCH", 3)
+        patch.setattr(module, "ENCODED_BATCH", 3)
         patch.setattr(module, "SAVE_SECONDS", 0.0)
         patch.setattr(module.os, "fsync", fsync)
         with pytest.raises(UserError, match="the disk is full"):
             update_index(photos, model)
     saved = 3 * max(0, when - 2)
-    assert len(content(photos / FOLDER)) == saved
+    assert len(content(photos / INDEX_FOLDER)) == saved
     assert update_index(photos).added == 12 - saved
-    close(photos / FOLDER, fresh(photos, model))
+    close(photos / INDEX_FOLDER, fresh(photos, model))
 
 
 def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
@@ -256,7 +256,7 @@ def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
     update_index(photos)
     assert file.stat().st_size == size  # overwritten, not truncated
     assert m1clip.Index(photos).search("a").searched == 4
-    close(photos / FOLDER, fresh(photos, model))
+    close(photos / INDEX_FOLDER, fresh(photos, model))
 
 
 def test_vectors_of_deleted_images_are_removed(model: Path, tmp_path: Path) -> None:
@@ -280,7 +280,11 @@ def test_watched_folder_is_kept_up_to_date(model: Path, tmp_path: Path) -> None:
 
     def indexed() -> set[bytes]:
         with contextlib.suppress(UserError):  # the index is being created
-            return set(content(photos / FOLDER)) if (photos / FOLDER / DATABASE).exists() else set()
+            return (
+                set(content(photos / INDEX_FOLDER))
+                if (photos / INDEX_FOLDER / DATABASE).exists()
+                else set()
+            )
         return set()
 
     process.wait_until(lambda: len(indexed()) == 2)
@@ -297,7 +301,7 @@ def slow_saves(hang_after: float = math.inf) -> None:
 
     After some reads it waits for the kill, which so comes before the end on any schedule.
     """
-    module.BATCH, module.SAVE_SECONDS = 4, 0.0
+    module.ENCODED_BATCH, module.SAVE_SECONDS = 4, 0.0
     read, reads = module._read, itertools.count()
 
     def slow_read(*args: Any) -> Any:
@@ -313,7 +317,7 @@ def kill_at_random_moments(
     photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf
 ) -> int:
     """Index again and again, and kill it each time; returns the number of kills before it was finished."""
-    chance, interrupted, database = random.Random(0), 0, photos / FOLDER / DATABASE
+    chance, interrupted, database = random.Random(0), 0, photos / INDEX_FOLDER / DATABASE
     for _ in range(kills):
         began = time.time()  # it writes to the database when it starts
         prepare = functools.partial(slow_saves, hang_after)
@@ -334,7 +338,7 @@ def kill_at_random_moments(
 def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 60)
     assert kill_at_random_moments(photos, model, 3, 0.6, hang_after=15) == 3
-    close(photos / FOLDER, fresh(photos, model))
+    close(photos / INDEX_FOLDER, fresh(photos, model))
 
 
 @pytest.mark.long("Kill while indexing photos")
@@ -343,7 +347,7 @@ def test_many_kills_while_indexing(model: Path, tmp_path: Path, counts: dict[str
     counts["SIGKILLs at random moments, 10,000 images"] = kill_at_random_moments(
         photos, model, 20, 20.0
     )
-    close(photos / FOLDER, fresh(photos, model))
+    close(photos / INDEX_FOLDER, fresh(photos, model))
 
 
 # A reader in every state that a writer leaves
@@ -357,7 +361,7 @@ def test_index_without_a_model_leaves_no_folder(
     for words in ([], ["--model", str(tmp_path / "nowhere")]):
         assert exit_code("index", photos, *words) == 2
         assert capsys.readouterr().err.count("\n") == 1
-        assert not (photos / FOLDER).exists()
+        assert not (photos / INDEX_FOLDER).exists()
 
 
 @pytest.mark.parametrize("state", ["nothing", "tables", "model"])
@@ -365,11 +369,11 @@ def test_index_without_vectors_is_reported_in_one_line(
     state: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     photos = make_photos(tmp_path / "photos", 1)
-    (photos / FOLDER).mkdir()
+    (photos / INDEX_FOLDER).mkdir()
     if state == "nothing":  # killed before the tables were created
-        (photos / FOLDER / DATABASE).touch()
+        (photos / INDEX_FOLDER / DATABASE).touch()
     else:
-        with contextlib.closing(module.connect(photos / FOLDER, write=True)) as db:
+        with contextlib.closing(module.connect(photos / INDEX_FOLDER, write=True)) as db:
             if state == "model":
                 db.execute(
                     "INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)",
@@ -448,7 +452,7 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
 
 def kill_at(point: str) -> None:
     """In the process that is killed: it kills itself at a point of a save, or of a rewrite of the vectors."""
-    module.BATCH, module.SAVE_SECONDS = 2, 0.0
+    module.ENCODED_BATCH, module.SAVE_SECONDS = 2, 0.0
     save, create, remove_others = (
         module._Writer.save,
         module.vectors.create,
@@ -537,7 +541,7 @@ def test_server_survives_a_vectors_file_that_gets_shorter(model: Path, tmp_path:
     assert searched() == 20
     os.truncate(file, 0)
     assert searched() == 20  # of what it has read
-    with contextlib.closing(module.connect(photos / FOLDER, write=True)) as db:
+    with contextlib.closing(module.connect(photos / INDEX_FOLDER, write=True)) as db:
         db.execute("INSERT OR REPLACE INTO about VALUES ('changed', 1)")
         db.commit()
     assert "truncated (0 of 20 vectors are left)" in searched()
@@ -642,21 +646,24 @@ def test_only_numbers_name_a_file_of_vectors(gift: Path, column: str) -> None:
     before = outside_files(gift)
     image(9).save(gift / "new.jpg")
     for value in VALUES:
-        shutil.copytree(gift / FOLDER, gift.parent / "copy", dirs_exist_ok=True)
-        change(gift / FOLDER, f"UPDATE models SET {column} = {value}")
+        shutil.copytree(gift / INDEX_FOLDER, gift.parent / "copy", dirs_exist_ok=True)
+        change(gift / INDEX_FOLDER, f"UPDATE models SET {column} = {value}")
         with pytest.raises(UserError, match=r"not a valid index|No such file|vectors-1-"):
             m1clip.Index(gift)
         with contextlib.suppress(UserError):
             update_index(gift)
-        shutil.rmtree(gift / FOLDER)
-        (gift.parent / "copy").rename(gift / FOLDER)
+        shutil.rmtree(gift / INDEX_FOLDER)
+        (gift.parent / "copy").rename(gift / INDEX_FOLDER)
     assert outside_files(gift) == before
 
 
 def test_tables_of_others_and_stored_roots_are_not_used(gift: Path) -> None:
-    change(gift / FOLDER, "INSERT OR REPLACE INTO about VALUES ('root', '/')")
+    change(gift / INDEX_FOLDER, "INSERT OR REPLACE INTO about VALUES ('root', '/')")
     assert m1clip.Index(gift).root == gift
-    change(gift / FOLDER, "CREATE TRIGGER evil AFTER INSERT ON files BEGIN DELETE FROM images; END")
+    change(
+        gift / INDEX_FOLDER,
+        "CREATE TRIGGER evil AFTER INSERT ON files BEGIN DELETE FROM images; END",
+    )
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="other tables than m1clip's"):
             call(gift)
@@ -665,7 +672,7 @@ def test_tables_of_others_and_stored_roots_are_not_used(gift: Path) -> None:
 COLUMNS = {
     "about": ("value",),
     "files": ("path", "bytes", "mtime_ns", "image", "problem"),
-    "images": ("sha256", "width", "height", "taken", "look", "thumb"),
+    "images": ("sha256", "width", "height", "taken", "perceptual_hash", "thumb"),
     "models": ("hash", "path", "stamp", "used"),
     "vectors": ("image", "row"),
 }
@@ -677,14 +684,14 @@ def test_values_of_any_type_are_rejected_or_do_not_count(
 ) -> None:
     loaded = m1clip.load(model)
     monkeypatch.setattr(m1clip, "load", lambda path: loaded)
-    database = gift / FOLDER / DATABASE
+    database = gift / INDEX_FOLDER / DATABASE
     original = database.read_bytes()
     first = "image = 1" if table == "vectors" else "rowid = 1"
     for column, value in itertools.product(COLUMNS[table], ("NULL", "'text'", "x'00ff'")):
         database.unlink()
         database.write_bytes(original)
         try:
-            change(gift / FOLDER, f"UPDATE {table} SET {column} = {value} WHERE {first}")
+            change(gift / INDEX_FOLDER, f"UPDATE {table} SET {column} = {value} WHERE {first}")
         except sqlite3.IntegrityError:
             continue
         with contextlib.suppress(UserError):
@@ -699,7 +706,7 @@ def test_values_of_any_type_are_rejected_or_do_not_count(
 
 def test_trigger_whose_name_belongs_to_sqlite_is_rejected(gift: Path) -> None:
     change(
-        gift / FOLDER,
+        gift / INDEX_FOLDER,
         "CREATE TRIGGER hidden AFTER UPDATE ON models BEGIN DELETE FROM images; END",
         "PRAGMA writable_schema = ON",
         "UPDATE sqlite_master SET name = 'sqlite_hidden', sql = replace(sql, 'hidden', 'sqlite_hidden') "
@@ -715,9 +722,9 @@ def test_view_in_place_of_a_table_is_not_computed(gift: Path, database: str) -> 
     """It could be computed forever; this one is an error."""
     m1clip.Index(gift).teach("Rex", [1])
     table = "about" if database == DATABASE else "examples"
-    names = ("name", "value", "sha256", "model", "vector", "good", "time")
+    names = ("name", "value", "sha256", "model", "vector", "positive", "time")
     columns = ", ".join(f"abs(-9223372036854775807 - 1) AS {name}" for name in names)
-    with contextlib.closing(sqlite3.connect(gift / FOLDER / database)) as db:
+    with contextlib.closing(sqlite3.connect(gift / INDEX_FOLDER / database)) as db:
         db.execute(f"DROP TABLE {table}")
         db.execute(f"CREATE VIEW {table} AS SELECT {columns}")
         db.commit()
@@ -726,8 +733,8 @@ def test_view_in_place_of_a_table_is_not_computed(gift: Path, database: str) -> 
 
 
 def test_one_large_number_of_a_vector_needs_no_memory(gift: Path) -> None:
-    change(gift / FOLDER, "UPDATE vectors SET row = 1000000 WHERE row = 3")
-    os.truncate(gift / FOLDER / "vectors-1-0.f16", 2**30)  # sparse
+    change(gift / INDEX_FOLDER, "UPDATE vectors SET row = 1000000 WHERE row = 3")
+    os.truncate(gift / INDEX_FOLDER / "vectors-1-0.f16", 2**30)  # sparse
     image(9).save(gift / "new.jpg")
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="bad numbers of vectors"):
@@ -735,7 +742,7 @@ def test_one_large_number_of_a_vector_needs_no_memory(gift: Path) -> None:
 
 
 def test_vectors_of_another_length_than_those_of_the_model_are_reported(gift: Path) -> None:
-    change(gift / FOLDER, "UPDATE models SET dim = 8")
+    change(gift / INDEX_FOLDER, "UPDATE models SET dim = 8")
     index = m1clip.Index(gift)
     for query in ({"text": "dog"}, {"text": ["dog", "beach"]}, {"like": [gift / "a/0000.jpg"]}):
         with pytest.raises(UserError, match="has vectors of 8 values, the model 16; delete"):
@@ -747,7 +754,7 @@ def test_vectors_of_another_length_than_those_of_the_model_are_reported(gift: Pa
 def test_vectors_that_are_not_finite_are_reported_by_every_search(gift: Path, value: float) -> None:
     index = m1clip.Index(gift)
     index.teach("Rex", [1, 2])
-    file = gift / FOLDER / "vectors-1-0.f16"
+    file = gift / INDEX_FOLDER / "vectors-1-0.f16"
     values = np.fromfile(file, np.float16)
     values[17] = value
     values.tofile(file)
@@ -761,11 +768,11 @@ EXAMPLE = {
     "name": "'dog'",
     "sha256": "zeroblob(32)",
     "vector": "zeroblob(32)",
-    "good": "1",
+    "positive": "1",
     "time": "1",
 }
 ODD_EXAMPLES = [
-    *(("good", value) for value in ("5", "-9", "'x'", "NULL", "0.5")),
+    *(("positive", value) for value in ("5", "-9", "'x'", "NULL", "0.5")),
     *(
         ("vector", value)
         for value in ("zeroblob(33)", "zeroblob(30)", "NULL", "'text'", f"x'{'007e' * 16}'")
@@ -782,7 +789,7 @@ def test_examples_that_m1clip_did_not_write_do_not_count(
     index = m1clip.Index(gift)
     index.teach("Rex", [1])
     values = EXAMPLE | {column: value}
-    with contextlib.closing(sqlite3.connect(gift / FOLDER / "concepts.sqlite")) as db:
+    with contextlib.closing(sqlite3.connect(gift / INDEX_FOLDER / "concepts.sqlite")) as db:
         (model,) = db.execute("SELECT model FROM examples").fetchone()
         names = ", ".join(values)
         db.execute(
@@ -803,7 +810,7 @@ def test_rows_of_files_outside_the_folder_do_not_count(gift: Path) -> None:
         index.teach(text, [1, 2])
     for path in ("../outside/secret.jpg", "a/../../outside/secret.jpg", "/etc/x.jpg", "a/\\0.jpg"):
         name = path.replace("\\0", "\0").encode().hex()
-        change(gift / FOLDER, f"UPDATE files SET path = x'{name}' WHERE id = 1")
+        change(gift / INDEX_FOLDER, f"UPDATE files SET path = x'{name}' WHERE id = 1")
         index = m1clip.Index(gift)
         found = [*index.search("dog").nearest, *index.newest().nearest]
         assert [each.id for each in found].count(1) == 0
@@ -832,7 +839,7 @@ def test_only_images_of_the_folder_are_opened_in_a_viewer(
     (gift / "link.jpg").symlink_to(gift.parent / "outside/secret.jpg")
     for name in ("program.command", "link.jpg"):
         change(
-            gift / FOLDER,
+            gift / INDEX_FOLDER,
             f"UPDATE files SET path = CAST('{name}' AS BLOB) WHERE id = 1",
             "DELETE FROM files WHERE id != 1",
         )
@@ -844,7 +851,7 @@ def test_only_images_of_the_folder_are_opened_in_a_viewer(
 FILES = (DATABASE, "lock", "thumbnails", "concepts.sqlite", "vectors-1-0.f16")
 
 
-@pytest.mark.parametrize("name", [FOLDER, *(f"{FOLDER}/{name}" for name in FILES)])
+@pytest.mark.parametrize("name", [INDEX_FOLDER, *(f"{INDEX_FOLDER}/{name}" for name in FILES)])
 def test_links_in_an_index_are_rejected(
     gift: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -873,7 +880,7 @@ def test_links_in_an_index_are_rejected(
 def test_hard_links_in_an_index_are_not_written_to(gift: Path, name: str) -> None:
     m1clip.Index(gift).teach("Rex", [1])
     precious = gift.parent / "outside" / "target"
-    place = gift / FOLDER
+    place = gift / INDEX_FOLDER
     shutil.copy(place / name, precious)
     (place / name).unlink()
     (place / name).hardlink_to(precious)
@@ -895,12 +902,12 @@ def test_journal_that_names_another_file_is_rejected(gift: Path, database: str) 
     m1clip.Index(gift).teach("Rex", [1])
     before = outside_files(gift)
     victim, magic = os.fsencode(gift.parent / "outside/precious"), bytes.fromhex("d9d505f920a163d7")
-    pages = (gift / FOLDER / database).stat().st_size // 4096
+    pages = (gift / INDEX_FOLDER / database).stat().st_size // 4096
     header = (magic + struct.pack(">IIIII", 0, 0, pages, 512, 4096)).ljust(512, b"\0")
     name = (
         struct.pack(">I", 2**30 // 4096 + 1) + victim + struct.pack(">II", len(victim), sum(victim))
     )
-    (gift / FOLDER / f"{database}-journal").write_bytes(header + name + magic)
+    (gift / INDEX_FOLDER / f"{database}-journal").write_bytes(header + name + magic)
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="was not written by m1clip"):
             call(gift)
@@ -925,13 +932,13 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     with pytest.raises(UserError, match="belongs to another user"):
         m1clip.Index()
     assert len(m1clip.Index(gift)) == 4  # asked for
-    files = content(gift / FOLDER)
+    files = content(gift / INDEX_FOLDER)
     # What this user makes is their own.
-    monkeypatch.setattr(module, "is_own", lambda place: FOLDER not in place.parts)
+    monkeypatch.setattr(module, "is_own", lambda place: INDEX_FOLDER not in place.parts)
     report = update_index(gift, model)
     # Nothing is written to the index of another user.
     assert report.place.is_relative_to(gift.parent / "data")
-    assert content(gift / FOLDER) == files
+    assert content(gift / INDEX_FOLDER) == files
     assert m1clip.Index(gift).place == m1clip.Index().place == report.place
 
 
@@ -957,7 +964,7 @@ def test_index_that_another_program_has_locked_is_reported(
 ) -> None:
     monkeypatch.setattr(module, "READ_SECONDS", 0.0)
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
-    with contextlib.closing(sqlite3.connect(gift / FOLDER / DATABASE)) as other:
+    with contextlib.closing(sqlite3.connect(gift / INDEX_FOLDER / DATABASE)) as other:
         other.execute("BEGIN EXCLUSIVE")
         for words in (["search", "a", "--index", gift], ["index", gift]):
             assert exit_code(*words) == 2

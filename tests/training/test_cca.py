@@ -52,8 +52,8 @@ def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> No
     ).astype(np.float16)
     train = split(image[:300], text[: sum(counts[:300])], counts[:300])
     weights = []
-    for block in (cca.BLOCK, 7):
-        monkeypatch.setattr(cca, "BLOCK", block)
+    for block in (cca.CCA_BLOCK, 7):
+        monkeypatch.setattr(cca, "CCA_BLOCK", block)
         heads = [Head(HeadConfig(kind="adapter", hidden=4), width, 8) for width in (20, 15)]
         for head, table in zip(heads, (image, text), strict=True):
             head.initialize()

@@ -14,15 +14,15 @@ from small_run import (
     finished_run,
     resume_quietly,
     run_small,
-    screen,
     small_config,
     tensors_of,
 )
 from test_step import make
 
+from m1clip import console
 from m1clip.cli.main import main
 from m1clip.errors import UserError
-from m1clip.formatting import steps_or_seconds
+from m1clip.formatting import save_interval
 from m1clip.io import remove_folder
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint
@@ -35,10 +35,10 @@ from m1clip.training.checkpoint import (
     saved_steps,
     verify,
 )
+from m1clip.training.compose import TrainStep
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import step_plan
-from m1clip.training.step import TrainStep
 
 CPU = torch.device("cpu")
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -68,8 +68,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def load(run: Path, **options: bool) -> tuple[TrainState, TensorGroups, list[str]]:
-    warnings: list[str] = []
-    loaded = checkpoint.load_latest(run, CPU, warnings.append, **options)
+    with console.recorded_warnings() as warnings:
+        loaded = checkpoint.load_latest(run, CPU, **options)
     assert loaded is not None
     return *loaded, warnings
 
@@ -84,9 +84,11 @@ def test_checkpoint_round_trip(run: Path) -> None:
 
 
 def test_no_checkpoints(tmp_path: Path) -> None:
-    assert checkpoint.load_latest(tmp_path, CPU, pytest.fail) is None
-    (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
-    assert checkpoint.load_latest(tmp_path, CPU, pytest.fail) is None
+    with console.recorded_warnings() as warnings:
+        assert checkpoint.load_latest(tmp_path, CPU) is None
+        (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
+        assert checkpoint.load_latest(tmp_path, CPU) is None
+    assert warnings == []
 
 
 def test_save_deletes_old_and_later_checkpoints_and_replaces_the_same_step(run: Path) -> None:
@@ -203,21 +205,24 @@ def test_rollback_prefers_a_checkpoint_saved_after_a_finite_step(run: Path) -> N
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (500, (500, 0.0)),
-        ("500", (500, 0.0)),
-        ("30s", (0, 30.0)),
-        ("10m", (0, 600.0)),
-        (" 1.5H ", (0, 5400.0)),
+        (500, (500, 0.0, 0.0)),
+        ("500", (500, 0.0, 0.0)),
+        ("30s", (0, 30.0, 0.0)),
+        ("10m", (0, 600.0, 0.0)),
+        (" 1.5H ", (0, 5400.0, 0.0)),
+        ("2ep", (0, 0.0, 2.0)),
+        ("1 epoch", (0, 0.0, 1.0)),
+        ("0.5 Epochs", (0, 0.0, 0.5)),
     ],
 )
-def test_save_every_is_a_number_of_steps_or_a_time(
-    value: int | str, expected: tuple[int, float]
+def test_save_every_is_a_number_of_steps_a_time_or_epochs(
+    value: int | str, expected: tuple[int, float, float]
 ) -> None:
-    assert steps_or_seconds(value, "--save-every") == expected
+    assert save_interval(value, "--save-every") == expected
 
 
 @pytest.mark.parametrize(
-    "value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3"]
+    "value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3", "0ep", "2 e"]
 )
 def test_invalid_save_every_is_rejected(value: str) -> None:
     with pytest.raises(UserError, match="a time such as 30s, 10m or 1h"):
@@ -227,12 +232,17 @@ def test_invalid_save_every_is_rejected(value: str) -> None:
 def context(folder: Path, every: int | str | None, state: TrainState) -> RunContext:
     """A run with a fake model, whose checkpoint has a tensor."""
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
-    setup = SimpleNamespace(config=config, ranks=Ranks(), device=SimpleNamespace(kind="cpu"))
     spec = SimpleNamespace(config=config, plan=step_plan(config.train))
+    training = SimpleNamespace(plan=SimpleNamespace(steps_per_epoch=4))
+    inputs = SimpleNamespace(
+        spec=spec, ranks=Ranks(), device=SimpleNamespace(kind="cpu"), training=training
+    )
     model = torch.nn.Linear(2, 2)
     optimizer = SimpleNamespace(tensors=dict)
-    step = SimpleNamespace(model=model, optimizer=optimizer, shards=None)
-    return RunContext(spec, setup, step, folder, RunLog(folder), screen(), state=state)  # type: ignore[arg-type]
+    step = SimpleNamespace(
+        model=model, optimizer=optimizer, parts=SimpleNamespace(world=SimpleNamespace(shards=None))
+    )
+    return RunContext(inputs, step, folder, RunLog(folder), state=state)  # type: ignore[arg-type]
 
 
 def test_saves_by_the_clock_and_after_sleep_only_once(
@@ -253,6 +263,20 @@ def test_saves_by_steps_or_after_evaluations(every: int | None, expected: list[i
     """Without --save-every, a checkpoint follows each evaluation; the loop saves the last step in any case."""
     due = [step for step in range(12) if SaveTimer(every).due(step, evaluated=step % 3 == 0)]
     assert due == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ("2ep", [10, 20]),
+        ("1 epoch", [5, 10, 15, 20]),
+        ("0.5 epochs", [3, 5, 8, 10, 13, 15, 18, 20]),
+        ("0.1ep", list(range(1, 21))),
+    ],
+)
+def test_saves_by_epochs(every: str, expected: list[int]) -> None:
+    steps = range(21)
+    assert [step for step in steps if SaveTimer(every, 5).due(step, False)] == expected
 
 
 def test_save_stays_due_until_done(tmp_path: Path) -> None:
@@ -316,8 +340,8 @@ DAMAGES: dict[str, Callable[[TensorGroups], object]] = {
 
 @pytest.fixture(scope="module")
 def train_step() -> TrainStep:
-    setup, made = make({"optim.optimizer": "adamw"})
-    made(setup.training[0], 0)
+    inputs, made = make({"optim.optimizer": "adamw"})
+    made.run(inputs.training[0], 0)
     return made
 
 

@@ -2,20 +2,24 @@
 
 import itertools
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_run import losses_of, prepared, run_small, screen, small_config
+from small_run import losses_of, prepared, run_small, small_config
 from torch import Tensor
 
+from m1clip.cuda.graph import MAX_CAPTURES, CapturedStep
 from m1clip.data.loader import Batch, batches
 from m1clip.runlog import read_log
-from m1clip.training.cuda_graph import MAX_CAPTURES, CapturedStep
+from m1clip.training.analyses import layer_grad_norms
+from m1clip.training.compose import TrainStep, compose_step
+from m1clip.training.inputs import RunInputs
 from m1clip.training.run import resume
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
+from m1clip.training.step import StepResult, compute_gradients, make_parts
+from m1clip.training.step_view import Probe
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"
@@ -35,23 +39,45 @@ def groups(batch: Batch) -> list[Tensor]:
     return [batch.texts(rows) for rows in batch.text_rows()]
 
 
-def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
-    setup = prepared(small_config({**VARIED, **changes}))
-    update = TrainStep(
-        setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess
+def made(changes: dict[str, Any]) -> tuple[RunInputs, TrainStep]:
+    inputs = prepared(small_config({**VARIED, **changes}))
+    update = compose_step(
+        make_parts(
+            inputs.build_model(),
+            inputs.config,
+            inputs.device,
+            inputs.precision,
+            inputs.model.preprocess,
+        )
     )
-    return setup, update
+    return inputs, update
+
+
+def captured_step(update: TrainStep) -> CapturedStep:
+    """A step that would be captured on CUDA."""
+    return CapturedStep(
+        update.run,
+        capture=update.retrying.step,
+        clear=update.clear,
+        micro_batch=lambda: update.retrying.micro_batch,
+        device=update.parts.device,
+        phases=update.phases,
+        context_length=update.model.config.context_length,
+    )
 
 
 def test_graph_padding_does_not_change_loss() -> None:
-    setup, update = made({"data.synthetic_images": 136, "train.batch_size": 64})
-    captured = CapturedStep(update)
+    inputs, update = made({"data.synthetic_images": 136, "train.batch_size": 64})
+    captured = captured_step(update)
     shapes = []
     for step in range(6):
-        batch = setup.training[step]
+        batch = inputs.training[step]
         fixed = captured.pad(batch)
         shapes.append([tuple(group.shape) for group in groups(fixed)])
-        loss, same = update.compute_gradients(batch, step), update.compute_gradients(fixed, step)
+        loss, same = (
+            compute_gradients(update.parts, batch, step),
+            compute_gradients(update.parts, fixed, step),
+        )
         torch.testing.assert_close(same, loss, rtol=1e-6, atol=1e-6)
         for own, padded in zip(groups(batch), groups(fixed), strict=True):
             assert torch.equal(padded[:, : own.shape[1]], own)
@@ -59,14 +85,95 @@ def test_graph_padding_does_not_change_loss() -> None:
         assert all(a[0] == b[0] and a[1] <= b[1] for a, b in zip(earlier, later, strict=True))
 
 
+def test_probed_or_timed_step_has_the_shapes_of_replayed_ones_but_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, update = made({"data.synthetic_images": 136, "train.batch_size": 64})
+    captured = captured_step(update)
+    replayed: list[int] = []
+    trained: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(captured, "replay", lambda batch, step: replayed.append(step))
+    plain = captured.step
+
+    def train(batch: Batch, step: int, probe: Probe | None) -> StepResult:
+        trained.append([tuple(group.shape) for group in groups(batch)])
+        result: StepResult = plain(batch, step, probe)
+        return result
+
+    captured.step = train
+    batch = inputs.training[0]
+    norms: list[dict[str, float]] = []
+    captured(batch, 0)
+    captured(batch, 1, lambda view: norms.append(layer_grad_norms(view)))
+    captured(batch, 2)
+    with captured.phases.synchronized(lambda: None):
+        captured(batch, 3)
+    assert replayed == [0, 2]
+    assert len(norms) == 1
+    assert trained[0] == trained[1] == trained[2] == trained[3]
+    assert trained[0] != [tuple(group.shape) for group in groups(batch)], "padded"
+
+
 def test_micro_batched_step_is_not_replayed() -> None:
-    setup, update = made({})
-    captured, batch = CapturedStep(update), setup.training[0]
+    inputs, update = made({})
+    captured, batch = captured_step(update), inputs.training[0]
     assert captured.accepts(batch)
     _, micro_batched = made({"train.micro_batch": 4})
-    assert not CapturedStep(micro_batched).accepts(batch)
+    assert not captured_step(micro_batched).accepts(batch)
     captured.disabled = "some reason"
     assert not captured.accepts(batch)
+
+
+class FakeGraph:
+    """A CUDA graph whose replay does nothing; its capture computes the step once."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_fourth_step_of_the_same_shapes_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is passed to the graph and what it returns."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    inputs, plain = made({})
+    _, update = made({})
+    captured = captured_step(update)
+    batch = inputs.training[0]
+    for step in range(4):
+        expected = plain.run(batch, step)
+        result = captured(batch, step)
+        assert isinstance(result, StepResult)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+        assert captured.settled == (step == 3)
+    assert captured.captures == 1
+    assert captured._graph.replays == 1  # type: ignore[union-attr]
+    assert not update.phases.silent
+    seen: list[int] = []
+    captured(batch, 4, lambda view: seen.append(len(view.gradients)))
+    assert seen, "a step with a probe is not replayed"
+    assert captured._graph.replays == 1  # type: ignore[union-attr]
+    captured(inputs.training[0], 5)
+    assert captured._graph.replays == 2  # type: ignore[union-attr]
+    captured.reset()
+    assert not captured.settled
+
+
+def test_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore words")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    inputs, update = made({})
+    captured = captured_step(update)
+    captured.capture = fail
+    for step in range(4):
+        loss = captured(inputs.training[0], step).loss
+        assert loss.isfinite()
+    assert captured.disabled == "operation not permitted when stream is capturing"
+    assert not update.phases.silent
 
 
 def test_no_cuda_graph_without_cuda_or_if_disabled() -> None:
@@ -77,7 +184,8 @@ def test_no_cuda_graph_without_cuda_or_if_disabled() -> None:
 def assert_replayed(run: Path) -> None:
     records = list(read_log(run))
     assert not [record for record in records if record.get("event") == "CUDA graph disabled"]
-    assert "step" in [record for record in records if record["kind"] == "step"][-1]["seconds"]
+    # The last line ends with a step that is analyzed for the evaluation, which is not replayed.
+    assert "step" in [record for record in records if record["kind"] == "step"][-2]["seconds"]
 
 
 @needs_cuda
@@ -94,11 +202,11 @@ def test_replayed_steps_match_eager_steps(tmp_path: Path, changes: dict[str, Any
 
 @needs_cuda
 def test_all_but_the_first_steps_are_replayed() -> None:
-    setup, update = made(ON_CUDA)
+    inputs, update = made(ON_CUDA)
     replays = 0
     assert update.cuda_graph is not None
-    for step, batch in enumerate(batches(setup.training, 0, 30, 0, "fork", pin=True)):
-        update(batch, step)
+    for step, batch in enumerate(batches(inputs.training, 0, 30, 0, "fork", pin=True)):
+        update.run(batch, step)
         replays += update.cuda_graph._graph is not None
     assert not update.cuda_graph.disabled
     # Texts may get longer before the first capture, which restarts the warm-up.
@@ -108,18 +216,18 @@ def test_all_but_the_first_steps_are_replayed() -> None:
 
 @needs_cuda
 def test_replayed_non_finite_step_changes_no_weights() -> None:
-    setup, update = made(ON_CUDA)
-    feed = list(batches(setup.training, 0, 12, 0, "fork", pin=True))
+    inputs, update = made(ON_CUDA)
+    feed = list(batches(inputs.training, 0, 12, 0, "fork", pin=True))
     for step, batch in enumerate(feed[:8]):
-        update(batch, step)
+        update.run(batch, step)
     assert update.cuda_graph is not None
     assert update.cuda_graph._graph is not None
     before = {name: p.detach().clone() for name, p in update.model.named_parameters()}
     feed[7].views[3, 5] = float("nan")
-    loss, _ = update(feed[7], 8)
+    loss = update.run(feed[7], 8).loss
     assert not loss.isfinite()
     assert all(torch.equal(before[name], p) for name, p in update.model.named_parameters())
-    loss, _ = update(feed[9], 9)
+    loss = update.run(feed[9], 9).loss
     assert loss.isfinite()
     assert any(not torch.equal(before[name], p) for name, p in update.model.named_parameters())
 
@@ -129,7 +237,7 @@ def test_resume_with_cuda_graph(tmp_path: Path) -> None:
     run_small(tmp_path / "reference", {**ON_CUDA, "train.save_every": 20})
     run_small(tmp_path / "again", {**ON_CUDA, "train.save_every": 20})
     shutil.rmtree(sorted((tmp_path / "again" / "checkpoints").iterdir())[-1])
-    resume(tmp_path / "again", screen())
+    resume(tmp_path / "again")
     assert_replayed(tmp_path / "again")
     reference, again = losses_of(tmp_path / "reference"), losses_of(tmp_path / "again")
     torch.testing.assert_close(again[-20:], reference[-20:], rtol=2e-3, atol=0)

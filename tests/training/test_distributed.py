@@ -2,34 +2,42 @@
 
 import copy
 import dataclasses
+import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
-from small_run import environment, prepared, screen, small_arguments, small_config
+from small_run import environment, figures_of, prepared, small_arguments, small_config
 from torch import Tensor
 from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
 
 from m1clip.config import NAMES
+from m1clip.hardware.memory import MemoryPressure
 from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
 from m1clip.training import distributed
+from m1clip.training.analyses import layer_grad_norms
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
-from m1clip.training.distributed import Ranks
+from m1clip.training.compose import TrainStep
+from m1clip.training.distributed import Ranks, needs_host_copy
+from m1clip.training.inputs import RunInputs
 from m1clip.training.muon import Muon
-from m1clip.training.oom import MemoryPressure, OOMHandler
-from m1clip.training.progress import decode_options
-from m1clip.training.setup import Setup, Workbench
-from m1clip.training.step import TrainStep
+from m1clip.training.oom import OOMHandler, RetryingStep
+from m1clip.training.step import compute_gradients, train_step
+from m1clip.training.step_view import StepView
 from m1clip.training.transfer import Teacher
 from m1clip.training.validation import encode
+from m1clip.training.workbench import Workbench
 
 TINY = {
     "model.patch_size": 16,
@@ -44,12 +52,12 @@ TINY = {
     "data.crop_min": 0.5,
 }
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"train.loss": name} for name in LOSSES},
-    "multi-positive": {"optim.optimizer": "muon"},
-    "multi-positive in micro-batches": {"train.micro_batch": 2},
+    **{name: {"train.loss": name, "optim.optimizer": "muon"} for name in LOSSES},
+    **{
+        f"{name} in micro-batches": {"train.loss": name, "train.micro_batch": 2 + number % 3}
+        for number, name in enumerate(LOSSES)
+    },
     "text-text": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
-    "sigmoid": {"train.loss": "sigmoid", "optim.optimizer": "muon"},
-    "sigmoid in micro-batches": {"train.loss": "sigmoid", "train.micro_batch": 4},
     "distillation": {"train.text_contrast": 0.2, "teacher": True},
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
@@ -58,40 +66,48 @@ FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at 
 LONG = ("frozen", "multi-positive in micro-batches", "sigmoid")
 
 
-def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
+def make(inputs: RunInputs, ranks: Ranks, changes: dict[str, Any]) -> tuple[RunInputs, TrainStep]:
     """A training step in float64."""
     changes = TINY | changes
     teacher = changes.pop("teacher", False)
-    config = small_config({**changes, "train.device": "cpu"})
-    training = dataclasses.replace(
-        setup.training, captions_per_image=config.data.captions_per_step or 1
+    flat_names = {f"{section}.{key}": flat for flat, (section, key) in NAMES.items()}
+    config = inputs.config.changed(
+        device="cpu", **{flat_names[name]: value for name, value in changes.items()}
     )
-    start = setup.start.config
+    training = dataclasses.replace(
+        inputs.training, captions_per_image=config.data.captions_per_step or 1
+    )
+    start = inputs.model.init.config
     start = dataclasses.replace(
-        setup.start,
+        inputs.model.init,
         config=dataclasses.replace(start, logit_bias=LOSSES[config.train.loss].needs_bias),
     )
-    setup = dataclasses.replace(setup, config=config, training=training, start=start).divided(ranks)
+    inputs = dataclasses.replace(
+        inputs,
+        spec=dataclasses.replace(inputs.spec, config=config),
+        training=training,
+        model=inputs.model._replace(init=start),
+    ).for_rank(ranks)
     if teacher:
         draw, captions = (
             np.random.default_rng(0),
-            int(setup.training.captions.caption_ids.max()) + 1,
+            int(inputs.training.captions.caption_ids.max()) + 1,
         )
-        images = setup.training.plan.images
+        images = inputs.training.plan.images
         image, text = (
             draw.normal(size=(count, 6)).astype(np.float16) for count in (images, captions)
         )
-        setup = dataclasses.replace(
-            setup, teacher=Teacher(image, np.arange(images), text, np.arange(captions), 2.0)
+        inputs = dataclasses.replace(
+            inputs, teacher=Teacher(image, np.arange(images), text, np.arange(captions), 2.0)
         )
-    return setup, double_step(setup)
+    return inputs, double_step(inputs)
 
 
-def double_step(setup: Setup) -> TrainStep:
+def double_step(inputs: RunInputs) -> TrainStep:
     torch.set_default_dtype(torch.float64)
-    step = setup.make_step()
+    step = inputs.make_step()
     torch.set_default_dtype(torch.float32)
-    model = step.model if step.shards is not None else step.model.double()
+    model = step.model if step.parts.world.shards is not None else step.model.double()
     step.parts.encoder.encode_image = lambda pixels, *kept: normalize(
         model.image_head(model.image_tower(pixels.double(), *kept))
     )
@@ -110,7 +126,7 @@ def double_step(setup: Setup) -> TrainStep:
     return step
 
 
-def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, TrainStep]:
+def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[RunInputs, TrainStep]:
     """The frozen recipe in float64, with dropout in both heads; features are cached in the folder."""
     changes = {
         "train.batch_size": 18,
@@ -119,35 +135,35 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
     }
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
-        setup = prepared(frozen_config(folder, **changes)).divided(ranks)
-        step = double_step(setup)
+        inputs = prepared(frozen_config(folder, **changes)).for_rank(ranks)
+        step = double_step(inputs)
     assert step.parts.encoder.has_dropout
-    assert setup.training.image_features is not None
-    return setup, step
+    assert inputs.training.image_features is not None
+    return inputs, step
 
 
 def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """For each case the ids of the batches, the losses, the first gradient and the last weights."""
+    """For each case the ids of the batches, what steps report, the first gradient and the last weights."""
     found, common = {}, prepared(small_config(TINY))
     if ranks.size > 1:
-        distributed.BUCKET = 1000  # several for each tower
+        distributed.BUCKET_VALUES = 1000  # several for each tower
     for name in cases:
         if name in FROZEN:
-            setup, step = make_frozen(ranks, folder, FROZEN[name])
+            inputs, step = make_frozen(ranks, folder, FROZEN[name])
         else:
-            setup, step = make(common, ranks, CASES[name])
-        batches = [setup.training[number] for number in range(20 if name in LONG else 2)]
-        step.compute_gradients(batches[1], 1)
+            inputs, step = make(common, ranks, CASES[name])
+        batches = [inputs.training[number] for number in range(20 if name in LONG else 2)]
+        compute_gradients(step.parts, batches[1], 1)
         gradients = {
             key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
         }
         step.clear()
-        results = [step(batch, number) for number, batch in enumerate(batches)]
+        results = [step.run(batch, number) for number, batch in enumerate(batches)]
         found[name] = {
             "ids": [batch.sample_ids for batch in batches],
             "views": [batch.views for batch in batches],
             "gradients": gradients,
-            "losses": torch.stack([torch.stack(pair) for pair in results]),
+            "figures": figures_of(results),
             "weights": {key: p.detach() for key, p in step.model.named_parameters()},
         }
     return found
@@ -187,7 +203,8 @@ def test_ranks_train_like_one_process(
                 ), (name, key)
         for result in results:
             found = result[name]
-            assert_close(found["losses"], wanted["losses"], f"{name}: losses and gradient norms")
+            what = f"{name}: losses, gradient norms and accuracies within the batch"
+            assert_close(found["figures"], wanted["figures"], what)
             for key in ("gradients", "weights"):
                 assert found[key].keys() == wanted[key].keys()
                 for parameter, value in wanted[key].items():
@@ -198,12 +215,40 @@ def test_ranks_train_like_one_process(
                 )
 
 
+def both_paths(ranks: Ranks, cases: list[str], folder: Path) -> tuple[Any, Any, list[str], Tensor]:
+    """Train with tensors exchanged as they are, and through host memory, as those of MPS."""
+    direct = train(ranks, cases, folder)
+    copied: list[str] = []
+
+    def always(device_type: str) -> bool:
+        copied.append(device_type)
+        return True
+
+    ranks.needs_host_copy = always
+    through_host = train(ranks, cases, folder)
+    received = ranks.exchange([torch.full((2,), float(ranks.rank))] * ranks.size, [2] * ranks.size)
+    return direct, through_host, copied, torch.cat(received)
+
+
+def test_host_copies_for_mps_give_the_same_bits(cache: Path) -> None:
+    assert [kind for kind in ("cpu", "cuda", "mps") if needs_host_copy(kind)] == ["mps"]
+    cases = ["multi-positive", "infonce in micro-batches"]
+    for direct, through_host, copied, received in on_ranks(2, both_paths, cases, cache):
+        assert copied, "nothing was copied"
+        assert received.tolist() == [0.0, 0.0, 1.0, 1.0]
+        for name in cases:
+            assert torch.equal(direct[name]["figures"], through_host[name]["figures"])
+            for key in ("gradients", "weights"):
+                for parameter, value in direct[name][key].items():
+                    assert torch.equal(through_host[name][key][parameter], value), (name, parameter)
+
+
 def disturbances(ranks: Ranks) -> dict[str, Any]:
     """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
-    distributed.BUCKET = 1000
-    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
+    distributed.BUCKET_VALUES = 1000
+    inputs, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
     found: dict[str, Any] = {}
-    batch = setup.training[0]
+    batch = inputs.training[0]
     encode_image, calls = step.parts.encoder.encode_image, [0]
 
     def fail(pixels: Tensor, *kept: Tensor) -> Tensor:
@@ -222,35 +267,37 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
 
     first_weight = next(iter(step.model.image_tower.parameters()))
     for kind in ("undisturbed", "memory", "late"):
-        step.oom = OOMHandler(0, lambda: 0)
         if kind == "late":
             late = first_weight.register_hook(fail_late)
         step.parts.encoder.encode_image = fail if kind == "memory" else encode_image
-        loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
+        without_update = dataclasses.replace(step.parts, update=step.parts.update.without_update())
+        retrying = RetryingStep(partial(train_step, without_update), clear=step.clear)
+        retrying.handler = OOMHandler(0, lambda: 0)
+        loss = retrying(batch, 100).loss
         gradients = {
             key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
         }
-        found[kind] = loss, gradients, step.oom.micro_batch
+        found[kind] = loss, gradients, retrying.micro_batch
         step.clear()
 
     before = {key: p.detach().clone() for key, p in step.model.named_parameters()}
     step.parts.encoder.encode_image = lambda pixels, *kept: (
         encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
     )
-    loss, _ = step(batch, 0)
+    loss = step.run(batch, 0).loss
     unchanged = all(torch.equal(p, before[key]) for key, p in step.model.named_parameters())
     found["not finite"] = bool(loss.isfinite()), unchanged
 
     step.parts.encoder.encode_image = encode_image
-    step(batch, 0)
+    step.run(batch, 0)
     groups = checkpoint_tensors(step)
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
     assert shared is not None
     restore(step, shared[0], shared[1])
     found["checkpoint"] = shared
     found["bandwidth"] = ranks.bandwidth(torch.device("cpu"))
-    found["features"] = encode(setup, step.model.float(), "val")
-    found["too many ranks"] = encode(setup, step.model, "val", 1)
+    found["features"] = encode(inputs, step.model.float(), "val")
+    found["too many ranks"] = encode(inputs, step.model, "val", 1)
     return found
 
 
@@ -304,17 +351,23 @@ def shard(ranks: Ranks) -> dict[str, Any]:
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
         made = [make(common, ranks, {**settings, "train.fsdp": shard}) for shard in ("on", "off")]
-        setup, steps = made[0][0], [step for _, step in made]
-        assert steps[0].shards is not None
+        inputs, steps = made[0][0], [step for _, step in made]
+        assert steps[0].parts.world.shards is not None
         rows = [
             len(rows)
-            for key, rows in steps[0].shards.local.items()
+            for key, rows in steps[0].parts.world.shards.local.items()
             if "blocks.0.attn.qkv.weight" in key
         ]
-        results = [
-            torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)])
-            for step in steps
-        ]
+        results = []
+        norms: list[dict[str, Any]] = []
+
+        def probe(view: StepView, norms: list[dict[str, Any]] = norms) -> None:
+            weights = view.norms(view.weights, view.layers)
+            norms.append({"gradients": layer_grad_norms(view), "weights": weights})
+
+        for step in steps:
+            three = [step.run(inputs.training[n], n, probe if n == 2 else None) for n in range(3)]
+            results.append(figures_of(three))
         state = TrainState(step=3)
         saved = [copy.deepcopy(checkpoint_tensors(step)) for step in steps]
         for step, groups in zip(steps, reversed(saved), strict=True):
@@ -323,11 +376,12 @@ def shard(ranks: Ranks) -> dict[str, Any]:
             )
             assert kept is not None
             restore(step, *kept)
-        later = [torch.stack(step(setup.training[3], 3)) for step in steps]
+        later = [figures_of([step.run(inputs.training[3], 3)]) for step in steps]
         weights = [made[0][0].complete_model(step).state_dict() for step in steps]
         found[name] = {
             "rows": rows,
             "results": results,
+            "norms": norms,
             "saved": saved,
             "later": later,
             "weights": weights,
@@ -341,6 +395,12 @@ def test_sharded_weights_train_like_complete_ones() -> None:
         for found in (first[name], second[name]):
             assert found["rows"] == [24, 24], "half of the 48 rows of each tower's matrix"
             assert_close(*found["results"], f"{name}: losses and gradient norms")
+            sharded, complete = found["norms"]
+            for what in ("gradients", "weights"):
+                assert sharded[what] == pytest.approx(complete[what], rel=2e-5), f"{name}: {what}"
+            assert len(complete["gradients"]) == 10, "input, 2 or 1 blocks, output, head; scale"
+            total = math.hypot(*complete["gradients"].values())
+            assert total == pytest.approx(float(found["results"][1][2, 1]), rel=1e-4)
             assert_close(*found["later"], f"{name}: after continuing from the other's checkpoint")
             for key, value in found["weights"][1].items():
                 assert_close(found["weights"][0][key].to(value.dtype), value, f"{name}: {key}")
@@ -358,16 +418,19 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
     common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        setup = dataclasses.replace(
-            common, config=common.config.changed(precision=precision, fsdp=shard)
-        )
-        setup = setup.divided(ranks)
-        step = setup.make_step()
-        loss = step.compute_gradients(setup.training[0], 0)
-        local = {} if step.shards is None else step.shards.local
+        config = common.config.changed(precision=precision, fsdp=shard)
+        spec = dataclasses.replace(common.spec, config=config)
+        inputs = dataclasses.replace(common, spec=spec).for_rank(ranks)
+        step = inputs.make_step()
+        loss = compute_gradients(step.parts, inputs.training[0], 0)
+        local = {} if step.parts.world.shards is None else step.parts.world.shards.local
         rows = {name: local.get(name, p).grad for name, p in step.model.named_parameters()}
         rows = {name: grad for name, grad in rows.items() if grad is not None}
-        whole = rows if step.shards is None else step.shards.complete(rows, on_all_ranks=True)
+        whole = (
+            rows
+            if step.parts.world.shards is None
+            else step.parts.world.shards.complete(rows, on_all_ranks=True)
+        )
         found.append((loss, torch.cat([whole[name].flatten() for name in sorted(whole)])))
     return found
 
@@ -388,15 +451,15 @@ def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
 def test_predicted_memory_decides_whether_a_step_fits_one_gpu(
     total: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workbench = Workbench(decode_options(screen()), lambda line: None)
-    card = SimpleNamespace(kind="cuda", total_bytes=lambda: total)
+    workbench = Workbench()
+    card = SimpleNamespace(kind="cuda", name="cuda", total_bytes=lambda: total)
     monkeypatch.setattr(workbench, "_device", lambda config: card)
     assert workbench._fits_one_gpu(small_config(TINY), 9) == fits
 
 
 def phases_while_waiting(ranks: Ranks) -> list[str]:
     """The phase in which a rank waits for the others."""
-    setup, step = make(prepared(small_config(TINY)), ranks, {})
+    inputs, step = make(prepared(small_config(TINY)), ranks, {})
     gather, found = Ranks.gather, list[str]()
 
     def watched(self: Ranks, *args: Any) -> Tensor:
@@ -404,7 +467,7 @@ def phases_while_waiting(ranks: Ranks) -> list[str]:
         return gather(self, *args)
 
     Ranks.gather = watched  # type: ignore[method-assign]
-    step(setup.training[0], 0)
+    step.run(inputs.training[0], 0)
     return found
 
 
@@ -452,3 +515,19 @@ def test_torchrun_needs_no_separator(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("Timed out waiting 10000ms for recv operation to complete", "did not answer for 10 s"),
+        ("Application timeout caused pair closure", "did not answer for 10 s"),
+        ("Connection closed by peer", "has ended"),
+    ],
+)
+def test_lost_rank_is_named_with_the_reason(message: str, reason: str) -> None:
+    store = dist.HashStore()
+    ranks = Ranks(0, 2, store, ("process 1 on a", "process 2 on b"), timeout=10)
+    with mock.patch.object(distributed, "REPORT_SECONDS", 0.1):
+        error = ranks.lost(RuntimeError(message))
+    assert str(error).startswith(f"rank 1 (process 2 on b) {reason}; ")

@@ -12,13 +12,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_load import SimulatedTime, Slowdown, load_from, load_until, quiet, random_load
-from small_run import losses_of, resume_quietly, run_small, screen, small_config, weights_sha256
+from small_run import (
+    before_each_step,
+    losses_of,
+    resume_quietly,
+    run_small,
+    small_config,
+    weights_sha256,
+)
 
+from m1clip import console
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration, logger, loop, setup, validation
+from m1clip.training import duration, logger, loop, validation, workbench
 from m1clip.training import run as runs
+from m1clip.training.compose import TrainStep
 from m1clip.training.duration import (
     Costs,
     Pacer,
@@ -28,8 +37,7 @@ from m1clip.training.duration import (
     log_interval,
     planned_steps,
 )
-from m1clip.training.schedule import lr_schedule
-from m1clip.training.step import TrainStep
+from m1clip.training.schedule import scheduled_lr_fraction
 
 
 def plan_of(*parts: tuple[int, int], **settings: Any) -> StepPlan:
@@ -59,9 +67,11 @@ def test_corrected_plan_ends_the_schedule_with_its_last_step() -> None:
     )
     shorter = plan.corrected(220, 240)
     assert shorter.position(240) == pytest.approx(100)
-    rate = lr_schedule(OptimConfig(warmup=0.05), shorter)
-    assert rate(239) < 0.002
-    assert rate(220) == pytest.approx(lr_schedule(OptimConfig(warmup=0.05), plan_of((0, 100)))(60))
+    config = OptimConfig(warmup=0.05)
+    assert scheduled_lr_fraction(config, shorter, 239) < 0.002
+    assert scheduled_lr_fraction(config, shorter, 220) == pytest.approx(
+        scheduled_lr_fraction(config, plan_of((0, 100)), 60)
+    )
 
 
 @given(
@@ -157,7 +167,9 @@ def test_minutes_end_in_time_under_a_load_that_begins_or_ends(
     # The load changes before the test split is encoded: what begins after the last step cannot be answered.
     seconds, plan, _ = simulate(120, random_load(seed, 110), monkeypatch)
     assert seconds == pytest.approx(120, rel=0.05)
-    assert lr_schedule(OptimConfig(), plan)(plan.total_steps - 1) < 0.02, "the schedule ended"
+    assert scheduled_lr_fraction(OptimConfig(), plan, plan.total_steps - 1) < 0.02, (
+        "the schedule ended"
+    )
 
 
 def test_flickering_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +178,7 @@ def test_flickering_load(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, plan, corrections = simulate(300, lambda now: levels[int(now / 2)], monkeypatch)
     assert seconds == pytest.approx(300, rel=0.05)
     assert corrections <= 60, "not at each of the 200 checks"
-    assert lr_schedule(OptimConfig(), plan)(plan.total_steps - 1) < 0.02
+    assert scheduled_lr_fraction(OptimConfig(), plan, plan.total_steps - 1) < 0.02
 
 
 def test_a_pause_of_the_machine_is_not_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,17 +206,13 @@ def on_clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     """A clock for which a step takes 0.4 s and an evaluation 0.8 s."""
     clock = SimulatedTime()
     clock.install(monkeypatch, duration, runs, loop, logger, validation)
-    plain_step, plain_encode = TrainStep.__call__, validation.encode
-
-    def slow_step(self: TrainStep, batch: Any, step: int) -> Any:
-        clock.work(0.4)
-        return plain_step(self, batch, step)
+    plain_encode = validation.encode
 
     def slow_encode(*args: Any) -> Any:
         clock.work(0.8)
         return plain_encode(*args)
 
-    monkeypatch.setattr(TrainStep, "__call__", slow_step)
+    before_each_step(lambda train_step, batch, step: clock.work(0.4), monkeypatch)
     monkeypatch.setattr(validation, "encode", slow_encode)
     monkeypatch.setattr(runs, "encode", slow_encode)
     return clock
@@ -235,7 +243,7 @@ def test_run_under_load_ends_in_time_and_can_be_repeated(
 
     # From config.toml, without a clock, on another load.
     on_clock.slowdown = quiet
-    runs.train_config(load_config(tmp_path / "run"), tmp_path / "again", screen())
+    runs.train_config(load_config(tmp_path / "run"), tmp_path / "again")
     assert losses_of(tmp_path / "again") == losses_of(tmp_path / "run")
     assert weights_sha256(tmp_path / "again") == weights_sha256(tmp_path / "run")
     again = [record["step"] for record in read_log(tmp_path / "again") if record["kind"] == "eval"]
@@ -246,16 +254,14 @@ def test_resumed_run_keeps_the_rest_of_its_time(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is interrupted in the middle and resumed: together both sessions take the promised time."""
-    plain_step = TrainStep.__call__
     calls = {"left": 60}
 
-    def interrupted(self: TrainStep, batch: Any, step: int) -> Any:
+    def interrupt(train_step: TrainStep, batch: Any, step: int) -> None:
         calls["left"] -= 1
         if calls["left"] == 0:
             raise KeyboardInterrupt
-        return plain_step(self, batch, step)
 
-    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    before_each_step(interrupt, monkeypatch)
     on_clock.slowdown = load_until(20, 2.0)
     with pytest.raises(KeyboardInterrupt):
         run_small(tmp_path / "run", {**ONE_MINUTE, "train.save_every": 5})
@@ -264,7 +270,7 @@ def test_resumed_run_keeps_the_rest_of_its_time(
         "at most what followed the last checkpoint is added"
     )
     plan = load_config(tmp_path / "run").train.plan
-    runs.train_config(load_config(tmp_path / "run"), tmp_path / "again", screen())
+    runs.train_config(load_config(tmp_path / "run"), tmp_path / "again")
     assert weights_sha256(tmp_path / "again") == weights_sha256(tmp_path / "run")
     assert plan
 
@@ -272,16 +278,16 @@ def test_resumed_run_keeps_the_rest_of_its_time(
 def test_preparing_that_takes_all_the_time_still_trains(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = setup.open_data
+    plain = workbench.open_data
 
     def slow_open(*args: Any, **options: Any) -> Any:
         on_clock.work(90.0)
         return plain(*args, **options)
 
-    monkeypatch.setattr(setup, "open_data", slow_open)
-    shown = screen()
-    runs.train_config(small_config(ONE_MINUTE), tmp_path / "run", shown)
-    output = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(workbench, "open_data", slow_open)
+    with console.capture() as captured:
+        runs.train_config(small_config(ONE_MINUTE), tmp_path / "run")
+    output = captured.getvalue()
     assert "time       1:00 in all: reading and caching the data, training, evaluation" in output
     assert "preparing the data has taken 1:30 of the 1:00 of --minutes" in output
     assert on_clock.now < 110
@@ -326,4 +332,6 @@ def test_purpose_of_a_step_is_known_before_it() -> None:
     long = StepPlan((Segment(0, 10_000),), eval_every=0)
     assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
     assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]
-    assert long.purpose(10_000) == (True, True, True)
+    assert long.purpose(10_000)[:3] == (True, True, True)
+    assert [each.name for each in long.purpose(10_000).analyses] == ["layer_grad_norms"]
+    assert long.purpose(50).analyses == (), "nothing looks at the gradients of other steps"

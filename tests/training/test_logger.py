@@ -8,13 +8,15 @@ import torch
 from small_run import run_small
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m1clip.config import OPTIMIZERS
 from m1clip.errors import UserError
+from m1clip.hardware.energy import EnergyMeter
+from m1clip.hardware.sensors import Host
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.runlog import read_log
 from m1clip.training import duration, loop
 from m1clip.training.context import RunContext
-from m1clip.training.logger import check_sink, scalars, time_split
-from m1clip.training.validation import Evaluation
+from m1clip.training.logger import Telemetry, check_sink, scalars, time_split
+from m1clip.training.validation import BestSoFar
 
 
 class Reads(TorchDispatchMode):
@@ -47,7 +49,7 @@ def test_device_is_read_only_for_log_lines(
     # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale.
     common = {"train.eval_every": 0, "optim.optimizer": optimizer, "train.loss": "sigmoid"}
     monkeypatch.setattr(duration, "LOG_EVERY", 40)
-    monkeypatch.setattr(loop, "evaluate", lambda run: Evaluation(0.0, -1, 0, "mean recall"))
+    monkeypatch.setattr(loop, "evaluate", lambda run: BestSoFar(0.0, -1, 0, "mean recall"))
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
         monkeypatch.setattr(duration, "LOG_LINES", lines)
         run_small(tmp_path / name, {**common, "train.steps": steps})
@@ -94,9 +96,38 @@ def test_tensorboard_has_the_values_of_the_log(tmp_path: Path) -> None:
     assert {e.step: pytest.approx(e.value) for e in events.Scalars("step/loss")} == logged
 
 
-def test_energy_of_a_run_is_the_sum_of_its_log() -> None:
-    from m1clip.training.run import energy_figures
+def test_telemetry_reads_given_meters_and_sensors(tmp_path: Path) -> None:
+    sensor = tmp_path / "class" / "hwmon" / "hwmon0"
+    sensor.mkdir(parents=True)
+    (sensor / "name").write_text("k10temp")
+    (sensor / "temp1_input").write_text("55000")
+    now = [0.0]
+    joules = [1000.0]
+    host = Host(system="Linux", machine="x86_64", sys=tmp_path, battery=lambda: 64.0)
+    telemetry = Telemetry(
+        "cpu",
+        host,
+        open_energy_meter=lambda kind: EnergyMeter("test", "all of it", lambda: joules[0]),
+        measure_idle=lambda meter: 4.25,
+        clock=lambda: now[0],
+    )
+    described = telemetry.describe()
+    assert (described["meter"], described["idle_watts"]) == ("test: all of it", 4.25)
+    assert set(described["not_measured"]) == {"fan", "throttling"}
+    joules[0] += 30.0
+    first = telemetry.read(2.0)
+    assert (first["joules"], first["watts"], first["celsius"]) == (30.0, 15.0, 55.0)
+    assert first["battery_percent"] == 64.0
+    (sensor / "temp1_input").write_text("70000")
+    assert telemetry.read(1.0)["celsius"] == 55.0, "read every few seconds"
+    now[0] += 60.0
+    assert telemetry.read(1.0)["celsius"] == 70.0
 
-    steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]
-    assert energy_figures(steps, epochs=4.0) == {"joules": 3600.0, "joules_per_epoch": 900.0}
-    assert energy_figures([{}, {}], 4.0) == {}, "no meter, no figure"
+
+def test_telemetry_without_a_meter_says_why(tmp_path: Path) -> None:
+    host = Host(system="Linux", machine="x86_64", sys=tmp_path, battery=lambda: None)
+    telemetry = Telemetry("cpu", host, open_energy_meter=lambda kind: None)
+    reasons = telemetry.describe()["not_measured"]
+    assert set(reasons) == {"energy", "temperature", "fan", "throttling", "battery"}
+    assert "idle_watts" not in telemetry.describe()
+    assert set(telemetry.read(1.0)) == {"cores"}

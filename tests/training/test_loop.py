@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import (
-    assert_same_bits,
-    resume_quietly,
-    run_small,
-    screen,
-    tensors_of,
-    weights_sha256,
-)
+from small_run import assert_same_bits, resume_quietly, run_small, tensors_of, weights_sha256
 
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
@@ -91,7 +84,7 @@ def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
     assert spec.config.train.steps == 6
     assert spec.config.train.precision != "auto"
     assert (spec.chosen_by["steps"], spec.chosen_by["precision"]) == ("rule", "measurement")
-    train_config(Settings(file=first / "config.toml"), again, screen())
+    train_config(Settings(file=first / "config.toml"), again)
     assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
     assert weights_sha256(first) == weights_sha256(again)
     assert (first / "config.toml").read_text() == (again / "config.toml").read_text()

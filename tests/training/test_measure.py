@@ -13,7 +13,7 @@ from small_run import small_config
 from m1clip.errors import UserError
 from m1clip.hardware.choices import ROUNDS
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.model.presets import clip_config, with_fields
 from m1clip.training import measure as measuring
 from m1clip.training.measure import (
@@ -24,10 +24,10 @@ from m1clip.training.measure import (
     choose,
     drop_contradicted,
 )
-from m1clip.training.transfer import Start
+from m1clip.training.transfer import ModelInit
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
-START = Start(SHAPE)
+START = ModelInit(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,11 @@ START = Start(SHAPE)
         (TURING, "auto", "bf16", ["cpu bf16"]),
         (M1, "auto", "auto", ["mps fp32", "cpu fp32", "cpu bf16"]),
         (M4, "mps", "auto", ["mps fp32", "mps bf16"]),
+        (H200, "cuda+cpu", "auto", ["cuda+cpu fp32", "cuda+cpu bf16"]),
+        (M1, "mps+cpu", "fp32", ["mps+cpu fp32"]),
     ],
 )
-def test_candidates(facts: Facts, device: str, precision: str, options: list[str]) -> None:
+def test_candidates(facts: MachineInfo, device: str, precision: str, options: list[str]) -> None:
     assert [" ".join(option) for option in candidates(device, precision, facts)] == options
 
 
@@ -137,7 +139,8 @@ def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured:
 
 
 @pytest.mark.parametrize(
-    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"start": Start(with_fields(SHAPE, embed_dim=64))},
+    "change", [{"facts": dataclasses.replace(H200, torch="9.9")},
+               {"model_init": ModelInit(with_fields(SHAPE, embed_dim=64))},
                {"config": auto(**{"optim.optimizer": "adamw"})}, {"tokens": 24}]
 )  # fmt: skip
 def test_changed_machine_model_or_version_is_measured_again(
@@ -146,7 +149,7 @@ def test_changed_machine_model_or_version_is_measured_again(
     for each in ({}, change):
         facts, start, config = (
             each.get("facts", H200),
-            each.get("start", START),
+            each.get("model_init", START),
             each.get("config", auto()),
         )
         choose(config, start, facts, each.get("tokens", 16), tmp_path)
@@ -166,8 +169,8 @@ def test_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) 
 def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[str] = []
     monkeypatch.setattr(Device, "reset_peak", lambda self: resets.append(self.kind) or True)
-    monkeypatch.setattr(measuring, "MAX_SECONDS", 1000.0)  # also on a busy machine
-    facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
+    monkeypatch.setattr(measuring, "MEASURED_SECONDS", 1000.0)  # also on a busy machine
+    facts = dataclasses.replace(read_machine_info(), cuda=None, mps=False)
     found = choose(auto(), START, facts, 16, tmp_path)
     assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {
         ("cpu", "fp32", ""),
@@ -181,7 +184,7 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "gradient", lambda *_: (torch.ones(()), next(powers)))
     with pytest.raises(UserError, match="different from the CPU's"):
         choose(auto(), START, facts, 24, tmp_path)
-    monkeypatch.setattr(measuring, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "MEASURED_SECONDS", 0.0)
     hurried = choose(auto(), START, facts, 32, tmp_path)
     assert hurried.why == ""
     assert (hurried.device, hurried.precision) == measuring.default_option(

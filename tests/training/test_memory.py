@@ -11,16 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import clip_config, with_fields
 from m1clip.training import memory as memory_module
+from m1clip.training.compose import compose_step
 from m1clip.training.memory import MemoryEstimate, PeakMemory, power_of_two, random_batch
-from m1clip.training.step import TrainStep
-from m1clip.training.transfer import Start
+from m1clip.training.step import make_parts
+from m1clip.training.transfer import ModelInit
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
-FACTS = read_facts()
+FACTS = read_machine_info()
 
 
 class Accelerator(Device):
@@ -36,7 +37,7 @@ def estimate(
 ) -> MemoryEstimate:
     config = small_config(changes)
     return MemoryEstimate(
-        config, Start(SHAPE), FACTS, device or Device("cpu", FACTS), precision, text_tokens=16
+        config, ModelInit(SHAPE), FACTS, device or Device("cpu", FACTS), precision, text_tokens=16
     )
 
 
@@ -60,8 +61,10 @@ def test_peak_memory_known_value() -> None:
 def test_estimate_matches_the_real_step(precision: Any) -> None:
     config, samples = small_config({"data.captions_per_step": 1}), random_batch(SHAPE, 16, 16)
     model = build_clip(with_fields(SHAPE, eot_id=0))
-    step = TrainStep(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
-    step(samples, 1)
+    step = compose_step(
+        make_parts(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
+    )
+    step.run(samples, 1)
     known = [
         *model.parameters(),
         *model.buffers(),
@@ -69,7 +72,7 @@ def test_estimate_matches_the_real_step(precision: Any) -> None:
         *samples.tensors().values(),
     ]
     with PeakMemory(known) as memory:
-        step(samples, 2)
+        step.run(samples, 2)
     found = estimate(precision=precision, **{"data.captions_per_step": 1}).step_bytes(16, False)
     assert found == pytest.approx(memory.peak, rel=0.05)
 

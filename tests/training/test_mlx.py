@@ -1,33 +1,41 @@
 """Training in MLX: the numbers of the torch step, and runs that move between devices."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_run import prepared, run_small, screen, small_config, tensors_of
+from ranks import on_ranks
+from small_run import figures_of, prepared, run_small, small_config, tensors_of
 from torch import Tensor
 from tower_run import frozen_changes, patch_towers
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.losses.registry import LOSSES, Ids
 from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import Features
+from m1clip.optimizers import ADAMW, MUON, OPTIMIZERS
 from m1clip.training import parity
+from m1clip.training.analyses import layer_grad_norms
 from m1clip.training.checkpoint import checkpoint_tensors
-from m1clip.training.optim import OPTIMIZER_PARTS
+from m1clip.training.compose import TrainStep, compose_step
+from m1clip.training.distributed import Ranks
+from m1clip.training.inputs import RunInputs
 from m1clip.training.process import Stopped
 from m1clip.training.run import resume
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep, step_class
+from m1clip.training.step import compute_gradients, make_parts
+from m1clip.training.step_view import StepView
 
 mx = pytest.importorskip(
     "mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError
 )
-mlx_step = pytest.importorskip("m1clip.training.mlx_step")
+mlx_step = pytest.importorskip("m1clip.mlx.step")
 
 SCRATCH = {
     "data.crop_min": 0.5,
@@ -50,24 +58,35 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def two_steps(changes: dict[str, Any]) -> tuple[Setup, TrainStep, Any]:
+def two_steps(changes: dict[str, Any]) -> tuple[RunInputs, TrainStep, Any]:
     """A run, its step on the CPU and its step in MLX, from the same weights, none of which is 0."""
-    setup = prepared(small_config(changes))
-    model = setup.build_model()
+    inputs = prepared(small_config(changes))
+    model = inputs.build_model()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    cpu = TrainStep(
-        copy.deepcopy(model), setup.config, Device("cpu", setup.facts), "fp32", setup.preprocess
+    cpu = compose_step(
+        make_parts(
+            copy.deepcopy(model),
+            inputs.config,
+            Device("cpu", inputs.facts),
+            "fp32",
+            inputs.model.preprocess,
+        )
     )
-    settings = (setup.config, setup.device, setup.precision, setup.preprocess)
-    return setup, cpu, step_class(setup.device)(model, *settings)
+    settings = (inputs.config, inputs.device, inputs.precision, inputs.model.preprocess)
+    return inputs, cpu, compose_step(make_parts(model, *settings))
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative difference of a tensor."""
     assert found.keys() == expected.keys()
     return max(float((found[n] - t).norm() / t.norm().clamp(min=1e-9)) for n, t in expected.items())
+
+
+def record_norms(views: list[dict[str, dict[str, float]]], view: StepView) -> None:
+    weights = view.norms(view.weights, view.layers)
+    views.append({"gradients": layer_grad_norms(view), "weights": weights})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,18 +97,28 @@ def test_gradients_and_updates_are_those_of_torch(
     changes = {**SCRATCH, **RECIPES[recipe]}
     if "transfer.recipe" in changes:  # with the dropout of the heads
         changes = frozen_changes(tmp_path, **{**changes, "train.text_contrast": 0.0})
-    setup, cpu, mlx = two_steps(changes)
-    loss = cpu.compute_gradients(setup.training[0], 0)
-    assert mlx.compute_gradients(setup.training[0], 0).item() == pytest.approx(
+    inputs, cpu, mlx = two_steps(changes)
+    loss = compute_gradients(cpu.parts, inputs.training[0], 0)
+    assert mlx.engine.compute_gradients(inputs.training[0], 0).item() == pytest.approx(
         loss.item(), rel=1e-4
     )
     gradients = {name: p.grad for name, p in cpu.model.named_parameters() if p.grad is not None}
-    assert worst({name: mlx_step.to_torch(g) for name, g in mlx._grads.items()}, gradients) < 1e-4  # type: ignore[arg-type]
+    assert (
+        worst({name: mlx_step.to_torch(g) for name, g in mlx.engine._grads.items()}, gradients)
+        < 1e-4
+    )  # type: ignore[arg-type]
     cpu.optimizer.zero_grad()
     for step in range(20):
-        pairs = zip(cpu(setup.training[step], step), mlx(setup.training[step], step), strict=True)
+        # In the third step torch's weights are older than those of MLX.
+        views: list[dict[str, dict[str, float]]] = []
+        probe = partial(record_norms, views) if step == 2 else None
+        batch = inputs.training[step]
+        pairs = zip(cpu.run(batch, step, probe), mlx.run(batch, step, probe), strict=True)
+        for what in ("gradients", "weights") if views else ():
+            assert views[1][what] == pytest.approx(views[0][what], rel=1e-3), what
         assert all(
-            float(found) == pytest.approx(float(expected), rel=1e-3) for expected, found in pairs
+            found.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+            for expected, found in pairs
         )
     expected, found = (checkpoint_tensors(step) for step in (cpu, mlx))
     assert found.keys() == expected.keys()
@@ -100,25 +129,26 @@ def test_gradients_and_updates_are_those_of_torch(
 
 
 def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, _, mlx = two_steps(SCRATCH)
-    mlx(setup.training[0], 0)
+    inputs, _, mlx = two_steps(SCRATCH)
+    mlx.run(inputs.training[0], 0)
     before = copy.deepcopy(checkpoint_tensors(mlx))
-    inputs = type(mlx)._inputs
+    original = mlx_step.MLXStep._inputs
 
     def broken(self: Any, side: str, *rest: Any) -> Any:
-        found = inputs(self, side, *rest)
+        found = original(self, side, *rest)
         return {**found, "pixels": found["pixels"] * mx.inf} if side == "image" else found
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(mlx), "_inputs", broken)
-        loss, _ = mlx(setup.training[1], 1)
+        patched.setattr(mlx_step.MLXStep, "_inputs", broken)
+        loss = mlx.run(inputs.training[1], 1).loss
     assert not loss.isfinite()
     after = checkpoint_tensors(mlx)
     assert all(
         torch.equal(after[group][name], t) for group in before for name, t in before[group].items()
     )
-    assert mlx.nonfinite_rows(setup.training[1]) == []
-    assert mlx(setup.training[1], 1)[0].isfinite()
+    assert mlx.model is mlx.parts.model
+    assert mlx.parts.encoder.nonfinite_rows(inputs.training[1]) == []
+    assert mlx.run(inputs.training[1], 1)[0].isfinite()
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
@@ -141,18 +171,18 @@ def test_run_moves_from_cpu_to_mlx_and_back(
 ) -> None:
     changes = {"train.steps": 12, "train.save_every": 4}
     run_small(tmp_path / "cpu", changes)
-    moved, shown = tmp_path / "moved", screen()
+    moved = tmp_path / "moved"
     stop_at(monkeypatch, 4)
     with pytest.raises(Stopped):
         run_small(moved, changes)
     stop_at(monkeypatch, 8)
-    with pytest.raises(Stopped):
-        resume(moved, shown, device="mlx")
-    text = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    with console.capture() as output, pytest.raises(Stopped):
+        resume(moved, device="mlx")
+    text = output.getvalue()
     assert "without a GPU: its build for the CPU" in text or mx.metal.is_available()
     assert "parity     gradients on mlx differ by at most 0.0" in text
     assert "from step 4 of 12" in text
-    resume(moved, screen(), device="cpu")
+    resume(moved, device="cpu")
     assert worst(tensors_of(moved, 12), tensors_of(tmp_path / "cpu", 12)) < 0.02
     weights = [
         {k: t for k, t in tensors_of(run, 12).items() if "optimizer" not in k}
@@ -197,16 +227,20 @@ def test_losses_are_those_of_torch(name: str, contrast: float) -> None:
         torch.testing.assert_close(mlx_step.to_torch(ours), torchs, atol=1e-6, rtol=1e-4)
 
 
-def test_loss_that_is_not_in_the_list_of_mlx_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that the registry has just got."""
-    monkeypatch.setitem(LOSSES, "new", LOSSES["infonce"])
-    setup = prepared(small_config({"train.device": "mlx"}))
-    assert set(mlx_step.LOSSES_IN_MLX) < set(LOSSES)
-    for name in set(LOSSES) - set(mlx_step.LOSSES_IN_MLX):
+def test_loss_that_needs_a_bias_is_rejected_by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is new in the registry; a new one without a bias is trained."""
+    monkeypatch.setitem(LOSSES, "new", replace(LOSSES["infonce"], needs_bias=True))
+    monkeypatch.setitem(LOSSES, "new without bias", LOSSES["infonce"])
+    inputs = prepared(small_config({"train.device": "mlx"}))
+    for name, loss in LOSSES.items():
+        config = inputs.config.changed(loss=name)
+        if not loss.needs_bias:
+            mlx_step.check_supported(config, inputs.model.init)
+            continue
         with pytest.raises(
             UserError, match=f"--device mlx does not support --loss {name}; use --device mps or cpu"
         ):
-            mlx_step.check_supported(setup.config.changed(loss=name), setup.start)
+            mlx_step.check_supported(config, inputs.model.init)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +263,15 @@ def test_unsupported_settings_are_refused(
 def test_optimizer_without_a_form_in_mlx_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(OPTIMIZER_PARTS, "muon", ("muon", "sign"))
+    sign = replace(ADAMW, name="sign", in_mlx=False)
+    monkeypatch.setitem(OPTIMIZERS, "muon", replace(OPTIMIZERS["muon"], parts=(MUON, sign)))
     with pytest.raises(UserError, match="--device mlx does not support --optimizer muon"):
         run_small(tmp_path / "run", {"train.device": "mlx"})
+
+
+def test_every_part_that_mlx_trains_has_its_update() -> None:
+    parts = {part for entry in OPTIMIZERS.values() for part in entry.parts}
+    assert {part.name for part in parts if part.in_mlx} == mlx_step.UPDATES.keys()
 
 
 def test_wrong_gradients_of_mlx_stop_the_run(
@@ -248,8 +288,49 @@ def test_wrong_gradients_of_mlx_stop_the_run(
 
 
 def test_bf16_stays_within_its_tolerance() -> None:
-    setup, cpu, mlx = two_steps({**SCRATCH, "train.precision": "bf16"})
+    inputs, cpu, mlx = two_steps({**SCRATCH, "train.precision": "bf16"})
     found, expected = (
-        parity.gradient(step.for_check(step.model), setup.training[0]) for step in (mlx, cpu)
+        parity.gradient(step.for_check(step.model), inputs.training[0]) for step in (mlx, cpu)
     )
     assert 1e-4 < parity.relative_difference(found[1], expected[1]) < parity.TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_synchronized_step_has_the_stages_and_the_same_loss(micro_batch: int) -> None:
+    inputs, _, step = two_steps({**SCRATCH, "train.micro_batch": micro_batch})
+    _, _, other = two_steps({**SCRATCH, "train.micro_batch": micro_batch})
+    batch = inputs.training[0]
+    with step.phases.synchronized(mx.synchronize) as stages:
+        loss = step.run(batch, 0).loss
+    assert {"preprocess", "forward", "backward", "optimizer"} <= set(stages)
+    assert all(seconds >= 0 for seconds in stages.values())
+    assert torch.equal(loss, other.run(batch, 0).loss)
+
+
+def train_in_mlx(ranks: Ranks) -> list[dict[str, Any]]:
+    """Two steps of 9 images, which two ranks divide unevenly; at once, and in micro-batches."""
+    found = []
+    for micro_batch in (0, 3):
+        changes = {**SCRATCH, "train.batch_size": 9, "train.micro_batch": micro_batch}
+        inputs = prepared(small_config(changes)).for_rank(ranks)
+        step = inputs.make_step()
+        norms: list[dict[str, float]] = []
+
+        def probe(view: StepView, norms: list[dict[str, float]] = norms) -> None:
+            norms.append(layer_grad_norms(view))
+
+        results = [step.run(inputs.training[number], number, probe) for number in range(2)]
+        weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
+        found.append({"results": figures_of(results), "norms": norms, "weights": weights})
+    return found
+
+
+def test_two_ranks_train_in_mlx_like_one_process() -> None:
+    first, second = on_ranks(2, train_in_mlx)
+    for expected, *ranks in zip(train_in_mlx(Ranks()), first, second, strict=True):
+        for found in ranks:
+            torch.testing.assert_close(found["results"], expected["results"], rtol=1e-4, atol=1e-5)
+            assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3, abs=1e-6)
+            assert worst(found["weights"], expected["weights"]) < 1e-3
+        for name, weight in ranks[0]["weights"].items():
+            assert torch.equal(weight, ranks[1]["weights"][name]), f"the ranks differ in {name}"

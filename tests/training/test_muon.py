@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.training import muon
-from m1clip.training.muon import Muon, divided, orthogonalize
+from m1clip.training.muon import Muon, balance, orthogonalize
 
 SHAPES = {
     "a.qkv.weight": (24, 8),
@@ -165,7 +165,7 @@ def test_long_rows_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_matrices_are_divided_by_cost() -> None:
-    parts = divided([1, 8, 2, 4, 4, 3], 3)
+    parts = balance([1, 8, 2, 4, 4, 3], 3)
     assert sorted(place for part in parts for place in part) == list(range(6))
     assert [sum([1, 8, 2, 4, 4, 3][place] for place in part) for part in parts] == [8, 7, 7]
-    assert divided([5], 3) == [[0], [], []]
+    assert balance([5], 3) == [[0], [], []]

@@ -3,6 +3,8 @@
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,27 @@ from test_step import assert_close, make
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.hardware.memory import memory_limit, own_bytes
+from m1clip.hardware.memory import MemoryPressure, memory_limit, own_bytes
 from m1clip.model.clip import CLIP
 from m1clip.runlog import read_log
 from m1clip.training import recovery
-from m1clip.training.oom import MemoryPressure, OOMHandler, is_out_of_memory
-from m1clip.training.step import TrainStep
+from m1clip.training.compose import TrainStep
+from m1clip.training.oom import OOMHandler, RetryingStep, is_out_of_memory
+from m1clip.training.step import compute_gradients, train_step
+from m1clip.training.step_view import StepView
+
+
+def attempt(
+    handler: OOMHandler, work: Callable[[], Any], clear: Callable[[], None], step: int
+) -> Any:
+    """What `work` returns in place of a step with 16 images."""
+
+    def plain(batch: Any, step: int, micro_batch: int | None = None, *rest: Any) -> Any:
+        return work()
+
+    retrying = RetryingStep(plain, clear=clear)
+    retrying.handler = handler
+    return retrying(range(16), step)  # type: ignore[arg-type]
 
 
 class Changes(list[tuple[int, bool]]):
@@ -59,19 +76,18 @@ def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor,
 
 
 def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, plain = make()
-    batch = setup.training[0]
-    loss, wanted = gradients_of(plain, lambda: plain.compute_gradients(batch, 0))
+    inputs, plain = make()
+    batch = inputs.training[0]
+    loss, wanted = gradients_of(plain, lambda: compute_gradients(plain.parts, batch, 0))
     _, update = make()
     little_memory(monkeypatch, most=5)
     update.parts.encoder.encode_image = update.model.encode_image
     changes = Changes()
-    update.oom = OOMHandler(0, lambda: 0, report=changes.report)
-    again, found = gradients_of(
-        update,
-        lambda: update.oom.run(lambda: update.compute_gradients(batch, 0), update.clear, 16, 0),
-    )
-    assert update.oom.micro_batch == 4, "16, 8, 4"
+    without_update = replace(update.parts, update=update.parts.update.without_update())
+    retrying = RetryingStep(partial(train_step, without_update), clear=update.clear)
+    retrying.handler = OOMHandler(0, lambda: 0, report=changes.report)
+    again, found = gradients_of(update, lambda: retrying(batch, 0).loss)
+    assert retrying.micro_batch == 4, "16, 8, 4"
     assert changes == [(8, True), (4, True)]
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert_close(found, wanted, 1e-5)
@@ -79,11 +95,11 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """compare needs the error to find the largest batch."""
-    setup, update = make()
+    inputs, update = make()
     little_memory(monkeypatch, most=5)
     update.parts.encoder.encode_image = update.model.encode_image
     with pytest.raises(torch.OutOfMemoryError):
-        update(setup.training[0], 0)
+        update.run(inputs.training[0], 0)
 
 
 def test_run_continues_and_resumes_with_a_smaller_micro_batch(
@@ -143,7 +159,7 @@ def test_micro_batch_is_unchanged_if_halving_frees_no_memory() -> None:
         handler.check()
         return handler.micro_batch
 
-    assert handler.run(work, lambda: None, rows=16, step=4) == 0
+    assert attempt(handler, work, lambda: None, step=4) == 0
     assert changes == [(8, True), (0, False)]
     handler.check()  # no longer checked
 
@@ -158,7 +174,7 @@ def test_near_the_limit_memory_is_cleared_before_the_micro_batch_is_halved() -> 
 
     for step in (4, 5):  # clearing is not enough in each step
         used[0] = 990
-        handler.run(work, lambda: used.__setitem__(0, 500), rows=16, step=step)
+        attempt(handler, work, lambda: used.__setitem__(0, 500), step=step)
     assert (tried, changes) == ([0, 0, 0, 8], [(8, True)])
 
 
@@ -172,8 +188,40 @@ def test_micro_batch_that_failed_is_not_used_again() -> None:
         handler.check()
         return handler.micro_batch
 
-    assert handler.run(work, lambda: None, rows=16, step=4) == 8
+    assert attempt(handler, work, lambda: None, step=4) == 8
     assert changes == [(8, True), (4, True), (8, False)]
+
+
+def test_update_that_runs_out_of_memory_is_not_repeated() -> None:
+    """It may have changed some of the weights."""
+    attempts: list[int] = []
+
+    def plain(batch: Any, step: int, micro_batch: int | None = None, *rest: Any) -> Any:
+        attempts.append(step)
+        retrying.mark("backward")
+        retrying.mark("optimizer")
+        raise MemoryError
+
+    retrying = RetryingStep(plain)
+    retrying.handler = OOMHandler(16, lambda: 0)
+    with pytest.raises(MemoryError):
+        retrying(range(16), 3)  # type: ignore[arg-type]
+    assert (attempts, retrying.micro_batch) == ([3], 16)
+
+
+def test_probe_that_runs_out_of_memory_is_not_repeated() -> None:
+    """The gradients may have lost their loss scale, and with FSDP the other ranks wait for this one."""
+    inputs, update = make()
+    update.retrying.handler = OOMHandler(0, lambda: 0)
+    steps: list[int] = []
+
+    def probe(view: StepView) -> None:
+        steps.append(view.step)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        update.run(inputs.training[0], 3, probe)
+    assert (steps, update.retrying.micro_batch) == ([3], 0)
 
 
 def test_mapped_files_do_not_count_as_own_memory(tmp_path: Path) -> None:
@@ -207,7 +255,7 @@ def test_other_errors_are_not_out_of_memory() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        handler.run(broken, lambda: None, 16, 0)
+        attempt(handler, broken, lambda: None, step=0)
     assert is_out_of_memory(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     )

@@ -127,19 +127,19 @@ def waits_are_errors() -> Iterator[None]:
 def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision,
                "data.captions_per_step": 2, "data.synthetic_images": 136, "train.batch_size": 64}  # fmt: skip
-    setup, update = make(changes)
-    update.oom = make_oom_handler(setup, 0, lambda *change: None)
-    rules = setup.device.rules
-    feed = list(batches(setup.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
+    inputs, update = make(changes)
+    update.retrying.handler = make_oom_handler(inputs, 0, lambda *change: None)
+    rules = inputs.device.capabilities
+    feed = list(batches(inputs.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
     # The graph is captured only after all batch shapes have occurred.
     warm = 2 * len(feed) if graph else 3
     for step in range(warm):
-        update(feed[step % len(feed)], step)
+        update.run(feed[step % len(feed)], step)
     assert (update.cuda_graph is not None and update.cuda_graph._graph is not None) == graph
     figures = []
     with waits_are_errors():
         for step in range(5):
-            figures.append(update(feed[3 + step], warm + step))
+            figures.append(update.run(feed[3 + step], warm + step))
         with pytest.raises(RuntimeError, match="synchroniz"):  # a synchronization is detected
             figures[0][0].item()
     assert all(bool(loss.isfinite()) and bool(norm.isfinite()) for loss, norm in figures)

@@ -1,22 +1,19 @@
 """Optimizer groups, learning rates, and state round trip."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from m1clip.config import OPTIMIZERS, OptimConfig
+from m1clip.config import OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.training.optim import (
-    EPS,
-    MUON_WEIGHT_DECAY,
-    OPTIMIZER_PARTS,
-    PARTS,
-    Optimizer,
-    skips_on_device,
-)
+from m1clip.optimizers import ADAMW, MUON, MUON_WEIGHT_DECAY, OPTIMIZERS, OptimizerEntry
+from m1clip.training.adamw import ADAMW_EPS
+from m1clip.training.logger import logged_learning_rates
+from m1clip.training.optim import BUILDERS, BuildOptions, Optimizer
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -48,7 +45,9 @@ def give_gradients(model: CLIP, seed: int) -> None:
 
 def test_weight_decay_applies_to_matrices_only() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), fused=True))
+    found = groups_of(
+        Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), BuildOptions(fused=True))
+    )
     for name, parameter in model.named_parameters():
         spared = (
             "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
@@ -60,7 +59,7 @@ def test_weight_decay_applies_to_matrices_only() -> None:
 
 def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), fused=True))
+    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), BuildOptions(fused=True)))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + [
         "text_tower.transformer.blocks.0"
@@ -73,14 +72,17 @@ def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
 
 def test_first_adamw_step_matches_formula() -> None:
     model = clip()
-    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5), fused=True)
+    optimizer = Optimizer(
+        model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5), BuildOptions(fused=True)
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     give_gradients(model, 1)
     optimizer.step()
     for name, p in model.named_parameters():
         assert p.grad is not None
         decay = 0.1 * 0.5 if p.ndim >= 2 else 0.0
-        update = p.grad / (p.grad.abs() + EPS)  # both moments are bias-corrected in the first step
+        # Both moments are bias-corrected in the first step.
+        update = p.grad / (p.grad.abs() + ADAMW_EPS)
         torch.testing.assert_close(
             p.detach(), before[name] * (1 - decay) - 0.1 * update, atol=1e-5, rtol=1e-5
         )
@@ -92,14 +94,14 @@ def test_first_adamw_step_matches_formula() -> None:
 def test_optimizer_state_round_trip(name: str) -> None:
     config = OptimConfig(optimizer=name)
     model, twin = clip(), clip()
-    optimizer = Optimizer(model, config, fused=True)
+    optimizer = Optimizer(model, config, BuildOptions(fused=True))
     for seed in range(3):
         give_gradients(model, seed)
         optimizer.step()
     kept = {key: t.clone() for key, t in optimizer.tensors().items()}
     assert all(isinstance(t, Tensor) for t in kept.values())
     twin.load_state_dict(model.state_dict())
-    other = Optimizer(twin, config, fused=True)
+    other = Optimizer(twin, config, BuildOptions(fused=True))
     assert other.tensors() == {}
     other.load_tensors(kept)
     assert other.tensors().keys() == kept.keys()
@@ -117,7 +119,7 @@ def test_device_learning_rate_is_updated_in_place() -> None:
     """A CUDA graph reads the tensor that it was captured with."""
     models = clip(), clip()
     config = OptimConfig(lr=0.01, muon_lr=0.02)
-    plain, tensor = (Optimizer(model, config, fused=True) for model in models)
+    plain, tensor = (Optimizer(model, config, BuildOptions(fused=True)) for model in models)
     groups = [group for part in tensor.parts.values() for group in part.param_groups]
     for group in groups:  # AdamW refuses capturable on a CPU
         group["lr"] = torch.tensor(float(group["lr"]))
@@ -133,13 +135,15 @@ def test_device_learning_rate_is_updated_in_place() -> None:
 
 
 def test_every_optimizer_of_the_settings_is_built_from_parts() -> None:
-    assert OPTIMIZER_PARTS.keys() == OPTIMIZERS.keys()
-    assert {part for parts in OPTIMIZER_PARTS.values() for part in parts} == PARTS.keys()
+    assert {part.name for entry in OPTIMIZERS.values() for part in entry.parts} == BUILDERS.keys()
     model = clip()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name in OPTIMIZERS:
         assert (
-            groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True)).keys() == trained
+            groups_of(
+                Optimizer(model, OptimConfig(optimizer=name), BuildOptions(fused=True))
+            ).keys()
+            == trained
         )
 
 
@@ -157,20 +161,25 @@ class SignSGD(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * parameter.grad.sign())
 
 
-def test_another_optimizer_is_an_entry_in_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    sign = PARTS["adamw"]._replace(
-        build=lambda groups, options: SignSGD(groups), skips_on_device=False
-    )
-    monkeypatch.setitem(PARTS, "sign", sign)
-    monkeypatch.setitem(OPTIMIZER_PARTS, "sign", ("muon", "sign"))
+def test_another_optimizer_is_an_entry_and_a_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    sign = replace(ADAMW, name="sign", skips_on_device=False, in_mlx=False)
+    entry = OptimizerEntry("The sign of the gradient", (MUON, sign), lr_factor=0.3)
+    monkeypatch.setitem(OPTIMIZERS, "sign", entry)
+    monkeypatch.setitem(BUILDERS, "sign", lambda groups, options: SignSGD(groups))
     model = clip()
     config = OptimConfig()
     # The choices of the setting are fixed at import.
     object.__setattr__(config, "optimizer", "sign")
-    optimizer = Optimizer(model, config, fused=True)
+    optimizer = Optimizer(model, config, BuildOptions(fused=True))
     assert list(optimizer.parts) == ["muon", "sign"]
-    assert not skips_on_device("sign"), "the host decides whether its steps are skipped"
-    assert all(skips_on_device(name) for name in OPTIMIZERS)
+    assert not entry.skips_on_device, "the host decides whether its steps are skipped"
+    assert not entry.in_mlx
+    assert all(OPTIMIZERS[name].skips_on_device for name in ("muon", "adamw"))
+    assert entry.described == "The sign of the gradient (default: --lr x 0.3)"
+    assert entry.lr_options == ["--lr", "--muon-lr"]
+    optimizer.set_lr(0.5)
+    assert logged_learning_rates(optimizer) == {"lr": config.lr / 2, "muon_lr": config.muon_lr / 2}
+    optimizer.set_lr(1.0)
     before = model.logit_scale.detach().clone()
     give_gradients(model, 1)
     optimizer.step()

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_run import prepared, screen, small_config
+from small_run import prepared, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from m1clip import console
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import causal_sdpa_is_wrong
@@ -19,6 +20,8 @@ from m1clip.model.presets import PRESETS, with_fields
 from m1clip.runlog import read_log
 from m1clip.training import parity
 from m1clip.training import run as runs
+from m1clip.training.compose import GradientCheck, TrainStep, compose_step
+from m1clip.training.inputs import RunInputs
 from m1clip.training.memory import random_batch
 from m1clip.training.muon import orthogonalize
 from m1clip.training.parity import (
@@ -30,8 +33,7 @@ from m1clip.training.parity import (
     relative_difference,
 )
 from m1clip.training.run import train_config
-from m1clip.training.setup import Setup
-from m1clip.training.step import GradientCheck, TrainStep
+from m1clip.training.step import make_parts
 
 
 def test_relative_difference() -> None:
@@ -43,12 +45,13 @@ def test_relative_difference() -> None:
 
 
 def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = prepared(small_config())
-    batch, step = first_samples(setup.training[0]), setup.make_step()
-    _, full = gradient(step, batch)
-    grads = [p.grad.flatten() for p in step.parameters if p.grad is not None]
+    inputs = prepared(small_config())
+    batch, step = first_samples(inputs.training[0]), inputs.make_step()
+    check = step.for_check(step.model)
+    _, full = gradient(check, batch)
+    grads = [p.grad.flatten() for p in step.model.parameters() if p.grad is not None]
     monkeypatch.setattr(parity, "MOST", len(full) // 7)
-    _, some = gradient(step, batch)
+    _, some = gradient(check, batch)
     every = -(-len(full) // parity.MOST)
     assert torch.equal(some, torch.cat([g[::every] for g in grads]))
     assert len(grads) <= len(some) < len(full) / 6
@@ -60,16 +63,21 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
         PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls", text_pooling="eot")
     )
     changes = {"train.precision": "bf16"}
-    setup = prepared(small_config(changes))
+    inputs = prepared(small_config(changes))
     torch.manual_seed(0)
-    batch = first_samples(random_batch(setup.shape, 8, 12))
+    batch = first_samples(random_batch(inputs.shape, 8, 12))
 
     def apart(model: CLIP) -> float:
-        step = TrainStep(model, setup.config, setup.device, setup.precision, setup.preprocess)
-        _, rough = gradient(step.for_check(model), batch)
-        return relative_difference(rough, gradient(parity.on_cpu(step, setup.facts), batch)[1])
+        step = compose_step(
+            make_parts(
+                model, inputs.config, inputs.device, inputs.precision, inputs.model.preprocess
+            )
+        )
+        check = step.for_check(model)
+        _, rough = gradient(check, batch)
+        return relative_difference(rough, gradient(parity.on_cpu(check, inputs.facts), batch)[1])
 
-    model = setup.build_model()
+    model = inputs.build_model()
     twin = fill_zeros(copy.deepcopy(model))
     assert apart(copy.deepcopy(model)) > TOLERANCE["bf16"]
     assert apart(twin) < TOLERANCE["bf16"] / 2
@@ -79,26 +87,26 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     assert moved
 
 
-def on_mps(**changes: object) -> tuple[Setup, TrainStep]:
+def on_mps(**changes: object) -> tuple[RunInputs, TrainStep]:
     """A run whose device calls itself mps, but computes on the CPU."""
-    setup = prepared(small_config(changes))
-    step = setup.make_step()
-    setup.device.kind = "mps"
-    return setup, step
+    inputs = prepared(small_config(changes))
+    step = inputs.make_step()
+    inputs.device.kind = "mps"
+    return inputs, step
 
 
 def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, step = on_mps()
-    setup.device.kind = "cpu"
-    assert check_parity(setup, step) is None, "nothing to compare on the CPU"
-    setup.device.kind = "mps"
+    inputs, step = on_mps()
+    inputs.device.kind = "cpu"
+    assert check_parity(inputs, step) is None, "nothing to compare on the CPU"
+    inputs.device.kind = "mps"
     weights = copy.deepcopy(step.model.state_dict())
-    assert check_parity(setup, step) == (0.0, "")
+    assert check_parity(inputs, step) == (0.0, "")
     assert all(p.grad is None for p in step.model.parameters())
     assert all(torch.equal(weights[name], value) for name, value in step.model.state_dict().items())
     monkeypatch.setattr(parity, "relative_difference", lambda *_: TOLERANCE["fp32"] * 1.1)
     with pytest.raises(UserError, match="mps computes gradients"):
-        check_parity(setup, step)
+        check_parity(inputs, step)
 
 
 def test_rounding_that_the_cpu_has_too_does_not_stop_the_run(
@@ -106,13 +114,13 @@ def test_rounding_that_the_cpu_has_too_does_not_stop_the_run(
 ) -> None:
     """Gradients of a deep network of convolutions in bf16 differ by 25% from those in fp32, on any device."""
     monkeypatch.setitem(parity.TOLERANCE, "bf16", 1e-4)
-    setup, step = on_mps(**{"train.precision": "bf16", "optim.optimizer": "adamw"})
-    rounding = check_parity(setup, step)
+    inputs, step = on_mps(**{"train.precision": "bf16", "optim.optimizer": "adamw"})
+    rounding = check_parity(inputs, step)
     assert rounding is not None
     assert rounding.difference > 1e-4
     monkeypatch.setattr(parity, "MOST_ROUNDING", rounding.difference / 2)
     with pytest.raises(UserError, match="mps computes gradients"):
-        check_parity(setup, step)
+        check_parity(inputs, step)
 
 
 class WrongFrom(TorchDispatchMode):
@@ -133,61 +141,70 @@ def test_error_that_depends_on_the_size_is_found_at_the_real_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
-    setup, step = on_mps(**{"data.captions_per_step": 1})
-    assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
+    inputs, step = on_mps(**{"data.captions_per_step": 1})
+    assert check_parity(inputs, step).difference < 1e-3  # type: ignore[union-attr]
     with (
         WrongFrom(16 * 16),
         pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"),
     ):
-        check_parity(setup, step)
+        check_parity(inputs, step)
     monkeypatch.setattr(parity, "PAIRS", 2)
     monkeypatch.setattr(parity, "SLICE", 16)  # only a few samples, as before: nothing is found
     with WrongFrom(16 * 16):
-        assert check_parity(setup, step) == (0.0, "")
+        assert check_parity(inputs, step) == (0.0, "")
 
 
 def test_skipped_comparison_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
-    monkeypatch.setattr(parity, "MAX_SECONDS", 0.0)
-    original, shown = runs.check_parity, screen()
+    monkeypatch.setattr(parity, "CHECKED_STEP_SECONDS", 0.0)
+    original = runs.check_parity
 
-    def as_on_mps(setup: Setup, step: TrainStep) -> parity.Parity | None:
-        setup.device.kind = "mps"
+    def as_on_mps(inputs: RunInputs, step: TrainStep) -> parity.Parity | None:
+        inputs.device.kind = "mps"
         try:
-            return original(setup, step)
+            return original(inputs, step)
         finally:
-            setup.device.kind = "cpu"
+            inputs.device.kind = "cpu"
 
     monkeypatch.setattr(runs, "check_parity", as_on_mps)
-    train_config(small_config({"train.steps": 1}), tmp_path / "run", shown)
+    with console.capture() as output:
+        train_config(small_config({"train.steps": 1}), tmp_path / "run")
     note = "the batch of 16 was not compared with its slices: one step takes"
-    assert note in shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert note in output.getvalue()
     (record,) = [record for record in read_log(tmp_path / "run") if record["kind"] == "parity"]
     assert note in record["skipped"]
 
 
 def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
-    setup, step = on_mps()
-    original, sizes = GradientCheck.compute_gradients, []
+    inputs, step = on_mps()
+    original, sizes = TrainStep.for_check, []
 
-    def short(self: GradientCheck, batch: Batch, number: int) -> torch.Tensor:
-        sizes.append(self.micro_batch)
-        if self.device.kind == "mps" and self.micro_batch not in range(1, 9):
-            raise torch.OutOfMemoryError("out of memory")
-        return original(self, batch, number)
+    def for_check(self: TrainStep, model: CLIP) -> GradientCheck:
+        check = original(self, model)
 
-    monkeypatch.setattr(GradientCheck, "compute_gradients", short)
-    assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
-    assert sizes == [0, 8, 4, 4, 0], "the batch, half, slices; a few samples here and on the CPU"
+        def short(batch: Batch, number: int, micro_batch: int | None = None, *rest: Any) -> Any:
+            sizes.append((len(batch), micro_batch))
+            size = micro_batch or len(batch)
+            if check.parts.device.kind == "mps" and size > 8:
+                raise torch.OutOfMemoryError("out of memory")
+            return check.plain(batch, number, micro_batch, *rest)
+
+        return GradientCheck(check.parts, short)
+
+    monkeypatch.setattr(TrainStep, "for_check", for_check)
+    assert check_parity(inputs, step).difference < 1e-3  # type: ignore[union-attr]
+    assert sizes == [(16, 0), (16, 8), (16, 4), (8, None), (8, None)], (
+        "the batch, half, slices; a few samples here and on the CPU"
+    )
 
 
 def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, step = on_mps(**{"optim.optimizer": "muon"})
+    inputs, step = on_mps(**{"optim.optimizer": "muon"})
     assert parity.optimizer_difference(step) < 1e-6
     monkeypatch.setattr(step, "orthogonalize", lambda x: orthogonalize(x) + 0.1)
     with pytest.raises(UserError, match="updates of the optimizer that differ"):
-        check_parity(setup, step)
+        check_parity(inputs, step)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -195,9 +212,9 @@ def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_leak_from_later_tokens_stops_the_run(
     precision: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, step = on_mps(**{"train.precision": precision})
+    inputs, step = on_mps(**{"train.precision": precision})
     step.model.set_attention(kind)  # type: ignore[arg-type]
-    parity.check_causality(step.model, "cpu", setup.autocast)
+    parity.check_causality(step.model, "cpu", inputs.autocast)
     original = layers.attention
     # The mask once per group of four queries, as in pytorch#195910.
     mask = (torch.arange(64)[:, None] // 4 * 4 + 3 >= torch.arange(64)).float().log()
@@ -212,7 +229,7 @@ def test_leak_from_later_tokens_stops_the_run(
 
     monkeypatch.setattr(layers, "attention", leaks)
     with pytest.raises(UserError, match="attention sees later tokens"):
-        check_parity(setup, step)
+        check_parity(inputs, step)
 
 
 def test_half_precision_on_mps_uses_no_causal_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from small_run import (
 )
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK
+from m1clip.io import RUN_LOCK
 from m1clip.runlog import NAME, RunLog, read_log
 from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
@@ -119,7 +119,7 @@ def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -
     holder.kill()
     holder.wait(timeout=PATIENCE)
     with lock_run(tmp_path):
-        assert (tmp_path / LOCK).read_text().splitlines()[0] == str(os.getpid())
+        assert (tmp_path / RUN_LOCK).read_text().splitlines()[0] == str(os.getpid())
     with contextlib.suppress(ProcessLookupError):
         os.killpg(holder.pid, signal.SIGKILL)
 
@@ -130,7 +130,10 @@ def test_lock_and_log_are_not_written_through_a_link(tmp_path: Path) -> None:
     precious.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name, opened in ((LOCK, lambda: lock_run(run).__enter__()), (NAME, lambda: RunLog(run))):
+    for name, opened in (
+        (RUN_LOCK, lambda: lock_run(run).__enter__()),
+        (NAME, lambda: RunLog(run)),
+    ):
         (run / name).symlink_to(precious)
         with pytest.raises(UserError, match=rf"{name}: is a symbolic link"):
             opened()

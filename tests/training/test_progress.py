@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
+from small_run import finished_run
 
+from m1clip import console
 from m1clip.config import Config, DataConfig
+from m1clip.data.decoding import decode_options
 from m1clip.data.image_cache import cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample, Source
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference import batches
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_table, list_runs
-from m1clip.runlog import PREPARING, read_preparing, write_preparing
+from m1clip.runlog import PREPARING, read_log, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
-from m1clip.training import progress as screen_module
-from m1clip.training import setup
+from m1clip.training import workbench
 from m1clip.training.process import check_unused, lock_run, remove_unused_folder
-from m1clip.training.progress import Screen, decode_options
 
 COUNT, FIRST = 600, r"\d+ of 600, [\d,.]+/s, \d+:\d\d left"
 
@@ -64,11 +64,11 @@ class Ref:
 def test_progress_is_printed_and_listed_while_a_run_prepares(
     tmp_path: Path, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     waiting = Waiting(run)
-    plan = decode_options(Screen(Console(file=waiting.printed, width=200)), run)(read_facts())
+    plan = decode_options(read_machine_info())
     image_wait = waiting.wait if work != "caption features" else lambda: None
     samples = [Sample(Ref(n, image_wait), (f"caption {n}",), str(n)) for n in range(COUNT)]
     finished: list[int] = []  # batches; the tower runs in several threads
@@ -83,7 +83,11 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     side = FrozenTower(tower, 4, ("tower",))
     features: Any = FeatureCache(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8),
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", plan)  # fmt: skip
-    with lock_run(run):
+    with (
+        lock_run(run),
+        console.progress_file(run / PREPARING),
+        console.capture() as waiting.printed,
+    ):
         if work in ("disk", "ram"):
             config = DataConfig(cache=work, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
             source = Source("images")
@@ -102,23 +106,25 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
 
 
 def test_printed_line_is_already_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.0)
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.0)
     printed, listed = list[str](), list[str | None]()
     enough = threading.Event()
-    shown = Screen(Console(file=io.StringIO(), width=200))
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         printed.append(line)
         listed.append(read_preparing(tmp_path))
         if len(printed) >= 20:
             enough.set()
 
-    monkeypatch.setattr(shown, "say", say)
-    with shown.counter("preparing train images", tmp_path) as show:
+    monkeypatch.setattr(console, "print", print_line)
+    with (
+        console.progress_file(tmp_path / PREPARING),
+        console.progress("preparing train images") as refresh,
+    ):
         done = 0
         while not enough.is_set():
             done += 1
-            show(done, 10**9)
+            refresh(done, 10**9)
     assert listed == printed
     assert len(set(printed)) > 1, "the work went on between two lines"
 
@@ -126,53 +132,56 @@ def test_printed_line_is_already_listed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_progress_left_by_a_killed_process_is_ignored(tmp_path: Path) -> None:
     run = tmp_path / "a"
     run.mkdir()
-    write_preparing(run, "preparing train images: 3 of 9")
+    console.write_progress(run / PREPARING, "preparing train images: 3 of 9")
     check_unused(run)
     with lock_run(run):
         assert read_preparing(run) is None
-        write_preparing(run, "preparing train images: 3 of 9")
+        console.write_progress(run / PREPARING, "preparing train images: 3 of 9")
         assert "preparing train images: 3 of 9" in as_table(list_runs(tmp_path), tmp_path)
         (run / PREPARING).write_bytes(b"\x1b[2J")
         assert read_preparing(run) is None
     remove_unused_folder(run)
     assert not run.exists()
-    write_preparing(run, "preparing train images")
+    console.write_progress(run / PREPARING, "preparing train images")
     assert not run.exists()  # a removed folder is not recreated
 
 
 def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    work = screen_module.Work("x")
+    work = console.Progress("x")
     assert str(work) == "x"
-    work.show(500, 1000)
+    work.refresh(500, 1000)
     assert str(work) == "x: 500 of 1,000"
     now[0] += 10
-    work.show(600, 1000)
+    work.refresh(600, 1000)
     assert str(work) == "x: 600 of 1,000, 10/s, 0:40 left"
 
 
 def test_work_without_a_count_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.001)
-    fifth_tick, ticks = threading.Event(), list[str]()
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.001)
+    fifth_write, writes = threading.Event(), list[str]()
 
-    def tick(run: Path, text: str) -> None:
-        ticks.append(text)
-        if len(ticks) == 5:
-            fifth_tick.set()
+    def write(path: Path, text: str) -> None:
+        writes.append(text)
+        if len(writes) == 5:
+            fifth_write.set()
 
-    monkeypatch.setattr(screen_module, "write_preparing", tick)
-    printed = io.StringIO()
-    with Screen(Console(file=printed, width=200)).counter("fitting the heads", tmp_path):
-        assert fifth_tick.wait(300)
+    monkeypatch.setattr(console, "write_progress", write)
+    with (
+        console.capture() as printed,
+        console.progress_file(tmp_path / PREPARING),
+        console.progress("fitting the heads"),
+    ):
+        assert fifth_write.wait(300)
     assert printed.getvalue() == "fitting the heads\n"
 
 
-def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
-    printed, opened = io.StringIO(), setup.open_data
+def test_reading_the_data_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
+    opened = workbench.open_data
 
     def slow(*words: Any) -> Any:
         deadline = time.monotonic() + 300
@@ -180,14 +189,19 @@ def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
             time.sleep(0.01)
         return opened(*words)
 
-    monkeypatch.setattr(setup, "open_data", slow)
-    plan = decode_options(Screen(Console(file=printed)), tmp_path)(read_facts())
+    monkeypatch.setattr(workbench, "open_data", slow)
     data = dataclasses.replace(Config().data, synthetic_images=200)
-    setup.read_data(dataclasses.replace(Config(), data=data), 32, plan)
+    with console.capture() as printed:
+        workbench.read_data(dataclasses.replace(Config(), data=data), 32)
     assert "reading the data" in printed.getvalue()
 
 
+def test_warnings_before_a_run_starts_are_in_its_log() -> None:
+    texts = [each["text"] for each in read_log(finished_run()) if each["kind"] == "warning"]
+    assert [text.partition(":")[0] for text in texts] == ["only 72 training images"]
+
+
 def test_text_from_files_cannot_control_the_terminal() -> None:
-    printed = io.StringIO()
-    Screen(Console(file=printed)).say("skipped \x1b[2J\u202egpj.exe: broken\nimage \x9b31m")
+    with console.capture() as printed:
+        console.print("skipped \x1b[2J\u202egpj.exe: broken\nimage \x9b31m")
     assert printed.getvalue() == "skipped \\x1b[2J\\u202egpj.exe: broken\nimage \\x9b31m\n"

@@ -11,28 +11,44 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import (
+    assert_same_bits,
+    before_each_step,
+    resume_quietly,
+    run_small,
+    small_config,
+    tensors_of,
+)
 from test_step import make
 from torch import Tensor
 
-from m1clip.config import OPTIMIZERS
+from m1clip import console
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import recovery
 from m1clip.training import step as update_module
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
+from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import step_plan
 from m1clip.training.recovery import Rollback, SpikeDetector, roll_back
 from m1clip.training.run import train_config
-from m1clip.training.spec import RunSpec
-from m1clip.training.step import TrainStep
 from m1clip.training.update import skip_rule
+from m1clip.training.world import World
 
 NAN = float("nan")
+
+
+class Batches(list[Any]):
+    """The batches of a run with a fake model."""
+
+    plan = SimpleNamespace(steps_per_epoch=4)
+
+
 PARAMETER = "image_tower.transformer.blocks.0.attn.qkv.weight"
 Poison = Callable[[TrainStep, Batch], Any]
 
@@ -49,7 +65,8 @@ def in_the_loss(update: TrainStep, batch: Batch) -> None:
     poisoned = replace(
         objective, row_term=lambda *args: objective.row_term(*args) * NAN, fused=None
     )
-    update.parts = replace(update.parts, loss=replace(update.parts.loss, objective=poisoned))
+    parts = replace(update.parts, loss=replace(update.parts.loss, objective=poisoned))
+    update.run = compose_step(parts).run
 
 
 def in_one_gradient(update: TrainStep, batch: Batch) -> None:
@@ -72,13 +89,13 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
-    setup, update = make({"optim.optimizer": optimizer, "data.color_jitter": 0.2})
+    inputs, update = make({"optim.optimizer": optimizer, "data.color_jitter": 0.2})
     update.parts.update.skip = skip
-    update(setup.training[0], 0)
+    update.run(inputs.training[0], 0)
     before = everything(update)
-    batch = setup.training[1]
+    batch = inputs.training[1]
     POISONS[poison](update, batch)
-    loss, norm = update(batch, 1)
+    loss, norm, _ = update.run(batch, 1)
     assert not (loss.isfinite() & norm.isfinite())
     assert_same_bits(everything(update), before)
     assert all(p.grad is None for p in update.model.parameters())
@@ -87,12 +104,12 @@ def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer}
-    setup, host = make(changes)
+    inputs, host = make(changes)
     _, device = make(changes)
     device.parts.update.skip = "device"
     for step in range(3):
         for update in (host, device):
-            update(setup.training[step], step)
+            update.run(inputs.training[step], step)
     one, other = everything(host), everything(device)
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -103,44 +120,44 @@ def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str)
 
 
 def test_samples_with_non_finite_features_are_found() -> None:
-    setup, update = make({"data.color_jitter": 0.2})
-    batch = setup.training[1]
-    assert update.nonfinite_rows(batch) == []
+    inputs, update = make({"data.color_jitter": 0.2})
+    batch = inputs.training[1]
+    assert update.parts.encoder.nonfinite_rows(batch) == []
     in_the_data(update, batch)
-    assert update.nonfinite_rows(batch) == [3]
+    assert update.parts.encoder.nonfinite_rows(batch) == [3]
     with torch.no_grad():
         update.model.get_parameter(PARAMETER).fill_(NAN)
-    assert update.nonfinite_rows(batch) == [], (
+    assert update.parts.encoder.nonfinite_rows(batch) == [], (
         "if all features are non-finite, the samples are not the cause"
     )
 
 
 class Log:
-    """Records that would go to run.jsonl, and warnings."""
+    """Records that would go to run.jsonl."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self.warnings: list[str] = []
 
     def write(self, kind: str, **values: Any) -> None:
         self.records.append({"kind": kind, **values})
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 def checker(state: TrainState | None = None) -> tuple[RunContext, Log]:
     """A run with a fake model, in which sample 7 has non-finite features."""
     batch = SimpleNamespace(sample_ids=torch.tensor([7]))
     samples = [SimpleNamespace(id=f"image {number}") for number in range(20)]
-    setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
-                            splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
+    config = small_config()
+    spec = SimpleNamespace(config=config, plan=step_plan(config.train))
+    training = Batches([batch] * 20)
+    inputs = SimpleNamespace(spec=spec, config=config, device=SimpleNamespace(kind="cpu"), precision="bf16",
+                            splits={"train": SimpleNamespace(samples=samples)}, training=training,
                             ranks=Ranks())  # fmt: skip
-    spec = SimpleNamespace(config=setup.config, plan=step_plan(setup.config.train))
-    parts = SimpleNamespace(update=SimpleNamespace(skip="device"))
-    step = SimpleNamespace(parts=parts, scaler=None, shards=None, nonfinite_rows=lambda batch: [0])
+    encoder = SimpleNamespace(model=None, nonfinite_rows=lambda batch: [0])
+    inputs.complete_model = lambda step: encoder.model
+    parts = SimpleNamespace(update=SimpleNamespace(skip="device", scaler=None), encoder=encoder)
+    step = SimpleNamespace(parts=parts)
     log: Any = Log()
-    return RunContext(spec, setup, step, Path(), log, log, state=state or TrainState()), log  # type: ignore[arg-type]
+    return RunContext(inputs, step, Path(), log, state=state or TrainState()), log  # type: ignore[arg-type]
 
 
 def feed(run: RunContext, losses: list[float], norm: float = 1.0, first: int = 1) -> None:
@@ -155,13 +172,14 @@ def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(
 ) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     run, log = checker()
-    feed(run, [1.0, NAN, math.inf, 1.0, NAN])
+    with console.recorded_warnings() as warnings:
+        feed(run, [1.0, NAN, math.inf, 1.0, NAN])
     assert run.state.skipped == 1
     assert [line["step"] for line in log.records if line["event"] == "update skipped"] == [2, 3, 5]
     assert log.records[0]["samples"] == ["image 2", "image 7"]
     assert log.records[0]["suspects"] == ["image 7"]
-    assert len(log.warnings) == 2
-    assert "samples with non-finite features: image 7" in log.warnings[0]
+    assert len(warnings) == 2
+    assert "samples with non-finite features: image 7" in warnings[0]
     feed(run, [NAN], first=6)
     with pytest.raises(Rollback):
         feed(run, [NAN], first=7)
@@ -171,9 +189,10 @@ def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     scales = [512.0]
     run, log = checker()
-    run.train_step.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
-    feed(run, [1.0] * 3, norm=math.inf)
-    assert (run.state.skipped, log.warnings) == (0, [])
+    run.train_step.parts.update.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
+    with console.recorded_warnings() as warnings:
+        feed(run, [1.0] * 3, norm=math.inf)
+    assert (run.state.skipped, warnings) == (0, [])
     assert [line["event"] for line in log.records] == ["loss scale lowered"] * 3
     feed(run, [NAN], first=4)
     assert run.state.skipped == 1, "a non-finite loss counts at any scale"
@@ -199,6 +218,8 @@ def test_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyP
     assert "\n" not in str(caught.value)
     for part in ("step 4", "3.5, 3.25", "image 7", "after 3 rollbacks", "--lr", "--precision fp32"):
         assert part in str(caught.value)
+    has_muon = OPTIMIZERS[run.config.optim.optimizer].lr_options == ["--lr", "--muon-lr"]
+    assert ("--muon-lr" in str(caught.value)) == has_muon
 
 
 def test_loss_that_stays_high_is_reported_once() -> None:
@@ -219,13 +240,23 @@ def test_loss_that_stays_high_is_reported_once() -> None:
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
     """The loss of a step is NaN if `bad(step, learning rate factor)`."""
-    real = TrainStep.compute_gradients
+    real_reduce, real_fraction = World.reduce, RunContext.lr_fraction
+    now = {"step": 0, "factor": 1.0}
 
-    def backward(self: TrainStep, batch: Batch, step: int) -> Tensor:
-        loss = real(self, batch, step)
-        return loss * NAN if bad(step, self.lr_factor) else loss
+    def lr_fraction(self: RunContext, step: int) -> float:
+        now["factor"] = self.state.lr_factor
+        return real_fraction(self, step)
 
-    monkeypatch.setattr(update_module.TrainStep, "compute_gradients", backward)
+    def begin(train_step: TrainStep, batch: Batch, step: int) -> None:
+        now["step"] = step
+
+    def reduce(self: World, *figures: Tensor) -> tuple[Tensor, ...]:
+        loss, *others = real_reduce(self, *figures)
+        return loss * NAN if bad(int(now["step"]), now["factor"]) else loss, *others
+
+    monkeypatch.setattr(RunContext, "lr_fraction", lr_fraction)
+    before_each_step(begin, monkeypatch)
+    monkeypatch.setattr(World, "reduce", reduce)
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -298,17 +329,15 @@ def test_no_checkpoint_is_saved_between_skipped_steps(
 def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
     tmp_path: Path, saved: float, expected: float
 ) -> None:
-    setup, update = make({"optim.optimizer": "adamw"})
+    inputs, update = make({"optim.optimizer": "adamw"})
     groups = checkpoint_tensors(update)
     save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
     update.parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     failed, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
-    state = roll_back(
-        RunContext(RunSpec(setup.config), setup, update, tmp_path, log, screen(), state=failed)
-    )
+    state = roll_back(RunContext(inputs, update, tmp_path, log, state=failed))
     log.close()
     assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
-    assert (state.scaler_scale, update.scaler.get_scale()) == (expected, expected)
+    assert (state.scaler_scale, update.parts.update.scaler.get_scale()) == (expected, expected)
 
 
 def test_run_without_a_checkpoint_rolls_back_to_its_start(
@@ -327,10 +356,12 @@ def test_run_stops_with_a_diagnosis_after_the_last_rollback(
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
     changes = {"train.save_every": 2}
-    shown = screen()
-    with pytest.raises(
-        UserError, match=r"diverged at step 7.*after 3 rollbacks.*samples most often"
+    with (
+        console.capture() as output,
+        pytest.raises(
+            UserError, match=r"diverged at step 7.*after 3 rollbacks.*samples most often"
+        ),
     ):
-        train_config(small_config(changes), tmp_path / "run", shown)
+        train_config(small_config(changes), tmp_path / "run")
     assert len(events(tmp_path / "run", "rolled back")) == 3
-    assert "learning rate is now 0.125 times the configured one" in shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "learning rate is now 0.125 times the configured one" in output.getvalue()

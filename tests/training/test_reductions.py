@@ -23,9 +23,10 @@ from m1clip.model.presets import (
 )
 from m1clip.model.pretrained import registry
 from m1clip.model.pretrained.minilm import BertSize
+from m1clip.training.compose import compose_step
 from m1clip.training.memory import random_batch
-from m1clip.training.step import TrainStep
-from m1clip.training.transfer import Start, Trainable
+from m1clip.training.step import make_parts
+from m1clip.training.transfer import ModelInit, Trainable
 
 
 class WrongProducts(TorchDispatchMode):
@@ -83,19 +84,19 @@ TOWERS = frozen_shape(
     ),
 )
 # Recipe -> (start, images, captions per image, tokens, settings): each passes the limit somewhere.
-RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
-    "scratch": (Start(OURS), 180, 3, 77, {}),
+RECIPES: dict[str, tuple[ModelInit, int, int, int, dict[str, Any]]] = {
+    "scratch": (ModelInit(OURS), 180, 3, 77, {}),
     "scratch, sigmoid": (
-        Start(dataclasses.replace(OURS, logit_bias=True)),
+        ModelInit(dataclasses.replace(OURS, logit_bias=True)),
         430,
         1,
         77,
         {"train.loss": "sigmoid", "optim.optimizer": "adamw"},
     ),
-    "scratch, micro-batches": (Start(OURS), 500, 1, 77, {"train.micro_batch": 450}),
-    "frozen": (Start(TOWERS, {}, Trainable(False, False), new_heads=True), 33_000, 2, 64, {}),
+    "scratch, micro-batches": (ModelInit(OURS), 500, 1, 77, {"train.micro_batch": 450}),
+    "frozen": (ModelInit(TOWERS, {}, Trainable(False, False), new_heads=True), 33_000, 2, 64, {}),
     "frozen image, own text": (
-        Start(
+        ModelInit(
             frozen_shape(TOWERS.image_tower, OURS.text_tower),
             {},
             Trainable(False, True),
@@ -106,13 +107,13 @@ RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
         77,
         {},
     ),
-    "finetune": (Start(TOWERS, {}, Trainable(True, True)), 520, 1, 64, {}),
+    "finetune": (ModelInit(TOWERS, {}, Trainable(True, True)), 520, 1, 64, {}),
 }
 
 
 def walk(recipe: str, **changes: Any) -> WrongProducts:
     """The products of a step of a recipe, with the rules of an M1 or with some of them changed."""
-    start, images, captions, tokens, settings = RECIPES[recipe]
+    model_init, images, captions, tokens, settings = RECIPES[recipe]
     names = {
         "data.captions_per_step": captions,
         "train.batch_size": images,
@@ -121,22 +122,24 @@ def walk(recipe: str, **changes: Any) -> WrongProducts:
     config = small_config({**names, **settings})
     device = Device("mps", M1)
     device.torch = torch.device("meta")
-    device.rules = dataclasses.replace(device.rules, fused_optimizer=False, **changes)
+    device.capabilities = dataclasses.replace(device.capabilities, fused_optimizer=False, **changes)
     with torch.device("meta"), mock.patch.object(registry, "MINILM", BertSize(layers=1)):
-        model = start.build(load_weights=False)
-        step = TrainStep(
-            model, config, device, "fp32", Preprocess(image_size=start.config.image_size)
+        model = model_init.build(load_weights=False)
+        step = compose_step(
+            make_parts(
+                model, config, device, "fp32", Preprocess(image_size=model_init.config.image_size)
+            )
         )
         step.parts.update.skip = "never"  # meta tensors have no values to check
         widths = zip(
-            (model.image_tower.width, model.text_tower.width), start.trainable, strict=True
+            (model.image_tower.width, model.text_tower.width), model_init.trainable, strict=True
         )
         frozen = tuple(0 if trained else width for width, trained in widths)
-        batch = random_batch(start.config, images, tokens, captions, frozen)  # type: ignore[arg-type]
+        batch = random_batch(model_init.config, images, tokens, captions, frozen)  # type: ignore[arg-type]
         # It does not know the meta device.
         no_autocast = mock.patch("torch.is_autocast_enabled", return_value=False)
         with no_autocast, LinearWeights(), WrongProducts() as found:
-            step(batch, 1)
+            step.run(batch, 1)
     return found
 
 

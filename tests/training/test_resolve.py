@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
+from m1clip import console
 from m1clip.config import NAMES, Config, DataConfig, from_dict, recipe_defaults
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.machine_info import MachineInfo
+from m1clip.losses.registry import LOSSES
 from m1clip.model.presets import (
     CLIPConfig,
     HeadConfig,
@@ -22,6 +24,7 @@ from m1clip.model.presets import (
     PretrainedTextConfig,
     VisionTowerConfig,
 )
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -38,6 +41,8 @@ from m1clip.training.resolve import (
     resolve,
 )
 from m1clip.training.spec import (
+    DECIDED,
+    DecidedConfig,
     DecidedSettings,
     RunSpec,
     Settings,
@@ -78,7 +83,7 @@ def test_recipe_auto_choice(
 @pytest.mark.parametrize(
     ("option", "recipe"),
     [
-        ({"model": "small"}, "scratch"),
+        ({"model": "original"}, "scratch"),
         ({"vision_width": 64}, "scratch"),
         ({"tokenizer": "char"}, "scratch"),
         ({"unfreeze_text": 2}, "finetune"),
@@ -191,7 +196,11 @@ def test_default_batch_is_that_of_the_recipe() -> None:
 
 
 def machine(
-    facts: Facts = XEON, ranks: int = 1, unreadable: int = 0, images: int = 1000, limit: float = 8e9
+    facts: MachineInfo = XEON,
+    ranks: int = 1,
+    unreadable: int = 0,
+    images: int = 1000,
+    limit: float = 8e9,
 ) -> Machine:
     """A machine that answers without measuring: the first device is the fastest."""
 
@@ -241,7 +250,8 @@ OPTIONS = st.fixed_dictionaries(
         "device": st.sampled_from(["auto", "cpu", "mps", "cuda"]),
         "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
         "fsdp": st.sampled_from(["auto", "on", "off"]),
-        "loss": st.sampled_from(["infonce", "sigmoid", "multi"]),
+        "loss": st.sampled_from([*LOSSES]),
+        "optimizer": st.sampled_from([*OPTIMIZERS]),
         "duration": st.sampled_from(
             [("minutes", 0.01), ("minutes", 30.0), ("epochs", 0.001), ("steps", 500)]
         ),
@@ -271,7 +281,7 @@ MACHINES = st.tuples(
 
 
 def decide(
-    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+    options: dict[str, Any], dataset: Dataset, where: tuple[MachineInfo, int, int]
 ) -> RunSpec | str:
     """The spec, or the error line."""
     facts, ranks, unreadable = where
@@ -285,7 +295,7 @@ def decide(
 
 @given(options=OPTIONS, dataset=DATASETS, where=MACHINES)
 def test_any_settings_give_a_final_spec_or_one_line(
-    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+    options: dict[str, Any], dataset: Dataset, where: tuple[MachineInfo, int, int]
 ) -> None:
     spec = decide(options, dataset, where)
     assert decide(options, dataset, where) == spec, "the same input gives the same spec"
@@ -295,8 +305,8 @@ def test_any_settings_give_a_final_spec_or_one_line(
         return
     assert undecided(spec.config) == []
     train = spec.config.train
-    assert 2 <= train.batch_size_or(0) <= dataset.images
-    assert train.micro_batch <= train.batch_size_or(0)
+    assert 2 <= train.batch_size <= dataset.images
+    assert train.micro_batch <= train.batch_size
     assert train.fsdp in ("on", "off")
     assert spec.config.transfer.recipe != "auto"
     for name, value in options.items():
@@ -309,13 +319,14 @@ def test_any_settings_give_a_final_spec_or_one_line(
 
 @given(options=OPTIONS, dataset=DATASETS, where=MACHINES)
 def test_spec_is_read_back_from_toml_and_resolves_to_itself(
-    options: dict[str, Any], dataset: Dataset, where: tuple[Facts, int, int]
+    options: dict[str, Any], dataset: Dataset, where: tuple[MachineInfo, int, int]
 ) -> None:
     spec = decide(options, dataset, where)
     if isinstance(spec, str):
         return
     values = tomllib.loads(spec.to_toml())
-    assert RunSpec(from_dict(values, "config.toml"), read_origins(values, "config.toml")) == spec
+    config = DecidedConfig.of(from_dict(values, "config.toml"))
+    assert RunSpec(config, read_origins(values, "config.toml")) == spec
     facts, ranks, unreadable = where
     again = resolve(spec.as_settings(), dataset, machine(facts, ranks, unreadable, dataset.images))
     assert again == spec
@@ -342,13 +353,72 @@ def test_origin_of_values(tmp_path: Path) -> None:
 
     (tmp_path / "config.toml").write_text(spec.to_toml())
     assert read_spec(tmp_path) == spec
-    repeated = resolve(
-        Settings({"flip": 0.1}, tmp_path / "config.toml"),
-        Dataset(5_000),
-        machine(images=5_000, facts=H200),
-    )
-    assert repeated.config == spec.config.changed(flip=0.1 if spec.config.data.flip else 0.0)
-    assert repeated.chosen_by["device"] == "measurement", "of the first run"
+
+
+def repeated(
+    tmp_path: Path, spec: RunSpec, where: MachineInfo = XEON, **options: Any
+) -> tuple[RunSpec, set[str]]:
+    """A run of another run's config.toml with more options, and the settings that it reports as changed."""
+    path = tmp_path / "config.toml"
+    path.write_text(spec.to_toml())
+    data = Dataset(5_000, median_captions=3)
+    with console.capture() as output:
+        again = resolve(Settings(options, path), data, machine(where, images=5_000))
+    lines = output.getvalue().splitlines()
+    different = {n for n in NAMES if setting(again.config, n) != setting(spec.config, n)}
+    last = lines[-1].removeprefix("changed    ").split(", ") if different else []
+    assert {change.split()[0] for change in last} == different
+    return again, different
+
+
+def test_config_of_a_run_repeats_it_on_any_machine(tmp_path: Path) -> None:
+    options = {"data": ("photos",), "recipe": "frozen", "epochs": 2, "flip": 0.1}
+    data = Dataset(5_000, median_captions=3)
+    spec = resolve(Settings(options), data, machine(images=5_000))
+    assert repeated(tmp_path, spec, H200) == (spec, set())
+    assert repeated(tmp_path, spec, H200, data=["photos"]) == (spec, set())
+    again, changed = repeated(tmp_path, spec, H200, wd=spec.config.optim.wd)
+    assert changed == set()
+    assert again.chosen_by == {**spec.chosen_by, "wd": "user"}
+
+
+def test_changed_options_redecide_what_rules_and_measurements_chose(tmp_path: Path) -> None:
+    data = Dataset(5_000, median_captions=3)
+    options = {"data": ("photos",), "recipe": "frozen", "lr": 1e-5, "seed": 3}
+    frozen = resolve(Settings(options), data, machine(images=5_000))
+    assert (frozen.chosen_by["steps"], frozen.chosen_by["optimizer"]) == ("recipe", "recipe")
+
+    again, changed = repeated(tmp_path, frozen, recipe="scratch")
+    fresh = resolve(Settings({**options, "recipe": "scratch"}), data, machine(images=5_000))
+    assert again == fresh, "as if the user had typed all options of the first run"
+    assert {"optimizer", "batch_size", "steps", "text_contrast", "patch_dropout"} <= changed
+    assert (again.config.optim.lr, again.config.seed) == (1e-5, 3)
+
+    again, changed = repeated(tmp_path, frozen, H200, optimizer="muon")
+    assert changed == {"optimizer", "device", "precision"}
+    assert again.chosen_by["optimizer"] == "user"
+
+
+def test_changed_options_keep_the_length_that_the_user_asked_for(tmp_path: Path) -> None:
+    data = Dataset(5_000, median_captions=3)
+    photos: dict[str, Any] = {"data": ("photos",), "recipe": "scratch"}
+    for length in ({"epochs": 2.0}, {"minutes": 2.0}, {"steps": 156}):
+        spec = resolve(Settings(photos | length), data, machine(images=5_000))
+        again, changed = repeated(tmp_path, spec, batch_size=16)
+        assert changed == {"batch_size"}, length
+        again, changed = repeated(tmp_path, spec, steps=5)
+        assert (again.config.train.steps, again.config.train.evaluations) == (5, 5)
+        again, changed = repeated(tmp_path, spec, eval_every=50)
+        assert changed == {"eval_every", "evaluations"}
+        assert "evaluations" not in again.chosen_by
+
+
+def test_edited_value_of_a_config_is_the_users(tmp_path: Path) -> None:
+    spec = resolve(Settings({"data": ("photos",), "recipe": "scratch"}), Dataset(5_000), machine())
+    edited = dataclasses.replace(spec, config=spec.config.changed(max_unreadable=0.5))
+    again = repeated(tmp_path, edited, seed=1)[0]
+    assert again.config.data.max_unreadable == 0.5
+    assert again.chosen_by["max_unreadable"] == "user"
 
 
 def test_clock_corrects_the_steps_of_a_spec() -> None:
@@ -364,8 +434,11 @@ def test_clock_corrects_the_steps_of_a_spec() -> None:
 
 
 def test_trained_model_is_finetuned_and_config_tells_it() -> None:
-    spec = resolve(Settings({"init": "runs/x", "steps": 5}), Dataset(1000), machine())
-    assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
+    for typed in ({}, {"recipe": "auto"}):
+        settings = Settings({"init": "runs/x", "steps": 5, **typed})
+        spec = resolve(settings, Dataset(1000), machine())
+        assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
+        assert (spec.chosen_by["recipe"], spec.chosen_by["init"]) == ("rule", "user")
     explicit = resolve(
         DecidedSettings(
             complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})
@@ -403,10 +476,34 @@ def test_weights_are_sharded_if_a_step_does_not_fit_one_gpu() -> None:
         )
 
 
+@pytest.mark.parametrize("recipe", ["scratch", "frozen"])
+def test_optimizer_has_its_own_default_learning_rate(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = dataclasses.replace(OPTIMIZERS["adamw"], lr_factor=0.5, wd_factor=4.0)
+    monkeypatch.setitem(OPTIMIZERS, "adamw", entry)
+    options = {"data": ("photos",), "recipe": recipe, "optimizer": "adamw"}
+    with console.capture() as output:
+        spec = resolve(Settings(options), Dataset(1000), machine())
+    lr = recipe_defaults("lr")[recipe] * 0.5
+    wd = recipe_defaults("wd")[recipe] * 4
+    assert (spec.config.optim.lr, spec.config.optim.wd) == (lr, wd)
+    assert spec.chosen_by["lr"] == spec.chosen_by["wd"] == "rule"
+    assert (
+        f"optimizer  adamw: --lr {lr:g}, --wd {wd:g} by default" in output.getvalue().splitlines()
+    )
+    assert resolve(spec.as_settings(), Dataset(1000), machine()) == spec, "not applied again"
+    given = resolve(Settings({**options, "lr": 0.1}), Dataset(1000), machine())
+    assert (given.config.optim.lr, given.config.optim.wd) == (0.1, wd)
+    other = resolve(Settings({**options, "optimizer": "muon"}), Dataset(1000), machine())
+    assert other.config.optim.lr == recipe_defaults("lr")[recipe]
+
+
 def test_reasons_are_told_in_the_order_of_the_decisions() -> None:
-    lines: list[str] = []
     photos = Settings({"data": ("photos",), "batch_size": "auto"})
-    resolve(photos, Dataset(1000), machine(limit=2.3e9), lines.append)
+    with console.capture() as output:
+        resolve(photos, Dataset(1000), machine(limit=2.3e9))
+    lines = output.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["recipe", "device", "memory"]
     assert "1,000 images are too few" in lines[0]
     assert lines[2] == "memory     batch 64 fits, within 2.3 GB"
@@ -429,3 +526,16 @@ def test_damaged_spec_is_rejected_in_one_line(tmp_path: Path, text: str, message
         path.write_text(spec.to_toml().partition("[chosen_by]")[0] + text)
     with pytest.raises(UserError, match=message):
         read_spec(tmp_path)
+
+
+def test_decided_config_has_only_final_values() -> None:
+    spec = resolve(Settings({"minutes": 2.0}), Dataset(1000), machine())
+    assert set(DECIDED) >= {item.name for item in dataclasses.fields(Augmentation)}
+    for name in DECIDED.keys() - {"minutes", "epochs"}:  # which exclude steps
+        open_value = setting(Config(), name)
+        with pytest.raises(AssertionError, match=f"not decided: .*{NAMES[name][1]}"):
+            spec.config.changed(**{name: open_value})
+        assert name in undecided(spec.config.as_config().changed(**{name: open_value}))
+    with pytest.raises(UserError, match="--flip must be a finite number"):
+        spec.config.changed(flip=2.0)
+    assert DecidedConfig.of(spec.config.as_config()) == spec.config

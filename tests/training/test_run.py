@@ -53,7 +53,8 @@ def test_run_log(run: Path) -> None:
     for line in log:
         if line["kind"] == "step":
             assert all(
-                math.isfinite(line[name]) for name in ("loss", "grad_norm", "lr", "temperature")
+                math.isfinite(line[name])
+                for name in ("loss", "grad_norm", "lr", "muon_lr", "temperature")
             )
             assert line["epoch"] == pytest.approx(line["step"] / 4)
             assert line["images_per_second"] > 0
@@ -75,7 +76,8 @@ def test_time_split_adds_up_to_the_time_of_a_step(run: Path) -> None:
 
 
 def test_memory_and_analysis_are_logged(run: Path) -> None:
-    (memory,) = of(run, "memory")
+    memory, at_the_end = of(run, "memory")
+    assert at_the_end["peak"] >= memory["peak"]
     assert memory["weights"] >= memory["gradients"] > 100_000  # buffers have no gradient
     assert memory["peak"] > memory["optimizer"] > 0
     for record in of(run, "eval"):

@@ -10,7 +10,7 @@ from m1clip.config import OptimConfig
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.training.duration import Segment, StepPlan
-from m1clip.training.schedule import lr_fraction, lr_schedule, warmup_steps
+from m1clip.training.schedule import lr_fraction, scheduled_lr_fraction, warmup_steps
 
 
 def test_lr_fraction_known_values() -> None:
@@ -41,10 +41,11 @@ def test_warmup_as_fraction_or_number_of_steps() -> None:
     assert warmup_steps(1.0, 200) == 1, "a number of steps, not the whole run"
 
 
-def test_learning_rate_is_constant_while_the_length_of_the_run_is_unknown() -> None:
-    assert [lr_schedule(OptimConfig(), None)(step) for step in (0, 5, 10**6)] == [1.0, 1.0, 1.0]
-    schedule = lr_schedule(OptimConfig(warmup=4.0), StepPlan((Segment(0, 104),)))
-    assert [schedule(step) for step in (0, 4, 54)] == pytest.approx([0.2, 1.0, 0.5])
+def test_learning_rate_follows_the_plan_of_the_run() -> None:
+    plan = StepPlan((Segment(0, 104),))
+    config = OptimConfig(warmup=4.0)
+    fractions = [scheduled_lr_fraction(config, plan, step) for step in (0, 4, 54)]
+    assert fractions == pytest.approx([0.2, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])

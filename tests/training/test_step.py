@@ -1,8 +1,13 @@
 """The training step: micro-batches, checkpointing, dropout, precision and compilation."""
 
+import os
+import subprocess
+import sys
+import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,32 +15,36 @@ import torch
 from small_run import prepared, small_config
 from torch import Tensor, nn
 
-from m1clip.config import OPTIMIZERS
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.losses import run_loss
-from m1clip.losses.registry import LOSSES, Array, Ids, Loss, Ops, same_image_or_caption
-from m1clip.model.clip import Features
-from m1clip.training.encode import ChunkedTower, EncodedInChunks, ignore_mark, split
-from m1clip.training.setup import Setup
-from m1clip.training.step import TrainStep
+from m1clip.losses.registry import LOSSES, SAME_IMAGE_OR_CAPTION, Array, Ids, Loss, Ops
+from m1clip.model.clip import CLIP, Features
+from m1clip.optimizers import OPTIMIZERS
+from m1clip.training.compose import TrainStep, compose_step
+from m1clip.training.encode import ChunkedTower, EncodedInChunks, TowerCall, ignore_mark, split
+from m1clip.training.inputs import RunInputs
+from m1clip.training.step import compute_gradients, make_parts
+from m1clip.training.step_view import StepView
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
-PHASES = {"copy", "forward", "backward", "optimizer"}
+PHASES = {"copy", "preprocess", "forward", "backward", "optimizer"}
 
 
-def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
-    setup = prepared(small_config({**AUGMENTED, **(changes or {})}))
-    model = setup.build_model()
+def make(changes: dict[str, Any] | None = None) -> tuple[RunInputs, TrainStep]:
+    inputs = prepared(small_config({**AUGMENTED, **(changes or {})}))
+    model = inputs.build_model()
     with torch.no_grad():  # no parameter at an initial value that would hide its gradient
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             p.add_(noise.to(p.device) * 0.05)
-    return setup, TrainStep(model, setup.config, setup.device, setup.precision, setup.preprocess)
+    return inputs, compose_step(
+        make_parts(model, inputs.config, inputs.device, inputs.precision, inputs.model.preprocess)
+    )
 
 
 def gradients(update: TrainStep, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = update.compute_gradients(batch, step)
+    loss = compute_gradients(update.parts, batch, step)
     found = {
         name: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
         for name, p in update.model.named_parameters()
@@ -57,8 +66,8 @@ def test_micro_batches_give_gradient_of_full_batch(
     objective: str, micro_batch: int, checkpointing: bool
 ) -> None:
     changes = {"train.loss": objective}
-    setup, full = make(changes)
-    batch = setup.training[0]
+    inputs, full = make(changes)
+    batch = inputs.training[0]
     loss, wanted = gradients(full, batch)
     _, micro_batched = make(
         {**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing}
@@ -78,10 +87,10 @@ def test_new_loss_works_in_micro_batches_and_blocks(
     def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
         return ((logits - 10.0 * ops.cast(positive, logits)) ** 2).sum()
 
-    new = Loss("squared error", squared_rows, same_image_or_caption, pairwise=pairwise)
+    new = Loss("squared error", squared_rows, SAME_IMAGE_OR_CAPTION, pairwise=pairwise)
     monkeypatch.setitem(LOSSES, "squared", new)
-    setup, _ = make()
-    batch = setup.training[0]
+    inputs, _ = make()
+    batch = inputs.training[0]
     results = {}
     for micro_batch, max_logits in (
         (0, run_loss.MAX_LOGITS),
@@ -91,9 +100,11 @@ def test_new_loss_works_in_micro_batches_and_blocks(
     ):
         monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
         monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
-        config = setup.config.changed(loss="squared", micro_batch=micro_batch)
-        model = setup.build_model()
-        update = TrainStep(model, config, setup.device, setup.precision, setup.preprocess)
+        config = inputs.config.changed(loss="squared", micro_batch=micro_batch)
+        model = inputs.build_model()
+        update = compose_step(
+            make_parts(model, config, inputs.device, inputs.precision, inputs.model.preprocess)
+        )
         results[micro_batch, max_logits] = gradients(update, batch)
     (loss, wanted), *others = results.values()
     assert wanted["logit_scale"] != 0
@@ -115,21 +126,23 @@ def test_checkpointing_gives_same_gradient(
 ) -> None:
     """Autocast caches cast weights; one cast without a graph must not be reused in a pass with one."""
     changes = {"train.precision": precision, "train.micro_batch": micro_batch}
-    setup, plain = make(changes)
-    batch = setup.training[0]
+    inputs, plain = make(changes)
+    batch = inputs.training[0]
     _, saving = make({**changes, "model.grad_checkpointing": True})
     assert_close(gradients(saving, batch)[1], gradients(plain, batch)[1], tolerance)
 
 
-def make_with_dropout(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
+def make_with_dropout(changes: dict[str, Any]) -> tuple[RunInputs, TrainStep]:
     """Dropout after both towers, as third-party towers and heads have it."""
-    setup, plain = make(changes)
+    inputs, plain = make(changes)
     assert not plain.parts.encoder.has_dropout
     for tower in (plain.model.image_tower, plain.model.text_tower):
         tower.thin = nn.Dropout(0.5)
         tower.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    return setup, TrainStep(
-        plain.model, setup.config, setup.device, setup.precision, setup.preprocess
+    return inputs, compose_step(
+        make_parts(
+            plain.model, inputs.config, inputs.device, inputs.precision, inputs.model.preprocess
+        )
     )
 
 
@@ -140,8 +153,8 @@ def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) ->
         "train.text_contrast": 0.0,
         "train.micro_batch": 6,
     }
-    setup, update = make_with_dropout(changes)
-    batch = setup.training[0]
+    inputs, update = make_with_dropout(changes)
+    batch = inputs.training[0]
     loss, found = gradients(update, batch)
     again_loss, again = gradients(update, batch)
     assert torch.equal(loss, again_loss)
@@ -178,16 +191,16 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [0, 8])
 def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> None:
-    setup, thinned = make_with_dropout({"train.micro_batch": micro_batch})
-    batch = setup.training[0]
+    inputs, thinned = make_with_dropout({"train.micro_batch": micro_batch})
+    batch = inputs.training[0]
     (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
-    setup, exact = make()
-    batch = setup.training[0]
+    inputs, exact = make()
+    batch = inputs.training[0]
     wanted = gradients(exact, batch)[1]
     errors = {}
     for micro_batch in (0, 5):
@@ -207,10 +220,10 @@ def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
 def test_gradients_are_unscaled_before_clipping() -> None:
     """fp16 training needs a GPU, but the gradient scaler also works on the CPU."""
     _, plain = make({"train.micro_batch": 5})
-    setup, scaled = make({"train.micro_batch": 5})
+    inputs, scaled = make({"train.micro_batch": 5})
     scaled.parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    loss, norm = plain(setup.training[0], 0)
-    scaled_loss, scaled_norm = scaled(setup.training[0], 0)
+    loss, norm, _ = plain.run(inputs.training[0], 0)
+    scaled_loss, scaled_norm, _ = scaled.run(inputs.training[0], 0)
     torch.testing.assert_close(scaled_loss, loss)
     torch.testing.assert_close(scaled_norm, norm, rtol=1e-4, atol=0)
 
@@ -218,13 +231,13 @@ def test_gradients_are_unscaled_before_clipping() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_micro_batched_steps_match_full_batch(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer}
-    setup, full = make(changes)
+    inputs, full = make(changes)
     _, micro_batched = make({**changes, "train.micro_batch": 4})
     start = {name: p.detach().clone() for name, p in full.model.named_parameters()}
     for step in range(3):
-        batch = setup.training[step]
-        loss, norm = full(batch, step)
-        micro_batched_loss, micro_batched_norm = micro_batched(batch, step)
+        batch = inputs.training[step]
+        loss, norm, _ = full.run(batch, step)
+        micro_batched_loss, micro_batched_norm, _ = micro_batched.run(batch, step)
         torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-4, atol=0)
         torch.testing.assert_close(micro_batched_norm, norm, rtol=1e-3, atol=0)
     for name, value in full.model.named_parameters():
@@ -253,12 +266,11 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
 
     inputs, weight = torch.randn(10, 7), torch.ones(7, requires_grad=True)
     tower = ChunkedTower(
-        lambda rows: Count.apply(inputs[rows] * weight), split(slice(0, 10), 4), idle_calls=2
+        lambda rows: TowerCall(lambda x: Count.apply(x * weight), (inputs[rows],)),
+        split(slice(0, 10), 4),
+        idle_calls=2,
     )
-    with torch.no_grad():
-        features = tower.features_only()
-        assert torch.equal(features, inputs)
-    encoded = EncodedInChunks([features], [tower], ignore_mark, nullcontext, nullcontext)
+    encoded = EncodedInChunks([inputs], [tower], ignore_mark, nullcontext, nullcontext)
     passes: list[bool] = []
     encoded.backward([torch.ones(10, 7)], passes.append)
     assert passes == [False, False, False, False, True], (
@@ -270,12 +282,32 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
 def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
-    setup, update = make({"train.micro_batch": micro_batch})
-    update(setup.training[0], 0)
+    inputs, update = make({"train.micro_batch": micro_batch})
+    update.run(inputs.training[0], 0)
     taken = update.phases.take()
     assert set(taken) == PHASES
     assert all(seconds >= 0 for seconds in taken.values())
     assert update.phases.take() == {}
+
+
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_three_functions_lie_between_the_loop_and_the_model(
+    micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+    real = CLIP.encode_image
+
+    def encode(self: CLIP, *args: Any) -> Tensor:
+        frames = traceback.extract_stack()[:-1]
+        here = max(n for n, frame in enumerate(frames) if frame.filename == __file__)
+        own = [frame for frame in frames[here + 1 :] if "m1clip" in Path(frame.filename).parts]
+        called.append([f"{Path(frame.filename).stem}.{frame.name}" for frame in own])
+        return real(self, *args)
+
+    monkeypatch.setattr(CLIP, "encode_image", encode)
+    inputs, update = make({"train.micro_batch": micro_batch})
+    update.run(inputs.training[0], 0)
+    assert called[0] == ["oom.__call__", "step.train_step", "encode.forward"]
 
 
 @pytest.mark.slow
@@ -284,16 +316,18 @@ def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPat
     """Without the C++ compiler, which takes a minute: only tracing and the joint graph are tested."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6}
-    setup, plain = make(changes)
+    inputs, plain = make(changes)
     _, compiled = make(changes)
-    compiled = TrainStep(
-        compiled.model,
-        replace(setup.config, model=replace(setup.config.model, compile=True)),
-        setup.device,
-        setup.precision,
-        setup.preprocess,
+    compiled = compose_step(
+        make_parts(
+            compiled.model,
+            replace(inputs.config, model=replace(inputs.config.model, compile=True)),
+            inputs.device,
+            inputs.precision,
+            inputs.model.preprocess,
+        )
     )
-    batch = setup.training[0]
+    batch = inputs.training[0]
     assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
 
 
@@ -302,8 +336,8 @@ def test_loss_in_blocks_gives_same_gradient(
     micro_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train.micro_batch": micro_batch, "train.text_contrast": 0.3}
-    setup, whole = make(changes)
-    batch = setup.training[0]
+    inputs, whole = make(changes)
+    batch = inputs.training[0]
     loss, wanted = gradients(whole, batch)
     monkeypatch.setattr(run_loss, "MAX_LOGITS", 0)
     monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
@@ -315,24 +349,67 @@ def test_loss_in_blocks_gives_same_gradient(
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
 def test_probe_sees_the_gradients_of_the_batch_before_the_update(micro_batch: int) -> None:
-    setup, update = make({"train.micro_batch": micro_batch})
-    batch = setup.training[0]
+    inputs, update = make({"train.micro_batch": micro_batch})
+    batch = inputs.training[0]
     _, wanted = gradients(update, batch, step=0)
     before = {name: p.detach().clone() for name, p in update.model.named_parameters()}
     seen: dict[str, Tensor] = {}
 
-    def probe(grads: Any) -> None:
-        seen.update({name: grad.clone() for name, grad in grads.items()})
+    def probe(view: StepView) -> None:
+        seen.update({name: grad.clone() for name, grad in view.gradients.items()})
+        assert view.weights.keys() == view.gradients.keys()
+        assert all(torch.equal(p, before[name]) for name, p in view.weights.items())
         assert all(torch.equal(p, before[name]) for name, p in update.model.named_parameters())
 
-    _, norm = update(batch, 0, probe)
+    _, norm, _ = update.run(batch, 0, probe)
     assert seen.keys() == wanted.keys()
     assert all(torch.equal(seen[name], value) for name, value in wanted.items())
     torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in seen.values()]).norm())
     assert any(not torch.equal(p, before[name]) for name, p in update.model.named_parameters())
     _, unprobed = make({"train.micro_batch": micro_batch})
-    unprobed(batch, 0)
+    unprobed.run(batch, 0)
     assert all(
         torch.equal(p, unprobed.model.get_parameter(name))
         for name, p in update.model.named_parameters()
     )
+
+
+def test_probe_sees_gradients_without_loss_scale_and_the_update_stays_the_same() -> None:
+    """fp16 training needs a GPU, but the gradient scaler also works on the CPU."""
+    inputs, plain = make()
+    batch = inputs.training[0]
+    _, wanted = gradients(plain, batch, step=0)
+    steps = {}
+    seen: dict[str, Tensor] = {}
+
+    def probe(view: StepView) -> None:
+        seen.update({name: grad.clone() for name, grad in view.gradients.items()})
+
+    for name, given in (("probed", probe), ("unprobed", None)):
+        _, steps[name] = make()
+        steps[name].parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(2):  # the scaler is ready for another step
+            steps[name].run(inputs.training[step], step, given if step == 0 else None)
+    assert_close(seen, wanted, 1e-6)
+    for name, p in steps["probed"].model.named_parameters():
+        assert torch.equal(p, steps["unprobed"].model.get_parameter(name)), name
+
+
+def test_step_does_not_load_the_compiler() -> None:
+    """It would take a second and 40 MB; another process, because other tests load it."""
+    program = (
+        "import sys; from small_run import prepared, small_config\n"
+        "inputs = prepared(small_config({})); step = inputs.make_step()\n"
+        "step.run(inputs.training[0], 0)\n"
+        "print([name for name in ('sympy', 'torch._dynamo') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.splitlines()[-1] == "[]"

@@ -17,7 +17,6 @@ from small_run import (
     prepared,
     resume_quietly,
     run_small,
-    screen,
     small_config,
     tensors_of,
 )
@@ -34,8 +33,9 @@ from m1clip.losses.run_loss import distillation
 from m1clip.model.clip import Features
 from m1clip.model.pretrained import registry
 from m1clip.runlog import read_log
+from m1clip.training.inputs import RunInputs
 from m1clip.training.run import train_config
-from m1clip.training.setup import Setup
+from m1clip.training.step import compute_gradients
 from m1clip.training.transfer import interpolated
 
 
@@ -59,7 +59,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("frozen")
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
-        train_config(frozen_config(folder, **{"train.steps": 3}), folder / "run", screen())
+        train_config(frozen_config(folder, **{"train.steps": 3}), folder / "run")
     return folder / "run"
 
 
@@ -89,8 +89,8 @@ def changed(first: Path, run: Path) -> set[str]:
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
-def trainable(setup: Setup) -> set[str]:
-    return {name for name, p in setup.build_model().named_parameters() if p.requires_grad}
+def trainable(inputs: RunInputs) -> set[str]:
+    return {name for name, p in inputs.build_model().named_parameters() if p.requires_grad}
 
 
 def assert_resumes_exactly(run: Path, step: int) -> None:
@@ -103,22 +103,22 @@ def assert_resumes_exactly(run: Path, step: int) -> None:
 
 def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = tmp_path / "run", frozen_config(tmp_path)
-    train_config(config, run, screen())
+    train_config(config, run)
     saved = weights(run)
     for name, tensor in registry.package_weights("efficientnet-lite0").items():
         assert torch.equal(saved[f"image_tower.{name}"], tensor)
-    setup = prepared(config)
-    fresh = setup.build_model().state_dict()
+    inputs = prepared(config)
+    fresh = inputs.build_model().state_dict()
     assert not torch.equal(fresh["image_head.project.weight"], saved["image_head.project.weight"])
     assert torch.equal(fresh["image_head.mean"], saved["image_head.mean"])
 
     # All captions of an image are in its step.
-    batch = setup.training[0]
-    assert batch.image_features.shape == (16, setup.build_model().image_tower.width)
+    batch = inputs.training[0]
+    assert batch.image_features.shape == (16, inputs.build_model().image_tower.width)
     assert torch.bincount(batch.image_index).tolist() == [2] * 16
 
     # The saved model is complete: it computes the cached features from images and captions.
-    model, data = m1clip.load(run), setup.splits["test"]
+    model, data = m1clip.load(run), inputs.splits["test"]
     image, text, *_ = encode_split(model, data)
     images = list(data.images.read(np.arange(4)))
     # Stored as float16.
@@ -137,7 +137,7 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         FeatureCache, "towers", property(lambda self: pytest.fail("features were recomputed"))
     )
-    train_config(config, tmp_path / "again", screen())
+    train_config(config, tmp_path / "again")
     assert_same_bits(tensors_of(tmp_path / "again", 6), kept)
     assert_resumes_exactly(run, 6)
 
@@ -164,8 +164,8 @@ def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> Non
     (folder / "3.png").write_bytes(b"no image")
     (folder / "captions.csv").write_text("\n".join(rows) + "\n")
     changes = {"data.source": [str(folder)], "data.max_unreadable": 0.5, "train.batch_size": 4}
-    setup = prepared(frozen_config(tmp_path, **changes))
-    assert [sample.id for sample in setup.splits["train"].samples] == [
+    inputs = prepared(frozen_config(tmp_path, **changes))
+    assert [sample.id for sample in inputs.splits["train"].samples] == [
         f"{n}.png" for n in range(8) if n != 3
     ]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
@@ -191,10 +191,10 @@ def test_trainable_parts(scratch: Path, frozen: Path) -> None:
 def test_frozen_tower_of_a_finetuning_run_uses_cached_features(
     frozen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = prepared(tuned(frozen, **{"transfer.unfreeze_text": 0}))
-    assert setup.splits["val"].captions.features is not None
-    assert setup.splits["val"].image_features is None
-    batch = setup.training[0]
+    inputs = prepared(tuned(frozen, **{"transfer.unfreeze_text": 0}))
+    assert inputs.splits["val"].captions.features is not None
+    assert inputs.splits["val"].image_features is None
+    batch = inputs.training[0]
     assert (batch.images.dtype, batch.text_features.dtype) == (torch.uint8, torch.float32)
     monkeypatch.setattr(
         TowerRunner, "files", lambda *_: pytest.fail("features of the frozen run were not found")
@@ -208,7 +208,7 @@ def test_last_block_is_trained_and_resumes_exactly(
 ) -> None:
     first, run = request.getfixturevalue(kind), tmp_path / "run"
     last = {"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
-    train_config(tuned(first, **last), run, screen())
+    train_config(tuned(first, **last), run)
     moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
     block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
     assert moved
@@ -247,13 +247,13 @@ def test_impossible_settings(
 def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(
     scratch: Path,
 ) -> None:
-    setup = prepared(tuned(scratch))
+    inputs = prepared(tuned(scratch))
     start = weights(scratch, "best")
     assert all(
         torch.equal(tensor, start[name])
-        for name, tensor in setup.build_model().state_dict().items()
+        for name, tensor in inputs.build_model().state_dict().items()
     )
-    data, train = setup.config.data, setup.config.train
+    data, train = inputs.config.data, inputs.config.train
     assert (data.word_dropout, data.patch_dropout, train.text_contrast) == (0.0, 0.0, 0.0)
     given = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
     config = prepared(tuned(scratch, **given)).config
@@ -273,7 +273,7 @@ def test_initial_model_stays_best_if_training_makes_it_worse(
         lambda scores: replace(selection_metric(scores), value=next(recalls)),
     )
     run = tmp_path / "run"
-    train_config(tuned(scratch, **{"train.eval_every": 2}), run, screen())
+    train_config(tuned(scratch, **{"train.eval_every": 2}), run)
     assert [line["step"] for line in read_log(run) if line["kind"] == "eval"] == [0, 2, 4]
     assert_same_bits(weights(run, "best"), weights(scratch, "best"))
 
@@ -284,7 +284,7 @@ def test_wise_ft_keeps_the_interpolation_that_is_best_on_validation(
     run = tmp_path / "run"
     # Evaluates the last model only.
     changes = {"optim.lr": 0.02, "transfer.wise_ft": "search", "train.eval_every": 0}
-    train_config(tuned(scratch, **changes), run, screen())
+    train_config(tuned(scratch, **changes), run)
     tried = [record for record in read_log(run) if record["kind"] == "wise_ft"]
     scores = {record["new_fraction"]: record["val_mean_recall"] for record in tried}
     assert set(scores) == {0.0, 0.25, 0.5, 0.75, 1.0}
@@ -327,17 +327,17 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     gradients = []
     for micro_batch in (0, 5):
-        setup = prepared(small_config({**changes, "train.micro_batch": micro_batch}))
-        step = setup.make_step()
-        step.compute_gradients(setup.training[0], 0)
+        inputs = prepared(small_config({**changes, "train.micro_batch": micro_batch}))
+        step = inputs.make_step()
+        compute_gradients(step.parts, inputs.training[0], 0)
         gradients.append(
             {n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None}
         )
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3)
 
-    assert setup.teacher is not None
-    batch, train = setup.training[1], setup.splits["train"]
+    assert inputs.teacher is not None
+    batch, train = inputs.training[1], inputs.splits["train"]
     model = m1clip.load(scratch)
     captions = [caption for sample in train.samples for caption in sample.captions]
     texts = [
@@ -348,10 +348,10 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = (
         float(model.clip.scale().detach()) * model.encode_image(images) @ model.encode_text(texts).T
     )
-    found = setup.teacher.logits(batch.sample_ids, batch.caption_ids)
+    found = inputs.teacher.logits(batch.sample_ids, batch.caption_ids)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
 
     monkeypatch.setattr(run_loss, "TEACHER_WEIGHT", 1.0)
-    train_config(small_config(changes), tmp_path / "run", screen())
+    train_config(small_config(changes), tmp_path / "run")
     losses = losses_of(tmp_path / "run")
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])

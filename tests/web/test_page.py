@@ -206,6 +206,11 @@ def test_page_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) 
     assert page.get_attribute("#progress", "aria-valuenow") == "100"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the run"
+    norms = page.locator("[data-panel=layer_grad_norms]")
+    assert norms.locator("tbody tr").count() == 6
+    strip = norms.locator("tbody tr:first-child canvas")
+    assert strip.get_attribute("aria-label") == "image/input: first 0.05, now 0.0333, 2 evaluations"
+    assert "0.0333 (dark) to 0.05 (bright)" in norms.inner_text()
     page.focus("#snapshot")
     page.keyboard.press("ArrowLeft")
     until(page, "document.querySelector('#snapshot-text').textContent.startsWith('step 50')")

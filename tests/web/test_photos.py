@@ -28,6 +28,7 @@ from PIL import Image
 from reliability.test_soak import ALLOWED, growth
 from small_run import Command
 
+from m1clip import console
 from m1clip.data.images import BadImage
 from m1clip.search import concepts as concepts_module
 from m1clip.search import index as index_module
@@ -253,7 +254,7 @@ def test_names_are_text_without_control_characters(server: Server) -> None:
 
 
 def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> None:
-    mark = json.dumps({"text": "token", "id": ids(server)["a/0000.jpg"], "good": True}).encode()
+    mark = json.dumps({"text": "token", "id": ids(server)["a/0000.jpg"], "positive": True}).encode()
     token = read(server, "/api/library")["token"]
     for headers in (
         {},
@@ -279,12 +280,12 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
     def places() -> list[int]:
         return [each["id"] for each in read(server, "/api/search", text="red beach")["results"]]
 
-    def mark(id_: int, good: bool | None) -> None:
+    def mark(id_: int, positive: bool | None) -> None:
         assert (
             post(
                 server,
                 "/api/mark",
-                json.dumps({"text": "red beach", "id": id_, "good": good}).encode(),
+                json.dumps({"text": "red beach", "id": id_, "positive": positive}).encode(),
             )[0]
             == 200
         )
@@ -316,7 +317,7 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.text(),
             lambda inner: st.lists(inner, max_size=3),
-        ).map(lambda value: json.dumps({"text": value, "id": value, "good": value}).encode()),
+        ).map(lambda value: json.dumps({"text": value, "id": value, "positive": value}).encode()),
     )
 )
 def test_any_other_body_is_an_error_of_one_line(shared: Photos, body: bytes) -> None:
@@ -330,15 +331,15 @@ def test_any_other_body_is_an_error_of_one_line(shared: Photos, body: bytes) -> 
 @pytest.mark.parametrize(
     "body",
     [
-        '{"text": "a\\ud800", "id": 1, "good": true}',
-        f'{{"text": "a", "id": {10**30}, "good": true}}',
+        '{"text": "a\\ud800", "id": 1, "positive": true}',
+        f'{{"text": "a", "id": {10**30}, "positive": true}}',
     ],
 )
 def test_mark_that_no_database_can_store_is_a_bad_request(shared: Photos, body: str) -> None:
     answer = shared.post("/api/mark", body.encode())
     assert answer is not None
     assert answer[0] == 400
-    assert json.loads(answer[2])["error"].startswith("a mark is {text, id, good}")
+    assert json.loads(answer[2])["error"].startswith("a mark is {text, id, positive}")
 
 
 @pytest.mark.parametrize("text", ["9" * 39 + "*dog", "9" * 400 + "*dog", "0*dog"])
@@ -432,7 +433,7 @@ def test_slow_uploads_do_not_stop_the_server(
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     token = read(server, "/api/library")["token"]
     head = f"POST /api/upload HTTP/1.1\r\nHost: localhost\r\nX-M1clip-Token: {token}\r\nContent-Length: 1000\r\n\r\n"
-    slow = [connect(server) for _ in range(server_module.UPLOADS)]
+    slow = [connect(server) for _ in range(server_module.PARALLEL_UPLOADS)]
     for client in slow:
         client.sendall(head.encode())
     deadline = time.monotonic() + 300
@@ -441,8 +442,11 @@ def test_slow_uploads_do_not_stop_the_server(
         assert time.monotonic() < deadline
     assert read(server, "/api/search", text="dog")["results"]
     mark = {"text": "slow", "id": ids(server)["a/0000.jpg"]}
-    for good in (True, None):
-        assert post(server, "/api/mark", json.dumps({**mark, "good": good}).encode()) == (200, {})
+    for positive in (True, None):
+        assert post(server, "/api/mark", json.dumps({**mark, "positive": positive}).encode()) == (
+            200,
+            {},
+        )
     assert post(server, "/api/mark", bytes(server_module.MAX_BODY + 1))[0] == 413
     now[0] += server_module.UPLOAD_SECONDS + 1
     for client in slow:
@@ -484,7 +488,7 @@ def test_locked_database_is_an_answer_after_a_limited_time(
     assert shared.get("/api/library", {})[0] == 200  # type: ignore[index]
     for module in (query_module, concepts_module, index_module):
         monkeypatch.setattr(module, "READ_SECONDS", 0.0)
-    mark = json.dumps({"text": "x", "id": 1, "good": True}).encode()
+    mark = json.dumps({"text": "x", "id": 1, "positive": True}).encode()
     for name in (DATABASE, "concepts.sqlite"):
         with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / name)) as other:
             other.execute("BEGIN EXCLUSIVE")
@@ -563,7 +567,7 @@ def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path) -> None:
 
 def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
     seen = []
-    update_index(library, progress=lambda done, total: None)
+    update_index(library)
     index = Index(library)
     assert index.progress() is None
     image(70).save(library / "one-more.png")
@@ -571,7 +575,8 @@ def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
     def during(done: int, total: int) -> None:
         seen.append((done, total))
 
-    update_index(library, progress=during)
+    with console.on_progress(during):
+        update_index(library)
     assert seen == [(0, 1), (1, 1)]
     assert Index(library).progress() is None  # finished
     (library / "one-more.png").unlink()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from monitor.made_runs import append, full_run, line, step
 
+from m1clip.analyses import ANALYSES
 from m1clip.runlog import FIELDS, LogField
 from m1clip.web.server import Handler, Server, Store, key_of
 from web.client import ask, connect, running
@@ -207,15 +208,19 @@ def test_page_receives_plotted_fields_of_the_steps(
     monkeypatch.setitem(FIELDS, sharpness.name, sharpness)
     status, body, headers = ask(server, "/fields.js")
     assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
-    names, fields = body.decode().removesuffix(";\n").split(" = ", 1)
-    assert names.endswith("const STEP_FIELDS")
-    listed = json.loads(fields)
+    _, step_fields, analyses = (line.removesuffix(";") for line in body.decode().splitlines())
+    listed = json.loads(step_fields.removeprefix("const STEP_FIELDS = "))
+    shown = {each["name"]: each for each in json.loads(analyses.removeprefix("const ANALYSES = "))}
+    assert shown.keys() == ANALYSES.keys()
+    assert shown["modality_gap"]["path"] == "analysis/modality_gap"
+    assert shown["layer_grad_norms"]["shown_as"] == "heat map"
     assert listed[0]["name"] == "loss"
     assert listed[-1] == {
         "name": "sharpness",
         "title": "Sharpness",
         "factor": 1.0,
         "unit": " °",
+        "chance": "",
         "about_machine": False,
     }
     assert "step_seconds" not in {field["name"] for field in listed}

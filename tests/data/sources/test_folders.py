@@ -8,6 +8,7 @@ import pytest
 from source_helpers import everything
 
 from m1clip.data.sources import open_source
+from m1clip.data.sources.base import MAX_TEXT_BYTES
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
@@ -24,6 +25,15 @@ def test_text_file_for_each_image(images: Write) -> None:
     assert source.splits() == ("train", "val")
     assert source.samples("train")[0].captions == ("one", "two words")
     assert sorted(problem.where for problem in source.problems) == ["test/d.txt", "train/b.jpg"]
+
+
+def test_text_file_that_cannot_be_read_is_reported_with_the_reason(images: Write) -> None:
+    root = images(["a.jpg", "b.jpg"])
+    (root / "a.txt").write_text("a dog")
+    (root / "b.txt").write_bytes(b"x" * (MAX_TEXT_BYTES + 1))
+    (problem,) = open_source(str(root)).problems
+    expected = f"b.jpg: b.txt cannot be read as a caption (larger than {MAX_TEXT_BYTES:,} bytes)"
+    assert (str(problem), problem.kind) == (expected, "unreadable")
 
 
 def test_class_folders(images: Write) -> None:

@@ -12,8 +12,17 @@ import pytest
 from small_run import exit_code
 from source_helpers import everything, image_bytes
 
-from m1clip.data.images import FileImage
-from m1clip.data.sources import FORMATS, DataFormat, DataPath, DataSource, Options, open_source
+from m1clip.data import sources
+from m1clip.data.lint import lint
+from m1clip.data.sources import (
+    FORMATS,
+    DataFormat,
+    DataPath,
+    DataSource,
+    Options,
+    formats,
+    open_source,
+)
 from m1clip.data.sources.base import Row
 from m1clip.errors import UserError
 
@@ -186,22 +195,25 @@ def test_folder_of_datasets_is_not_read_as_classes(images: Write, below: str) ->
     assert open_source(f"classes:{folder}").format == "classes"
 
 
-def sidecar_rows(source: DataSource) -> Iterator[Row]:
+def toy_rows(source: DataSource) -> Iterator[Row]:
     """Read captions.toy, a caption for each image in a line such as a.jpg=a dog."""
     for number, line in enumerate((source.path / "captions.toy").read_text().splitlines(), start=1):
         name, _, caption = line.partition("=")
-        yield Row(("captions.toy", number), caption, None, FileImage(str(source.path / name)), name)
+        yield Row(("captions.toy", number), caption, None, source.image_file(name), name)
 
 
-def has_sidecar(data: DataPath) -> bool:
+def has_toy_table(data: DataPath) -> bool:
     return (data.path / "captions.toy").is_file()
 
 
-def add_format(monkeypatch: pytest.MonkeyPatch, priority: int) -> None:
-    toy = DataFormat(
-        name="toy", help="a toy", read=sidecar_rows, matches=has_sidecar, priority=priority
-    )
-    monkeypatch.setitem(FORMATS, toy.name, toy)
+def add_format(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    """Put a new format before another one in the table."""
+    toy = DataFormat(name="toy", help="a toy", item="line", read=toy_rows, matches=has_toy_table)
+    entries = list(FORMATS.values())
+    entries.insert(list(FORMATS).index(before), toy)
+    table = {entry.name: entry for entry in entries}
+    monkeypatch.setattr(formats, "FORMATS", table)
+    monkeypatch.setattr(sources, "FORMATS", table)
 
 
 def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
@@ -211,7 +223,7 @@ def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
     (folder / "captions.toy").write_text("a.jpg=a dog\nb.jpg=a cat\n")
     with pytest.raises(UserError, match="images but no captions"):
         open_source(str(folder))
-    add_format(monkeypatch, priority=45)
+    add_format(monkeypatch, before="classes")
     for spec in (str(folder), f"toy:{folder}"):
         source = open_source(spec)
         assert source.format == "toy"
@@ -222,29 +234,71 @@ def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
     with pytest.raises(UserError, match=r"a folder of datasets \(set\)"):
         open_source(str(folder.parent))
     (folder.parent / "empty").mkdir()
-    with pytest.raises(UserError, match=r"unknown format; .*\(formats: csv, .*, filenames, toy\)"):
+    with pytest.raises(UserError, match=r"unknown format; .*\(formats: hf, .*, toy, classes, "):
         open_source(str(folder.parent / "empty"))
 
 
-@pytest.mark.parametrize(("priority", "detected"), [(29, "toy"), (31, "csv")])
-def test_priority_decides_between_formats(
-    images: Write, monkeypatch: pytest.MonkeyPatch, priority: int, detected: str
+@pytest.mark.parametrize(("before", "detected"), [("csv", "toy"), ("txt", "csv")])
+def test_first_format_of_the_table_that_matches_is_used(
+    images: Write, monkeypatch: pytest.MonkeyPatch, before: str, detected: str
 ) -> None:
     folder = images(["a.jpg"])
     (folder / "captions.toy").write_text("a.jpg=a dog\n")
     (folder / "captions.csv").write_text("image,caption\na.jpg,a dog\n")
-    add_format(monkeypatch, priority)
+    add_format(monkeypatch, before)
     assert open_source(str(folder)).format == detected
 
 
 def test_formats_are_listed_with_their_help_in_order_of_detection(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add_format(monkeypatch, priority=15)
+    add_format(monkeypatch, before="webdataset")
     assert exit_code("data", "formats") == 0
     listed = [tuple(line.split(maxsplit=1)) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _ in listed[:4]] == ["name", "hf", "toy", "webdataset"]
-    assert set(listed[1:]) == {(entry.name, entry.help) for entry in FORMATS.values()}
+    assert listed[1:] == [(entry.name, entry.help) for entry in formats.FORMATS.values()]
+
+
+def test_formats_with_class_captions_are_listed_after_those_that_are_tried_first() -> None:
+    with_captions = [entry.class_captions for entry in FORMATS.values() if entry.matches]
+    assert with_captions == sorted(with_captions)
+
+
+@pytest.mark.parametrize("item", ["row", "file"])
+def test_messages_call_entries_as_their_format_does(
+    images: Write, monkeypatch: pytest.MonkeyPatch, item: str
+) -> None:
+    folder = images(["a.jpg", "b.jpg"])
+    (folder / "captions.toy").write_text("a.jpg=\nb.jpg=\n")
+    toy = DataFormat(name="toy", help="a toy", item=item, read=toy_rows)
+    with pytest.raises(UserError, match=f"no caption in any of its 2 {item}s "):
+        DataSource(folder, toy)
+    (folder / "captions.toy").write_text("a.jpg=\nb.jpg=a dog\n")
+    report = lint(DataSource(folder, toy), 1)
+    (skipped,) = [each for each in report.findings if each.code == "skipped-empty-caption"]
+    assert skipped.message == f"{item}s without a caption, skipped"
+    assert skipped.remedy == f"write the missing captions, or remove the {item}s"
+
+
+@pytest.mark.parametrize("content", ['{"model": "blip"}', "[]", "not JSON", '{"a.jpg": "a dog"}'])
+@pytest.mark.parametrize("name", ["captions_config.json", "annotations/captions_x.json"])
+def test_json_with_the_name_of_captions_but_other_content_is_left_to_other_formats(
+    images: Write, name: str, content: str
+) -> None:
+    folder = images(["a.jpg"])
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}: neither a list of objects .* nor captions of"):
+        open_source(str(folder))
+    (folder / "a.txt").write_text("a dog\n")
+    assert open_source(str(folder)).format == "txt"
+
+
+def test_json_with_the_name_of_captions_may_have_other_columns(images: Write) -> None:
+    folder = images(["a.jpg"])
+    (folder / "captions_de.json").write_text('\n [{"Bild ": "a.jpg", "caption": "ein Hund"}]')
+    source = open_source(str(folder), options=Options("bild"))
+    assert (source.format, len(everything(source))) == ("json", 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)

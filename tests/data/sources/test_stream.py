@@ -20,6 +20,7 @@ from image_sets import make_set, plan
 from small_run import assert_same_batch
 from source_helpers import image_bytes, shard_samples, write_tar
 
+from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.failures import FailureLog
@@ -93,7 +94,7 @@ def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fractio
     places = {samples.find(index) for samples in (train, others) for index in range(len(samples))}
     assert places == {(shard, row) for shard in shards for row in range(shard.samples)}
     if len(train):
-        with mock.patch.object(stream, "BLOCK", 16):
+        with mock.patch.object(stream, "SHUFFLE_BLOCK", 16):
             blocks = train.blocks()
         assert (blocks.sum(), blocks.min() > 0, blocks.max() <= 16) == (len(train), True, True)
         starts = np.cumsum(blocks) - blocks
@@ -163,8 +164,8 @@ def test_lint_checks_a_sample_of_streamed_shards(
 def test_index_is_made_once_and_again_for_a_changed_shard(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "shards" / "train-0.tar", shard_samples(5))
     calls: list[tuple[int, int]] = []
-    options = Options(progress=lambda done, total: calls.append((done, total)))
-    assert [open_shards([str(path)], options)[1] for _ in range(2)] == [1, 0]
+    with console.on_progress(lambda *count: calls.append(count)):
+        assert [open_shards([str(path)], Options())[1] for _ in range(2)] == [1, 0]
     assert calls == [(0, 1), (1, 1)]
     write_tar(path, shard_samples(7))
     os.utime(path, ns=(path.stat().st_mtime_ns + 10**9,) * 2)
@@ -201,6 +202,15 @@ def test_index_leaves_out_and_names_what_cannot_be_used(tmp_path: Path) -> None:
     assert [shard.samples for shard in source.shards] == [6, 2, 0]
     assert all(sample.image.open() for sample in source.samples("train"))
     assert lint(source, 4).verdict == "problems"
+
+
+def test_index_with_unknown_kind_of_problem_is_made_again(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train-0.tar", [*shard_samples(3), ("x.jpg", image_bytes())])
+    (shard,) = streamed(tmp_path).shards
+    assert [problem.kind for problem in shard.problems] == ["empty-caption"]
+    shard.index.write_bytes(shard.index.read_bytes().replace(b"empty-caption", b"other-caption"))
+    assert stream.read_index(str(path)) is None
+    assert streamed(tmp_path).shards == [shard]
 
 
 def test_shard_that_changes_during_a_run_is_reported(tmp_path: Path) -> None:
@@ -448,13 +458,11 @@ def test_failed_requests_are_tried_again(tmp_path: Path) -> None:
 
 def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", images=30)
-    with serve(tmp_path / "shards") as server:
+    with serve(tmp_path / "shards") as server, console.recorded_warnings() as warnings:
         data, url = training(*remote_data(server)), server.url("train-002.tar")
         server.always["train-002.tar"] = 500
-        opened, warnings, records = len(server.log), list[str](), list[str]()
-        report = FailureLog(
-            120, 0.5, lambda kind, **more: records.append(more["where"]), warnings.append
-        )
+        opened, records = len(server.log), list[str]()
+        report = FailureLog(120, 0.5, lambda kind, **more: records.append(more["where"]))
         for step in range(15):
             batch = data[step]
             report(batch.failed)

@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from m1clip import console
 from m1clip.data.sources import open_source
 from m1clip.data.synthetic import source as synthetic
-from m1clip.data.synthetic.scene import COLORS, KINDS, TABLES
+from m1clip.data.synthetic.scene import COLORS, KINDS, SCENE_TABLES
 from m1clip.errors import UserError
 
 
 def test_kinds_and_colors_are_spread_evenly_over_the_splits() -> None:
-    assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(TABLES["grounds"], 6)
+    assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(
+        SCENE_TABLES["grounds"], 6
+    )
     assert {split: len(synthetic.looks(split)) for split in synthetic.SPLITS} == {
         "train": 144,
         "val": 24,
@@ -104,9 +107,8 @@ def test_invalid_arguments_are_rejected(source: synthetic.SyntheticSource) -> No
 def test_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
-    done = synthetic.write_folder(
-        folder, 20, image_size=48, seed=2, progress=lambda *s: steps.append(s)
-    )
+    with console.on_progress(lambda *step: steps.append(step)):
+        done = synthetic.write_folder(folder, 20, image_size=48, seed=2)
     assert done.endswith("a set: 20 images (train 16, val 2, test 2), 100 captions")
     assert steps == [(n, 20) for n in range(1, 21)]
     expected, written = synthetic.SyntheticSource(48, 16, 2, 2, seed=2), open_source(str(folder))
@@ -137,6 +139,6 @@ def test_interrupted_write_leaves_no_captions(tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        synthetic.write_folder(tmp_path / "set", 5, image_size=32, progress=fail)
+    with console.on_progress(fail), pytest.raises(OSError, match="disk full"):
+        synthetic.write_folder(tmp_path / "set", 5, image_size=32)
     assert not (tmp_path / "set" / "captions.csv").exists()

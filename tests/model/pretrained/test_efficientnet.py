@@ -35,7 +35,7 @@ def their_efficientnet(size: efficientnet.LiteSize = efficientnet.LITE0) -> dict
             )
             layer(f"{name}._project_conv", f"{name}._bn2", (stage.width, hidden, 1, 1))
             width, number = stage.width, number + 1
-    layer("_conv_head", "_bn1", (efficientnet.HEAD, width, 1, 1))
+    layer("_conv_head", "_bn1", (efficientnet.HEAD_CHANNELS, width, 1, 1))
     return made
 
 
@@ -134,5 +134,9 @@ def test_lite2_and_two_networks_side_by_side() -> None:
         larger = plain_efficientnet(weights[1], pixels, efficientnet.LITE2)
     assert features.shape == (2, tower.width)
     first = features[:, : tower.first.width]
-    torch.testing.assert_close(first[:, -efficientnet.HEAD :], smaller, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(features[:, -efficientnet.HEAD :], larger, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        first[:, -efficientnet.HEAD_CHANNELS :], smaller, atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        features[:, -efficientnet.HEAD_CHANNELS :], larger, atol=1e-4, rtol=1e-4
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import screen, small_config
+from small_run import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -82,7 +82,7 @@ def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
 
 
 def test_frozen_run_with_transformers_towers(towers: tuple[Path, Path], tmp_path: Path) -> None:
-    train_config(config_of(towers, tmp_path), tmp_path / "run", screen())
+    train_config(config_of(towers, tmp_path), tmp_path / "run")
     text = transformers.BertModel.from_pretrained(towers[1]).eval()
     for folder in towers:
         shutil.rmtree(folder)  # the saved model is complete

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 from image_sets import make_set
-from small_run import prepared, screen, small_config, small_options
+from small_run import prepared, small_config, small_options
 from tower_run import frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, Recipe, TransferConfig, is_clip, load_config
+from m1clip import console
+from m1clip.config import OPTIMIZERS, Config, Recipe, TransferConfig, is_clip, load_config
 from m1clip.data.augment import render
 from m1clip.errors import UserError
 from m1clip.training import resolve as resolving
 from m1clip.training import run as runs
-from m1clip.training import setup, transfer
+from m1clip.training import transfer, workbench
 from m1clip.training.spec import Settings
 
 
@@ -31,7 +32,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
 
     monkeypatch.setattr(runs, "train_config", train_config)
     monkeypatch.setattr(m1clip.config, "is_clip", lambda model: False)
-    runs.train(screen=screen(), **options)
+    runs.train(**options)
     return made
 
 
@@ -47,8 +48,8 @@ def test_finetune_trains_two_stages_in_one_command(
         "unfreeze_text": 1,
         "steps": 2,
     }
-    shown = screen()
-    assert runs.train(out=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
+    with console.capture() as output:
+        assert runs.train(out=tmp_path / "run", **options).path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
@@ -57,7 +58,7 @@ def test_finetune_trains_two_stages_in_one_command(
         str(first),
         2,
     )
-    text = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    text = output.getvalue()
     assert text.index("stage 1") < text.index("stage 2")
     assert (is_clip(first), is_clip(tmp_path)) == (False, True)
 
@@ -98,13 +99,27 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_is_used_in_both_stages_and_the_rest_is_reported(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"optimizer": optimizer, "wd": 0.3, "layer_decay": 0.5, "lr": 1e-5, "steps": 9}
+    with console.capture() as output:
+        first, second = stages(monkeypatch, recipe="finetune", **options)
+    for stage in (first, second):
+        assert (stage.optim.optimizer, stage.optim.wd) == (optimizer, 0.3)
+    assert (first.optim.lr, first.optim.layer_decay, second.optim.layer_decay) == (3e-4, 1.0, 0.5)
+    lines = output.getvalue().splitlines()
+    stage_1 = f"8 epochs, {optimizer}, lr 0.0003 (--layer-decay, --lr, --steps: for stage 2)"
+    assert lines[0] == f"stage 1    training heads on frozen towers: {stage_1}"
+
+
 def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[float] = []
 
     def train_config(
         settings: Settings,
         run: Any,
-        screen: Any,
         name: Any = None,
         on_log: Any = None,
         used_seconds: float = 0.0,
@@ -117,7 +132,7 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
     now = [100.0]
     monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(runs, "train_config", train_config)
-    runs.train(screen=screen(), recipe="finetune", minutes=30)
+    runs.train(recipe="finetune", minutes=30)
     assert used == [0.0, 600.0], "the first stage has its own duration"
 
 
@@ -186,22 +201,23 @@ def test_batch_size_is_reduced_for_few_images(
 ) -> None:
     patch_towers(monkeypatch)
     changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
-    shown = screen()
-    found = prepared(frozen_config(tmp_path, **changes) if frozen else small_config(changes), shown)
+    config = frozen_config(tmp_path, **changes) if frozen else small_config(changes)
+    with console.recorded_warnings() as warnings:
+        found = prepared(config)
     assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
-    assert shown.warned[0].startswith("only 20 training images")
+    assert warnings[0].startswith("only 20 training images")
 
 
 def test_batch_without_enough_images_is_rejected_before_towers_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "_from_towers", lambda *_: pytest.fail("towers were loaded"))
+    monkeypatch.setattr(workbench, "_from_towers", lambda *_: pytest.fail("towers were loaded"))
     with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
         prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
 
 
 def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "check_compile", lambda kind: None)
+    monkeypatch.setattr(workbench, "check_compile", lambda kind: None)
     configs = [
         small_config({"model.compile": on, "model.context_length": 40}) for on in (True, False)
     ]
@@ -211,7 +227,7 @@ def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) 
 
 def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> None:
     found = prepared(small_config())
-    filters = found.start.stem_filters
+    filters = found.model.init.stem_filters
     assert filters is not None
     stem = found.build_model().get_submodule("image_tower.patch.convs.0")
     assert torch.equal(stem.weight[: len(filters)], filters)  # type: ignore[index]
@@ -219,17 +235,17 @@ def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> N
     pixels = render(
         torch.from_numpy(found.splits["train"].images.try_read(np.arange(64))[0]),
         None,
-        found.preprocess,
+        found.model.preprocess,
     )
     deviations = torch.nn.functional.conv2d(pixels, filters).std(dim=(0, 2, 3))
     assert ((deviations > 0.5) & (deviations < 2)).all()
-    assert found.preprocess.resize == "squash"
+    assert found.model.preprocess.resize == "squash"
 
 
 def test_patch_stem_starts_as_clip_does() -> None:
     found = prepared(small_config({"model.stem": "patch"}))
-    assert found.start.stem_filters is None
-    assert found.preprocess.resize == "shortest"
+    assert found.model.init.stem_filters is None
+    assert found.model.preprocess.resize == "shortest"
 
 
 @pytest.mark.parametrize(("image_size", "side"), [(24, 28), (32, 37), (40, 40), (48, 48)])
@@ -263,7 +279,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    count(setup, "open_data")
+    count(workbench, "open_data")
     count(runs, "open_data")
     count(transfer, "build_clip")
     count(runs, "load")
@@ -281,10 +297,10 @@ def test_data_is_opened_and_the_model_built_once(tmp_path: Path, calls: list[str
         {"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None}
     )
     options = {name: value for name, value in options.items() if name not in SHAPE}
-    runs.train(out=tmp_path / "run", screen=screen(), **options)
+    runs.train(out=tmp_path / "run", **options)
     assert calls == ONCE
     calls.clear()
-    runs.resume(tmp_path / "run", screen())
+    runs.resume(tmp_path / "run")
     assert calls == ONCE
 
 
@@ -293,7 +309,7 @@ def test_model_with_frozen_towers_is_built_once(
 ) -> None:
     """The model that computes the features is the one that is trained."""
     patch_towers(monkeypatch)
-    runs.train_config(frozen_config(tmp_path, **{"train.steps": 2}), tmp_path / "run", screen())
+    runs.train_config(frozen_config(tmp_path, **{"train.steps": 2}), tmp_path / "run")
     assert calls == ONCE
 
 

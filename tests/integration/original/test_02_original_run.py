@@ -1,0 +1,104 @@
+"""2: the original run as one command, with its settings, and its figures beside the measured ones."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import exit_code, finished_run
+
+from m1clip.config import from_dict, read_preset
+from m1clip.monitor.original import Measured, comparison_rows, measure, write_comparison
+from m1clip.runlog import read_log
+
+TOWERS = (
+    "--vision-width",
+    "32",
+    "--vision-layers",
+    "1",
+    "--text-width",
+    "32",
+    "--text-layers",
+    "1",
+)
+
+
+def test_preset_has_the_settings_of_the_original() -> None:
+    config = from_dict(read_preset("original"), "original")
+    assert (config.model.name, config.model.tokenizer) == ("original", "char")
+    assert (config.data.synthetic_images, config.data.workers) == (216, 4)
+    optim = config.optim
+    assert (optim.optimizer, optim.lr, optim.wd, optim.warmup) == ("adamw", 3e-4, 0.01, 0.0)
+    train = config.train
+    assert (train.batch_size, train.epochs, train.loss) == (12, 15.0, "infonce")
+    assert (train.device, train.precision) == ("cpu", "fp32")
+
+
+def test_run_prints_the_figures_of_the_original_beside_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--image-size", "32", "--patch-size", "16", "--embed-dim", "16", *TOWERS)
+    short = ("--steps", "2", "--synthetic-images", "24", "--workers", "0", "--threads", "1")
+    out = tmp_path / "run"
+    assert exit_code("train", "--preset", "original", *sizes, *short, "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "original (M1)" in printed
+    assert "3.25 -> 1.89" in printed
+    record = json.loads((out / "original.json").read_text())
+    assert record["measured"]["step_seconds"] > 0
+    assert record["machine"]["cores"] >= 1
+
+
+def step(epoch: float, loss: float, seconds: float, **others: Any) -> dict[str, Any]:
+    stages = {"data": 0.1 * seconds, "forward": 0.3 * seconds, "backward": 0.6 * seconds}
+    return {
+        "kind": "step",
+        "epoch": epoch,
+        "loss": loss,
+        "temperature": 0.07 * epoch,
+        "step_seconds": seconds,
+        "elapsed": 18 * epoch * seconds,
+        "seconds": stages,
+        **others,
+    }
+
+
+def test_figures_are_those_of_the_log() -> None:
+    evaluation = {"kind": "eval", "analysis": {"batch_accuracy": {"val": {"value": 0.25}}}}
+    log = [
+        step(1.0, 3.0, 2.0, batch_accuracy=0.1),
+        evaluation,
+        step(2.0, 2.0, 4.0),
+        {"kind": "end"},
+    ]
+    found = measure(log)
+    assert (found.first_loss, found.last_loss) == (3.0, 2.0)
+    assert (found.first_accuracy, found.last_accuracy) == (0.1, None)
+    assert (found.val_accuracy, found.best_val_accuracy) == (0.25, 0.25)
+    assert (found.step_seconds, found.epoch_seconds) == (3.0, 72.0)
+    assert found.stage_fractions is not None
+    assert math.isclose(found.stage_fractions["backward"], 0.6)
+    other = measure([step(1.0, 5.0, 1.0)])
+    assert (other.first_loss, other.step_seconds) == (5.0, 1.0)
+    rows = {name: measured for name, _, measured in comparison_rows(found)}
+    assert rows["loss, first and last epoch"] == "3.00 -> 2.00"
+    assert rows["training accuracy within a batch (chance 8.3%)"] == "not measured"
+    assert rows["energy of an epoch"] == "not measured"
+
+
+def test_log_without_steps_or_with_odd_values_measures_nothing() -> None:
+    assert measure([]) == Measured()
+    odd = step(1.0, float("nan"), 1.0, batch_accuracy=True)
+    found = measure([odd, {"kind": "eval", "analysis": {}}])
+    assert (found.first_loss, found.first_accuracy, found.val_accuracy) == (None, None, None)
+
+
+def test_damaged_environment_does_not_stop_the_comparison(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes((finished_run() / "run.jsonl").read_bytes())
+    (tmp_path / "environment.json").write_text("[")
+    assert "this run" in write_comparison(tmp_path)
+    record = json.loads((tmp_path / "original.json").read_text())
+    assert record["machine"] is None
+    losses = [line["loss"] for line in read_log(tmp_path) if line["kind"] == "step"]
+    assert min(losses) <= record["measured"]["first_loss"] <= max(losses)

@@ -1,0 +1,29 @@
+"""MISSION 19: accuracy by difficulty of the negatives, with chance and interval, during training and in eval."""
+
+import numpy as np
+from small_run import finished_run
+
+from m1clip.evaluation.analysis import analyze, difficulty, scene_difficulty
+from m1clip.evaluation.evaluate import open_split
+from m1clip.runlog import read_log
+
+LEVELS = ["easy", "medium", "hard"]
+
+
+def test_accuracy_by_difficulty_is_measured() -> None:
+    run = finished_run()
+    (record,) = [each for each in read_log(run) if each["kind"] == "eval"]
+    for name in ("difficulty", "scene_difficulty"):
+        logged = record["analysis"][name]
+        assert list(logged) == LEVELS
+        assert {rate["chance"] for rate in logged.values()} == {0.5}
+        assert all(rate["low"] <= rate["value"] <= rate["high"] for rate in logged.values())
+    evaluator = open_split(run, split="train", device_name="cpu")
+    features = evaluator.encode()
+    found = analyze(features, evaluator)
+    assert list(found["difficulty"]) == list(found["scene_difficulty"]) == LEVELS
+    hidden = features._replace(image=np.roll(features.image, 1, axis=0))
+    assert difficulty(hidden) != found["difficulty"]
+    assert scene_difficulty(evaluator, hidden) != found["scene_difficulty"]
+    perfect = features._replace(image=np.eye(72), text=np.eye(72)[features.image_index])
+    assert {rate["value"] for rate in difficulty(perfect).values()} == {1.0}

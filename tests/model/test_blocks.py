@@ -1,0 +1,59 @@
+"""The layers of any tower, and of a model, by depth."""
+
+from tiny_model import tiny_clip
+from torch import nn
+
+from m1clip.model.blocks import find_blocks, model_layers, tower_layers
+from m1clip.model.pretrained.efficientnet import LITE0, LITE2, ConcatTower, EfficientNetLite
+from m1clip.model.pretrained.minilm import BertSize, BertTower
+
+
+def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
+    return {name for name, _ in group}
+
+
+def test_layers_of_pretrained_towers() -> None:
+    bert = tower_layers(
+        BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4))
+    )
+    assert len(bert.blocks) == 3
+    assert "tokens.weight" in names(bert.input)
+    assert "norm.weight" in names(bert.input)  # of the embeddings, before the first block
+    assert names(bert.output) == set()
+    found = find_blocks(EfficientNetLite())
+    assert found is not None
+    assert found[0] == "stages"
+    lite = tower_layers(EfficientNetLite())
+    assert names(lite.input) == {"stem.weight", "stem.bias"}
+    assert names(lite.output) == {"head.weight", "head.bias"}
+
+
+def test_tower_without_blocks_has_only_an_output() -> None:
+    layers = tower_layers(nn.Linear(2, 2))
+    assert (layers.input, layers.blocks) == ([], [])
+    assert names(layers.output) == {"weight", "bias"}
+
+
+def test_every_parameter_is_in_one_layer() -> None:
+    for tower in (
+        tiny_clip(vision_layers=3).text_tower,
+        EfficientNetLite(),
+        ConcatTower(LITE0, LITE2),
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+    ):
+        layers = tower_layers(tower).from_input_to_output()
+        placed = [name for group in layers for name, _ in group]
+        assert sorted(placed) == sorted(name for name, _ in tower.named_parameters())
+
+
+def test_layers_of_a_model_are_named_by_tower_and_depth() -> None:
+    model = tiny_clip(vision_layers=3)
+    layers = model_layers(model)
+    image = [layer for layer in layers if layer.startswith("image/")]
+    blocks = ["image/block 1", "image/block 2", "image/block 3"]
+    assert image == ["image/input", *blocks, "image/output", "image/head"]
+    assert layers["scale"] == ["logit_scale"]
+    assert "image_tower.patch.weight" in layers["image/input"]
+    assert all(".blocks.1." in name for name in layers["image/block 2"])
+    placed = sorted(name for group in layers.values() for name in group)
+    assert placed == sorted(name for name, _ in model.named_parameters())
