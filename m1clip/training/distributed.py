@@ -31,7 +31,7 @@ from m1clip.training.oom import is_out_of_memory
 Result = TypeVar("Result")
 Sizes = list[list[int]]  # images and captions of each rank
 TIMEOUT_VARIABLE, RANK_TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
-REPORT_SECONDS = 5.0  # a rank that has lost another one waits this long for the others to report
+REPORT_SECONDS = 5.0  # a rank that has lost another one waits at least this long for reports
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
 BUCKET_VALUES = 1 << 21  # gradient values exchanged at a time: 8 MB of float32
@@ -72,6 +72,8 @@ class Ranks:
     timeout: float = RANK_TIMEOUT
     _exchanges: int = 0  # rare ones so far; the same number on every rank
     needs_host_copy: Callable[[str], bool] = needs_host_copy  # by type of device
+    _last_exchange: float | None = None  # when the last exchange ended
+    _longest_gap: float = 0.0  # seconds between two exchanges
 
     # Exchanges of a step.
 
@@ -306,21 +308,40 @@ class Ranks:
             if is_out_of_memory(error):
                 raise
             raise self.lost(error) from None
+        now = time.monotonic()
+        if self._last_exchange is not None:
+            self._longest_gap = max(self._longest_gap, now - self._last_exchange)
+        self._last_exchange = now
 
     def lost(self, error: Exception) -> Exception:
-        """An error that names the lost ranks: those that do not report within a few seconds."""
+        """An error that names the lost ranks: those that do not report in time.
+
+        A rank notices the loss at its next exchange, so the others wait for it as long as ranks
+        have worked between two exchanges. One rank reports; the others end without a message.
+        """
         assert self.store is not None
-        keys = [f"lost/{rank}" for rank in range(self.size)]
-        deadline, missing = time.monotonic() + REPORT_SECONDS, list(range(self.size))
-        with contextlib.suppress(RuntimeError):  # the store may have ended too
-            self.store.set(keys[self.rank], "")
+        report_keys = [f"lost/{rank}" for rank in range(self.size)]
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        wait_seconds = min(REPORT_SECONDS + 2 * self._longest_gap, self.timeout)
+        deadline = time.monotonic() + wait_seconds
+        is_reporter = True
+        # The store may have ended too: it runs in rank 0 unless torchrun has started the ranks.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(report_keys[self.rank], "")
             while len(missing) > 1 and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
-                missing = [rank for rank in missing if not self.store.check([keys[rank]])]
-        reporting = set(range(self.size)) - set(missing)
-        if self.rank != min(reporting, default=self.rank):
-            return SystemExit(1)  # type: ignore[return-value]  # one report is enough
-        names = ", ".join(self.name(rank) for rank in missing) or "the connection"
+                missing = [rank for rank in missing if not self.store.check([report_keys[rank]])]
+            # The first of the remaining ranks, which is the one with the log if it is rank 0;
+            # unless another rank has reported already because this one was late.
+            first = min(set(range(self.size)) - set(missing))
+            if self.rank == first:
+                reporter = self.store.compare_set("lost/reporter", "", str(self.rank))
+                is_reporter = reporter == str(self.rank).encode()
+            else:
+                is_reporter = False
+        if not is_reporter:
+            return SystemExit(1)  # type: ignore[return-value]
+        names = ", ".join(self.name(rank) for rank in missing)
         # gloo says "Timed out waiting ..." or "Application timeout caused pair closure".
         message = str(error).lower()
         timed_out = "timed out" in message or "timeout" in message

@@ -29,7 +29,7 @@ from m1clip.training import distributed
 from m1clip.training.analyses import layer_grad_norms
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
 from m1clip.training.compose import TrainStep
-from m1clip.training.distributed import Ranks, needs_host_copy
+from m1clip.training.distributed import RankLost, Ranks, needs_host_copy
 from m1clip.training.inputs import RunInputs
 from m1clip.training.muon import Muon
 from m1clip.training.oom import OOMHandler, RetryingStep
@@ -531,3 +531,45 @@ def test_lost_rank_is_named_with_the_reason(message: str, reason: str) -> None:
     with mock.patch.object(distributed, "REPORT_SECONDS", 0.1):
         error = ranks.lost(RuntimeError(message))
     assert str(error).startswith(f"rank 1 (process 2 on b) {reason}; ")
+
+
+def test_one_rank_reports_a_lost_one_however_late_the_others_notice() -> None:
+    store = dist.HashStore()
+    names = ("process 1 on a", "process 2 on a", "process 3 on a")
+    with mock.patch.object(distributed, "REPORT_SECONDS", 0.0):
+        first = Ranks(2, 3, store, names)
+        assert isinstance(first.lost(RuntimeError("Connection closed by peer")), RankLost)
+        late = Ranks(1, 3, store, names).lost(RuntimeError("Connection closed by peer"))
+        assert isinstance(late, SystemExit)
+        again = first.lost(RuntimeError("Connection closed by peer"))
+    assert isinstance(again, RankLost), (
+        "a later exchange of the same rank fails with the same error"
+    )
+
+
+def test_rank_in_a_slow_step_is_not_reported_as_lost() -> None:
+    """Rank 2 arrives after eight seconds, because steps take that long; rank 0 has ended."""
+    store = dist.HashStore()
+    seconds = [0.0]
+
+    def clock() -> float:
+        return seconds[0]
+
+    def sleep(duration: float) -> None:
+        seconds[0] += duration
+        if seconds[0] >= 8:
+            store.set("lost/2", "")
+
+    ranks = Ranks(1, 3, store, ("process 1 on a", "process 2 on a", "process 3 on a"))
+    with (
+        mock.patch.object(distributed.time, "monotonic", clock),
+        mock.patch.object(distributed.time, "sleep", sleep),
+    ):
+        with ranks._watched():
+            pass
+        seconds[0] = 4.0
+        with ranks._watched():
+            pass
+        seconds[0] = 0.0
+        error = ranks.lost(RuntimeError("Connection closed by peer"))
+    assert str(error).startswith("rank 0 (process 1 on a) has ended; ")
