@@ -197,7 +197,10 @@ def lint(
         checked=len(checked),
         seconds=time.perf_counter() - start,
         findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
-        facts={} if sample is not None else _statistics(checked, facts),
+        facts=(
+            ({"caption_kinds": source.caption_kinds} if source.caption_kinds else {})
+            | ({} if sample is not None else _statistics(checked, facts))
+        ),
         notes=(
             *source.notes,
             *([TOO_MANY_FOR_PAIRS] if everything and total > MAX_ALL_PAIRS else []),

@@ -70,6 +70,7 @@ class Source:
         self.name, self.paths = name, tuple(paths)  # for messages; of its files or folders
         self.notes: list[str] = []  # for the user, about how the data was read
         self.problems: list[Problem] = []  # what was skipped
+        self.caption_kinds: dict[str, int] = {}  # photos by where their captions are, if known
         self.by_split: dict[str, Any] = {}  # sequences of samples
 
     def splits(self) -> tuple[str, ...]:

@@ -222,6 +222,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "json": _json,
     "parquet": lambda folder: Target("t.parquet", (parquet(),), _read_source("t.parquet"), 0.1),
     "txt": _text_files,
+    "metadata": _metadata,
 }
 NOT_FUZZED = {
     "hf": "its files are read by the datasets library",

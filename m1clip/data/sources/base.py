@@ -99,6 +99,8 @@ class DataFormat:
     # Whether captions are made from class names. Such a format is tried after all others, and only
     # on a path that is not a folder of datasets: almost every folder of images looks like classes.
     class_captions: bool = False
+    # Whether the format is tried only if the path has no class folders either.
+    after_classes: bool = False
     # The category of an image by its id, such as the folder of its class folder; None: there are none.
     category_of: Callable[[str], str] | None = None
     # What to read, such as the only table in a folder.
@@ -203,6 +205,8 @@ class MixedSource(Source):
         for number, source in enumerate(parts):
             self.problems += source.problems
             self.notes += source.notes
+            for kind, count in source.caption_kinds.items():
+                self.caption_kinds[kind] = self.caption_kinds.get(kind, 0) + count
             for split in source.splits():
                 self.by_split.setdefault(split, []).extend(
                     Sample(sample.image, sample.captions, f"{number}/{sample.id}")

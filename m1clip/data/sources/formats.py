@@ -7,6 +7,7 @@ from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataFormat, DataPath, Options, user_error, walk_images
 from m1clip.data.sources.folders import CLASS_FOLDERS, FILE_NAMES, TEXT_FILES, has_words_as_names
 from m1clip.data.sources.hugging_face import HUGGING_FACE
+from m1clip.data.sources.metadata import KINDS_HINT, METADATA
 from m1clip.data.sources.stream import WEBDATASET
 from m1clip.data.sources.tables import (
     NO_CAPTIONS_IN_JSON,
@@ -30,6 +31,7 @@ FORMATS: dict[str, DataFormat] = {
         *TABLE_FORMATS,
         TEXT_FILES,  # after tables: a table next to images with .txt files is made on purpose
         CLASS_FOLDERS,  # after a check for a folder of datasets; see DataFormat.class_captions
+        METADATA,  # after class folders: most photos in them have some metadata too
         FILE_NAMES,  # only if named
     )
 }
@@ -38,7 +40,7 @@ FOLDERS_CHECKED = 100  # a folder of datasets has few, one of classes may have t
 
 def detect_format(data: DataPath) -> DataFormat:
     """Return the format of the data at a path; UserError if there is none."""
-    if data_format := _first_match(data, class_captions=False):
+    if data_format := _first_match(data):
         return data_format
     path = data.path
     if not path.exists():
@@ -53,15 +55,20 @@ def detect_format(data: DataPath) -> DataFormat:
         )
     if data_format := _first_match(data, class_captions=True):
         return data_format
+    if data_format := _first_match(data, after_classes=True):
+        return data_format
     raise _unknown_format(path, data.options)
 
 
-def _first_match(data: DataPath, class_captions: bool) -> DataFormat | None:
-    """Return the first format that matches, of those with or without class captions."""
+def _first_match(
+    data: DataPath, *, class_captions: bool = False, after_classes: bool = False
+) -> DataFormat | None:
+    """Return the first format that matches, of those that are tried at the same stage."""
+    stage = (class_captions, after_classes)
     for data_format in FORMATS.values():
-        if data_format.class_captions != class_captions or data_format.matches is None:
+        if (data_format.class_captions, data_format.after_classes) != stage:
             continue
-        if data_format.matches(data):
+        if data_format.matches is not None and data_format.matches(data):
             return data_format
     return None
 
@@ -75,7 +82,7 @@ def _datasets_below(path: Path, options: Options) -> list[Path]:
         for folder in visible[:FOLDERS_CHECKED]
         if not splits.from_folder(folder.name)
         and (
-            _first_match(DataPath(folder, options), class_captions=False)
+            _first_match(DataPath(folder, options))
             or any(splits.from_folder(part.name) and part.is_dir() for part in folder.iterdir())
         )
     ]
@@ -111,7 +118,7 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
     hint = f", or use the file names: --data filenames:{path}" if has_words_as_names(path) else ""
     return user_error(
         f"{path}: images but no captions; write them into the table that m1clip data template "
-        f"{path} makes, or sort the images into one folder per class{hint}"
+        f"{path} makes, or sort the images into one folder per class{hint} ({KINDS_HINT})"
     )
 
 

@@ -260,8 +260,10 @@ def test_formats_are_listed_with_their_help_in_order_of_detection(
 
 
 def test_formats_with_class_captions_are_listed_after_those_that_are_tried_first() -> None:
-    with_captions = [entry.class_captions for entry in FORMATS.values() if entry.matches]
-    assert with_captions == sorted(with_captions)
+    stages = [
+        (entry.after_classes, entry.class_captions) for entry in FORMATS.values() if entry.matches
+    ]
+    assert stages == sorted(stages)
 
 
 @pytest.mark.parametrize("item", ["row", "file"])
@@ -310,7 +312,7 @@ def test_each_format_of_a_missing_path_is_a_one_line_error(tmp_path: Path, name:
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["classes", "filenames"])
+@pytest.mark.parametrize("name", ["classes", "metadata", "filenames"])
 def test_file_named_as_folder_format_is_a_one_line_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.csv").write_text("image,caption\n")
     with pytest.raises(UserError, match=f"read as {name}, no images with captions"):
