@@ -200,6 +200,28 @@ def _text_files(folder: Path) -> Target:
     return Target("txt/a.txt", (b"a dog\nthe dog\n", b"x"), _read_source("txt"), 0.5)
 
 
+def _metadata(folder: Path) -> Target:
+    """A photo with all kinds of embedded metadata."""
+    (folder / "metadata").mkdir(exist_ok=True)
+    xmp = (
+        b'<x:xmpmeta xmlns:x="adobe:ns:meta/" '
+        b'xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#" '
+        b'xmlns:dc="http://purl.org/dc/elements/1.1/"><rdf:RDF><rdf:Description>'
+        b"<dc:subject><rdf:Bag><rdf:li>dog</rdf:li></rdf:Bag></dc:subject>"
+        b"</rdf:Description></rdf:RDF></x:xmpmeta>"
+    )
+    exif = Image.Exif()
+    exif[0x010E] = "a dog on a beach"
+    exif[0x9C9E] = "dog;beach".encode("utf-16-le")
+    seeds = []
+    for options in ({"exif": exif}, {"exif": exif, "xmp": xmp}):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, "JPEG", **options)
+        seeds.append(file.getvalue())
+    read = _read_source("metadata")
+    return Target("metadata/a.jpg", tuple(seeds), read, 0.5)
+
+
 # Each reader; the other files that it needs are written to the folder.
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config,

@@ -3,7 +3,7 @@
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from PIL import Image, IptcImagePlugin
 from PIL.ImageFile import ImageFile
 
-from m1clip.data.images import BadImage, failure_reason, open_header
+from m1clip.data.images import SUFFIXES, BadImage, failure_reason, open_header
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import (
     IMAGES_CHECKED,
@@ -100,6 +100,7 @@ _SCREENSHOT = re.compile(r"^(?:screen[ _-]?shot|bildschirmfoto)(?:$|[\W_\d])", r
 _FILE_NAME = re.compile(
     r"^\S+\.(?:jpe?g|png|webp|gif|bmp|tiff?|hei[cf]|avif|dng|mov|mp4)$", re.IGNORECASE
 )
+MAX_NAME = 255  # characters of a text that may be a file name
 _NUMBER_AT_END = re.compile(r"[\s_.-]*\(?\d*\)?$")
 # Characters that change the direction of text.
 _DIRECTION = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
@@ -118,6 +119,8 @@ def is_boilerplate(text: str) -> bool:
         return True
     if _SCREENSHOT.match(text) or _FILE_NAME.match(text):
         return True
+    if len(text) > MAX_NAME:
+        return False
     # "100 people on a bridge" begins with a number, but has words.
     return bool(_CAMERA_NAME.match(text)) and len(_words(text)) < 2
 
@@ -208,9 +211,13 @@ def parse_xmp(data: bytes) -> Texts:
     keywords: list[str] = []
     for tag in ("description", "title"):
         descriptions += [_default_text(values) for values in _property(root, _DC + tag)]
-    for tag, separator in ((_DC + "subject", None), (_HIERARCHICAL_SUBJECT, "|"), (_TAGS_LIST, "/")):
+    for tag, separator in (
+        (_DC + "subject", None),
+        (_HIERARCHICAL_SUBJECT, "|"),
+        (_TAGS_LIST, "/"),
+    ):
         for values in _property(root, tag):
-            for value in values.values():
+            for _, value in values:
                 # Animals|Dog: only the last name is a keyword.
                 keywords.append(value.rpartition(separator)[2] if separator else value)
     return Texts(descriptions, keywords)
@@ -226,26 +233,24 @@ def _decode_xml(data: bytes) -> str:
     return decode_text(data.removeprefix(b"\xef\xbb\xbf"))
 
 
-def _property(root: ElementTree.Element, tag: str) -> Iterator[dict[str, str]]:
-    """Yield the values of each property with a name: items by language or number, or one text."""
+def _property(root: ElementTree.Element, tag: str) -> Iterator[list[tuple[str, str]]]:
+    """Yield the values of each property with this name, each with its language or ""."""
     for element in root.iter():
         if element.tag == _RDF + "Description" and tag in element.attrib:
-            yield {"": element.attrib[tag]}
+            yield [("", element.attrib[tag])]
         if element.tag != tag:
             continue
         items = list(element.iter(_RDF + "li"))
         if items:
-            yield {
-                item.get(_LANGUAGE) or str(number): "".join(item.itertext())
-                for number, item in enumerate(items)
-            }
+            yield [(item.get(_LANGUAGE, ""), "".join(item.itertext())) for item in items]
         else:
-            yield {"": "".join(element.itertext())}
+            yield [("", "".join(element.itertext()))]
 
 
-def _default_text(values: Mapping[str, str]) -> str:
+def _default_text(values: Sequence[tuple[str, str]]) -> str:
     """Return the text in the default language, or the first."""
-    return values.get("x-default") or next(iter(values.values()))
+    default = [text for language, text in values if language == "x-default"]
+    return default[0] if default else values[0][1]
 
 
 # IPTC and EXIF
@@ -451,7 +456,7 @@ class PhotoFolder:
     files: dict[str, str]
 
     @classmethod
-    def list(cls, root: Path, inside: str) -> "PhotoFolder":
+    def read(cls, root: Path, inside: str) -> "PhotoFolder":
         names = sorted(os.listdir(os.path.join(root, inside)))
         return cls(root, inside, {name.lower(): name for name in reversed(names)})
 
@@ -464,13 +469,13 @@ class PhotoFolder:
         return None
 
     def has_one_photo(self, beginning: str) -> bool:
-        """Whether exactly one file with an image's name begins so: else a short name is ambiguous."""
+        """Whether the names of no two photos begin so: a shortened name would be ambiguous."""
         matches = [
             name
             for name in self.files
-            if name.startswith(beginning.lower()) and not name.endswith((".json", ".xmp"))
+            if name.startswith(beginning.lower()) and os.path.splitext(name)[1] in SUFFIXES
         ]
-        return len(matches) == 1
+        return len(matches) < 2
 
     def find_captions(self, photo: str) -> PhotoCaptions | None:
         """Return the captions of the first kind that has some; BrokenMetadata if it is unreadable."""
@@ -544,7 +549,7 @@ def find_captions(
     for name in names:
         inside, slash, photo = name.rpartition("/")
         if folder is None or folder.inside != inside + slash:
-            folder = PhotoFolder.list(root, inside + slash)
+            folder = PhotoFolder.read(root, inside + slash)
         try:
             yield name, folder.find_captions(photo)
         except BrokenMetadata as error:
@@ -554,14 +559,13 @@ def find_captions(
 def metadata_rows(source: DataSource) -> Iterator[Row]:
     """Photos with the captions in their metadata; a descriptive file name is the last resort."""
     counts: dict[str, int] = dict.fromkeys((*CAPTION_KINDS, NO_KIND), 0)
-    for name, captions in find_captions(source.path, walk_images(source.path)):
-        if isinstance(captions, BrokenMetadata):
+    for name, result in find_captions(source.path, walk_images(source.path)):
+        if isinstance(result, BrokenMetadata):
             counts[NO_KIND] += 1
-            where = "" if captions.where == name else f"{captions.where}: "
-            source.problem((name, 0), where + captions.reason)
+            where = "" if result.where == name else f"{result.where}: "
+            source.problem((name, 0), where + result.reason)
             continue
-        if captions is None and (words := file_name_caption(name)):
-            captions = PhotoCaptions([words], name, "file name")
+        captions = result or _from_file_name(name)
         if captions is None:
             counts[NO_KIND] += 1
             source.problem((name, 0), "no caption in its metadata", "empty-caption")
@@ -576,6 +580,11 @@ def metadata_rows(source: DataSource) -> Iterator[Row]:
     source.caption_kinds = counts
     if total:
         source.note(_describe(counts))
+
+
+def _from_file_name(name: str) -> PhotoCaptions | None:
+    words = file_name_caption(name)
+    return PhotoCaptions([words], name, "file name") if words else None
 
 
 def _is_unreadable(source: DataSource) -> bool:
