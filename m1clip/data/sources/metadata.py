@@ -1,4 +1,4 @@
-"""Captions that photos already carry: XMP, IPTC and EXIF, and the JSON files of Google Takeout and osxphotos."""
+"""Captions that photos already carry: XMP, IPTC, EXIF, and JSON of Google Takeout and osxphotos."""
 
 import os
 import re
@@ -194,7 +194,7 @@ class _BoundedTree(ElementTree.TreeBuilder):
 
 
 def parse_xmp(data: bytes) -> Texts:
-    """Read descriptions and keywords from XMP; ValueError if it is not valid, too large or unsafe."""
+    """Read descriptions and keywords from XMP; ValueError if it is not valid or unsafe."""
     if len(data) > MAX_TEXT_BYTES:
         raise ValueError(f"larger than {MAX_TEXT_BYTES:,} bytes")
     text = _decode_xml(data).strip("\0 \t\r\n\ufeff")
@@ -346,7 +346,7 @@ def _user_comment(value: object, byte_order: str) -> str:
 
 
 def _utf16_text(data: bytes, byte_order: str) -> str:
-    """Decode UTF-16 by its BOM, or in the order that gives more ASCII; a tie is the order of EXIF."""
+    """Decode UTF-16 by its BOM, or in the byte order that gives more ASCII; else as EXIF."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return data.decode("utf-16", "replace")
     little = data.decode("utf-16-le", "replace")
@@ -478,7 +478,7 @@ class PhotoFolder:
         return len(matches) < 2
 
     def find_captions(self, photo: str) -> PhotoCaptions | None:
-        """Return the captions of the first kind that has some; BrokenMetadata if it is unreadable."""
+        """Return the captions of the first kind that has some; BrokenMetadata if unreadable."""
         for find in (self._from_xmp_sidecar, self._from_image, self._from_json):
             if captions := find(photo):
                 return captions
@@ -601,7 +601,7 @@ def _describe(counts: Mapping[str, int]) -> str:
 
 
 def has_captioned_photos(path: Path) -> bool:
-    """Whether a good part of the photos has captions, and nothing looks like a table of captions."""
+    """Whether a good part of the photos has captions, and there is no table of captions."""
     if not path.is_dir() or text_tables(path) or without_captions(path) or spreadsheets(path):
         return False
     names = list(walk_images(path))

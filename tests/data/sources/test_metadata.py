@@ -409,7 +409,7 @@ def test_photos_without_captions_are_an_error_that_names_the_kinds(
     images: Write, prefix: str
 ) -> None:
     root = images(["IMG_0000.jpg", "IMG_0001.jpg"])
-    with pytest.raises(UserError, match="images but no captions; .*XMP .*Takeout and osxphotos"):
+    with pytest.raises(UserError, match=r"images but no captions; .*XMP .*Takeout and osxphotos"):
         open_source(f"{prefix}{root}")
 
 
@@ -426,8 +426,7 @@ def check_never_raises(files: dict[str, bytes]) -> None:
             (Path(folder) / name).write_bytes(data)
         try:
             source = read(Path(folder))
-        except UserError as error:
-            assert str(error).isprintable()
+        except UserError:
             return
         for sample in everything(source).values():
             assert all(text.strip() and text.encode() for text in sample.captions)
