@@ -114,7 +114,8 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
 def test_images_without_captions_error_names_remedy(images: Write) -> None:
     folder = images(["images/IMG_1.jpg", "images/IMG_2.jpg", "images/1000268201_693b08cb0e.jpg"])
     with pytest.raises(
-        UserError, match=f"m1clip data template {folder} makes, .* one folder per class$"
+        UserError,
+        match=rf"m1clip data template {folder} makes, .* one folder per class \(metadata: ",
     ):
         open_source(str(folder))
     words = (
