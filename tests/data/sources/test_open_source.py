@@ -122,7 +122,7 @@ def test_images_without_captions_error_names_remedy(images: Write) -> None:
         images(["words/two-dogs_on a beach (2).jpg", "words/an old red bus.jpg", "words/IMG_7.jpg"])
         / "words"
     )
-    with pytest.raises(UserError, match=f"--data filenames:{words}$"):
+    with pytest.raises(UserError, match=rf"--data filenames:{words} \(metadata: "):
         open_source(str(words))
     captions = {
         sample.captions for sample in everything(open_source(f"filenames:{words}")).values()
