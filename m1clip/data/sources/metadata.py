@@ -1,6 +1,7 @@
 """Captions that photos already carry: XMP, IPTC, EXIF, and JSON of Google Takeout and osxphotos."""
 
 import os
+import random
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -605,8 +606,9 @@ def has_captioned_photos(path: Path) -> bool:
     if not path.is_dir() or text_tables(path) or without_captions(path) or spreadsheets(path):
         return False
     names = list(walk_images(path))
-    # Spread over the folder: the first ones may be from one day.
-    checked = names[:: max(1, len(names) // IMAGES_CHECKED)]
+    # At random, but always the same: the first ones, or every third one, may differ from the rest.
+    chosen = random.Random(0).sample(names, min(len(names), IMAGES_CHECKED))
+    checked = sorted(chosen)  # each folder is listed once
     captioned = sum(
         isinstance(captions, PhotoCaptions) for _, captions in find_captions(path, checked)
     )

@@ -469,3 +469,13 @@ def test_files_of_exiftool(images: Write, option: str, kind: str) -> None:
     source = read(root)
     assert everything(source)["a.jpg"].captions == ("Käse am Meer",)
     assert source.caption_kinds[kind] == 1
+
+
+def test_folder_is_recognized_whatever_the_order_of_its_captions(images: Write) -> None:
+    """300 photos of which each third has no caption: every third one is not a fair sample."""
+    root = images([f"IMG_{number:04d}.jpg" for number in range(300)])
+    for number in range(300):
+        if number % 3:
+            sidecar = root / f"IMG_{number:04d}.jpg.xmp"
+            sidecar.write_text(xmp(description(f"photo of a dog {number}")))
+    assert len(everything(open_source(str(root)))) == 200
