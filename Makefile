@@ -46,8 +46,10 @@ lint: $(DEV)
 	@$(BIN)/lint-imports
 	@$(BIN)/bandit -q -c pyproject.toml -r m1clip
 
+# One worker more than there are cores: many tests wait for processes that they have started.
+WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: lint
-	@$(BIN)/pytest -n auto --dist worksteal --cov m1clip --cov-report= $(PYTEST)
+	@$(BIN)/pytest -n $(WORKERS) --dist worksteal --cov m1clip --cov-report= $(PYTEST)
 
 test-mlx: $(DEV)
 	@$(PIP) -e '.[mlx]'
