@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
-from xml.etree import ElementTree  # nosec B405: see parse_xmp
+from xml.etree import ElementTree  # nosec B405
 
 from PIL import Image, IptcImagePlugin
 from PIL.ImageFile import ImageFile
@@ -202,7 +202,7 @@ def parse_xmp(data: bytes) -> Texts:
     # Entities may expand without limit or name other files; XMP never has any.
     if re.search(r"<!\s*(?:doctype|entity)", text, re.IGNORECASE):
         raise ValueError("declares a document type or entities")
-    parser = ElementTree.XMLParser(target=_BoundedTree())  # nosec B314: without entities, bounded
+    parser = ElementTree.XMLParser(target=_BoundedTree())  # nosec B314
     try:
         parser.feed(text)
         root = parser.close()
