@@ -60,7 +60,7 @@ CAPTION_NAMES = (
     ),
     *("alt_text", "alt", "prompt", "txt", "raw"),
 )
-_IMAGE_FOLDERS = (
+IMAGE_FOLDERS = (
     *("", "images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
     *(
         "Flicker8k_Dataset",
@@ -337,7 +337,7 @@ def _path_problem(name: Any) -> str | None:
 
 def _image_finder(folders: Sequence[Path]) -> Callable[[str], FileImage]:
     """Finds an image named in a table in these folders or in their images/; else its path in the first, for errors."""
-    near = dict.fromkeys(os.fspath(folder / name) for folder in folders for name in _IMAGE_FOLDERS)
+    near = dict.fromkeys(os.fspath(folder / name) for folder in folders for name in IMAGE_FOLDERS)
     bases = list(filter(os.path.isdir, near)) or [os.fspath(folders[0])]
     next_to_table = bases[0]
 
