@@ -25,7 +25,7 @@ from m1clip.io import write_bytes
 CAPTIONS_FILE = "captions.csv"
 PERSON = "person"  # the source of captions that a user wrote
 COLUMNS = ("image", "caption", "source", "split")
-MAX_CAPTION = 1000  # characters
+MAX_CAPTION_CHARACTERS = 1000  # characters
 MAX_TABLE = 2**28  # bytes
 LOCK_SECONDS = 30.0  # to wait for another program that writes the table
 BYTE_ORDER_MARK = "\ufeff"  # tells spreadsheet programs that a file is UTF-8
@@ -48,9 +48,9 @@ def clean_caption(text: str) -> str:
         )
     spaced = "".join(" " if unicodedata.category(char) == "Cc" else char for char in text)
     caption = " ".join(spaced.split())
-    if len(caption) > MAX_CAPTION:
+    if len(caption) > MAX_CAPTION_CHARACTERS:
         raise UserError(
-            f"a caption has at most {MAX_CAPTION:,} characters, this one {len(caption):,}; shorten it"
+            f"a caption has at most {MAX_CAPTION_CHARACTERS:,} characters, this one {len(caption):,}; shorten it"
         )
     return caption
 
