@@ -313,6 +313,8 @@ class TransferConfig(Section):
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
+    lora: Annotated[int, Range(0, 4096)] = 0
+    "Fine-tuning: train LoRA matrices of this rank (usual: 8) instead of the blocks: less memory. Merged when saved."
     teacher: str | None = None
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"

@@ -66,6 +66,7 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
         f"--loss {config.train.loss}": LOSSES[config.train.loss].needs_bias,
         "a model with a logit bias": model_init.config.logit_bias,
         "--teacher": transfer.teacher is not None,
+        "--lora": transfer.lora > 0,
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
     }

@@ -23,6 +23,7 @@ from m1clip.model.convert import (
     to_ours,
     without_prefixes,
 )
+from m1clip.model.lora import merged_state
 from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
@@ -106,7 +107,7 @@ def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Pre
 def write_model_files(
     folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess
 ) -> None:
-    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    weights = {name: tensor.detach().cpu() for name, tensor in merged_state(model).items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
     config = {
         "format": MODEL_FORMAT,

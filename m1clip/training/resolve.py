@@ -40,7 +40,7 @@ LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
-FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text")
+FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text", "lora")
 TOWER_OPTIONS = ("image_tower", "text_tower", "download")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
@@ -457,6 +457,7 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
         f"--device {device}": device not in ("cpu", "cuda"),  # FSDP2 has its own collectives
         "--compile": config.model.compile,
         "--precision fp16": config.train.precision == "fp16",
+        f"--lora {config.transfer.lora}": config.transfer.lora > 0,
     }
     unsupported = next((name for name, given in excluded.items() if given), None)
     if machine.ranks > 1 and requested == "on" and unsupported:

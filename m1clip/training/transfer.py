@@ -33,6 +33,7 @@ from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.inference.features import encode_split
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
+from m1clip.model.lora import add_head_lora, add_lora
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL_BLOCKS, unfreeze
@@ -67,6 +68,7 @@ class ModelInit:
     weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL_BLOCKS, ALL_BLOCKS)  # blocks to train of each trainable tower
+    lora: int = 0  # rank of the matrices that are trained instead of these blocks; 0: the blocks
     new_heads: bool = (
         False  # on frozen towers; fitted before training, on few images they can be the best model
     )
@@ -104,8 +106,13 @@ class ModelInit:
         for tower, trained, count, option in zip(
             towers, self.trainable, self.unfreeze, options, strict=True
         ):
-            unfreeze(tower, count if trained else 0, option)
+            if self.lora:
+                add_lora(tower, count if trained else 0, self.lora, option)
+            else:
+                unfreeze(tower, count if trained else 0, option)
         for head in (model.image_head, model.text_head):
+            if self.lora:
+                add_head_lora(head, self.lora)
             if isinstance(head, Head) and not self.new_heads:
                 head.spare_dead_channels()
         return model

@@ -529,6 +529,7 @@ def _from_model(config: Config) -> ModelParts:
         saved.weights,
         Trainable(transfer.unfreeze_image != 0, transfer.unfreeze_text != 0),
         (transfer.unfreeze_image, transfer.unfreeze_text),
+        transfer.lora,
     )
     return ModelParts(model_init, saved.tokenizer, preprocess)
 

@@ -217,6 +217,37 @@ def test_last_block_is_trained_and_resumes_exactly(
     assert_resumes_exactly(run, 4)
 
 
+@pytest.mark.parametrize("kind", ["scratch", "frozen"])
+def test_lora_saves_a_plain_model_and_resumes_exactly(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    first, run = request.getfixturevalue(kind), tmp_path / "run"
+    changes = {"transfer.lora": 2, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
+    if kind == "frozen":
+        changes["transfer.unfreeze_image"] = 0  # a convolutional tower
+    memory = {"train.micro_batch": 3, "model.grad_checkpointing": True}
+    train_config(tuned(first, **changes, **memory), run)
+    kept = tensors_of(run, 4)
+    trained = {name for name in kept if name.startswith("weights:text_tower.")}
+    assert trained
+    assert all(name.endswith((".up", ".down")) for name in trained)
+    block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
+    moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
+    assert moved
+    assert all(name.startswith(block) and name.endswith(".weight") for name in moved)
+    assert_resumes_exactly(run, 4)
+
+    # With other micro-batches the gradient is the same.
+    gradients = []
+    for step in (changes, {**changes, **memory}):
+        inputs = prepared(tuned(first, **step))
+        parts = inputs.make_step().parts
+        compute_gradients(parts, inputs.training[0], 0)
+        gradients.append({n: p.grad for n, p in parts.model.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4)
+
+
 def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
     head: Any = prepared(tuned(frozen)).build_model().text_head
     usual = float(head.deviation.median())
@@ -233,6 +264,8 @@ def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
         ("frozen", {"transfer.unfreeze_text": 9}, "the tower has 6 blocks"),
         ("frozen", {"train.loss": "sigmoid"}, "has no logit bias for --loss sigmoid"),
         ("scratch", {"transfer.unfreeze_image": 3}, "the tower has 2 blocks"),
+        ("scratch", {"transfer.lora": 64}, "--lora 64: the smallest matrix"),
+        ("frozen", {"transfer.lora": 4}, "no linear layers"),
         ("scratch", {"transfer.init": "/nowhere"}, "no trained model found"),
         ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
     ],
