@@ -72,7 +72,8 @@ def add_head_lora(head: nn.Module, rank: int) -> None:
     """Freeze the projection of a CLIP and add LoRA to it; an adapter head, which is small, is trained as it is."""
     if isinstance(head, Projection):
         head.requires_grad_(False)
-        _add(head, "weight", min(rank, *head.weight.shape))
+        rows, columns = head.weight.shape
+        _add(head, "weight", min(rank, rows, columns))
 
 
 def matrix_names(module: nn.Module) -> tuple[str, ...]:
@@ -86,7 +87,8 @@ def matrix_names(module: nn.Module) -> tuple[str, ...]:
 
 def _add(module: nn.Module, key: str, rank: int) -> None:
     weight = getattr(module, key)
-    low_rank = LowRank(*weight.shape, rank).to(device=weight.device)
+    rows, columns = weight.shape
+    low_rank = LowRank(rows, columns, rank).to(device=weight.device)
     # Unsafe: without a trial call, since shapes are right and the weights may be on the meta device.
     parametrize.register_parametrization(module, key, low_rank, unsafe=True)
 
