@@ -41,7 +41,7 @@ from m1clip.training.oom import is_out_of_memory
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
 from m1clip.training.schedule import scheduled_lr_fraction
 from m1clip.training.spec import DecidedConfig
-from m1clip.training.step import make_parts
+from m1clip.training.step import make_parts, train_step
 
 # Large enough to reach the device's peak rate.
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}
@@ -255,10 +255,10 @@ def time_stages(step: TrainStep, device: Device, batch: Batch) -> dict[str, floa
     if device.kind == "mlx":
         raise UserError("MLX computes a step as a whole")
     phases = SynchronizedPhases(device)
-    retrying = step.retrying  # not replayed as a CUDA graph, which has no stages
     taken: dict[str, list[float]] = {}
     for number in range(STAGE_STEPS + 1):
-        retrying.step(batch, MAX_STEPS + number, retrying.micro_batch, phases.mark, None)
+        # Not replayed as a CUDA graph, which has no stages.
+        train_step(step.parts, batch, MAX_STEPS + number, mark=phases.mark)
         phases.stop()
         seconds = phases.take()
         if number == 0:

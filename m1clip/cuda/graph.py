@@ -23,7 +23,9 @@ from m1clip.hardware.memory import MemoryPressure
 from m1clip.hardware.timing import Phases
 from m1clip.text.base import LENGTH_MULTIPLE, rounded
 
-Step = Callable[..., Any]  # (batch, step, probe) -> a named tuple of tensors on the device
+# (batch, step, micro_batch, mark, probe) -> a named tuple of tensors on the device
+Step = Callable[..., Any]
+Mark = Callable[[str], None]
 # Before the capture: they create the optimizer state and trigger compilation.
 GRAPH_WARMUP_STEPS = 3
 # After that, assume that shapes keep changing: images have different numbers of captions.
@@ -38,18 +40,14 @@ class CapturedStep:
     def __init__(
         self,
         step: Step,
-        capture: Step,
         clear: Callable[[], None],
-        micro_batch: Callable[[], int],
         device: Device,
         phases: Phases,
         context_length: int,
     ) -> None:
-        """`step` runs what is not replayed, `capture` is captured, and `clear` forgets a capture that failed."""
+        """`step` is captured, and called for what is not replayed; `clear` forgets a capture that failed."""
         self.step = step
-        self.capture = capture
         self.clear = clear
-        self.micro_batch = micro_batch
         self.device = device
         self.phases = phases
         self.context_length = context_length
@@ -73,21 +71,23 @@ class CapturedStep:
         """Whether steps are being replayed, or capturing is disabled."""
         return self._graph is not None or bool(self.disabled)
 
-    def accepts(self, batch: Batch) -> bool:
+    def accepts(self, batch: Batch, micro_batch: int) -> bool:
         """Whether this step can be replayed: no micro-batches."""
-        return not self.disabled and not 0 < self.micro_batch() < len(batch)
+        return not self.disabled and not 0 < micro_batch < len(batch)
 
-    def __call__(self, batch: Batch, step: int, probe: Any = None) -> Any:
+    def __call__(
+        self, batch: Batch, step: int, micro_batch: int, mark: Mark, probe: Any = None
+    ) -> Any:
         """Train on one batch; a step whose gradients a `probe` reads, or whose stages are timed, is not replayed."""
-        if self.accepts(batch):
+        if self.accepts(batch, micro_batch):
             batch = self.pad(batch)  # a probed step has the shapes of the others
             replays = probe is None and not self.phases.is_synchronized
-            result = self.replay(batch, step) if replays else None
+            result = self.replay(batch, step, mark) if replays else None
             if result is not None:
                 return result
-        return self.step(batch, step, probe)
+        return self.step(batch, step, micro_batch, mark, probe)
 
-    def replay(self, batch: Batch, step: int) -> Any:
+    def replay(self, batch: Batch, step: int, mark: Mark) -> Any:
         """The result of a step with a padded batch; None if it must run without a graph."""
         key = (
             *((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()),
@@ -100,14 +100,14 @@ class CapturedStep:
             self._steps += 1
             if self._steps <= GRAPH_WARMUP_STEPS or not self._may_capture():
                 return None
-        self.phases.mark("copy")
+        mark("copy")
         batch = batch.to(self.device.torch, non_blocking=True)
-        if self._graph is None and not self._capture(batch, step):
+        if self._graph is None and not self._capture(batch, step, mark):
             return None
         assert self._graph is not None
         assert self._result is not None
         torch._foreach_copy_(self._inputs, list(batch.tensors().values()))
-        self.phases.mark("step")
+        mark("step")
         self._graph.replay()
         # The next replay overwrites them.
         result = type(self._result)(*(value.clone() for value in self._result))
@@ -153,7 +153,7 @@ class CapturedStep:
             )
         return not self.disabled
 
-    def _capture(self, batch: Batch, step: int) -> bool:
+    def _capture(self, batch: Batch, step: int, mark: Mark) -> bool:
         self.captures += 1
         copies: dict[str, Any] = {name: t.clone() for name, t in batch.tensors().items()}
         batch = dataclasses.replace(batch, **copies)  # the graph reads from these at each replay
@@ -162,7 +162,7 @@ class CapturedStep:
         try:
             # This thread only: another thread may be pinning the memory of the next batch.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = self.capture(batch, step, 0)
+                result = self.step(batch, step, 0, mark)
         except (RuntimeError, MemoryPressure) as error:
             # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
             self.disabled = first_line(error)

@@ -34,7 +34,7 @@ from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS
 from m1clip.training.compose import GradientCheck, TrainStep, drop_gradients
 from m1clip.training.encode import DONE, Mark, ignore_mark, normalized_pixels, split
 from m1clip.training.muon import MUON_EPS, QUINTICS
-from m1clip.training.oom import RetryingStep
+from m1clip.training.oom import StepAttempts
 from m1clip.training.optim import Optimizer
 from m1clip.training.step import StepParts, StepResult, parts_for_check
 from m1clip.training.step_view import LazyTensors, Probe, StepView
@@ -631,5 +631,5 @@ def compose_mlx_step(parts: StepParts) -> MLXTrainStep:
     # Its phases are timed in synchronized steps only: MLX computes when values are needed.
     phases = Phases(parts.device.kind)
     engine.phases = phases
-    retrying = RetryingStep(engine, parts.config.train.micro_batch, clear=clear, mark=phases.mark)
-    return MLXTrainStep(parts, retrying, retrying, phases, engine=engine)
+    attempts = StepAttempts(parts.config.train.micro_batch, clear=clear, mark=phases.mark)
+    return MLXTrainStep(parts, engine, attempts, phases, engine=engine)

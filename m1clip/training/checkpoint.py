@@ -225,7 +225,7 @@ def state_to_save(run: RunContext) -> TrainState:
     """The state of a run with what its collaborators know: loss scale, micro-batch, used time."""
     parts = run.train_step.parts
     state = replace(run.state, frozen_sha256=parts.frozen_sha256)
-    handler = run.train_step.retrying.handler
+    handler = run.train_step.attempts.handler
     if handler is not None:
         state = replace(state, micro_batch=handler.micro_batch)
     if parts.update.scaler is not None:

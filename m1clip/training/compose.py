@@ -1,10 +1,10 @@
 """The training step of a run: the plain step, and around it what a run needs.
 
-`compose_step` is the only place that puts them together. From the inside:
+`compose_step` is the only place that puts them together:
 
-- `train_step` (training/step.py) or the step of MLX (mlx/step.py),
-- `RetryingStep` (training/oom.py) repeats it with a smaller micro-batch when memory runs out,
-- `CapturedStep` (cuda/graph.py) replays it as a CUDA graph where it can.
+- `train_step` (training/step.py), on CUDA in a `CapturedStep` (cuda/graph.py) that replays it as a CUDA graph where
+  it can, or the step of MLX (mlx/step.py),
+- `StepAttempts` (training/oom.py), with which the loop repeats it with a smaller micro-batch when memory runs out.
 
 Time is measured through the `mark` of the plain step, gradients through its `probe`.
 """
@@ -22,8 +22,9 @@ from m1clip.data.loader import Batch
 from m1clip.hardware.memory import map_large_blocks
 from m1clip.hardware.timing import Phases
 from m1clip.model.clip import CLIP
+from m1clip.training.encode import Mark
 from m1clip.training.muon import orthogonalize
-from m1clip.training.oom import RetryingStep
+from m1clip.training.oom import StepAttempts
 from m1clip.training.optim import Optimizer
 from m1clip.training.step import (
     PlainStep,
@@ -38,20 +39,26 @@ NOT_ON_RANKS = "the ranks exchange the sizes of their batches on the host in eac
 
 
 class Step(Protocol):
-    """A step as the loop calls it."""
+    """One attempt at a step, as the loop makes it."""
 
-    def __call__(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult: ...
+    def __call__(
+        self, batch: Batch, step: int, micro_batch: int, mark: Mark, probe: Probe | None
+    ) -> StepResult: ...
 
 
 @dataclass
 class TrainStep:
-    """The training step of a run: `train_step.run(batch, step)` trains the model."""
+    """The training step of a run: `attempt` trains the model, or runs out of memory; `attempts` repeats it."""
 
     parts: StepParts
-    run: Step
-    retrying: RetryingStep
+    attempt: Step
+    attempts: StepAttempts
     phases: Phases
     cuda_graph: CapturedStep | None = None
+
+    def run(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
+        """Train on one batch, as the loop does."""
+        return self.attempts.repeat(self.attempt, batch, step, probe)
 
     @property
     def model(self) -> CLIP:
@@ -122,27 +129,24 @@ def compose_step(parts: StepParts, reuse_memory: bool = True) -> TrainStep:
     reuse_memory = reuse_memory and on_cpu and not parts.config.model.grad_checkpointing
     phases = Phases(parts.device.kind)
 
-    retrying = RetryingStep(
-        partial(train_step, parts),
+    attempts = StepAttempts(
         parts.config.train.micro_batch,
         clear=partial(drop_gradients, parts),
         mark=phases.mark,
         reuse_memory=reuse_memory,
     )
-    retrying.checks_limit = parts.world.shards is None
-    composed = TrainStep(parts, retrying, retrying, phases)
+    attempts.checks_limit = parts.world.shards is None
+    composed = TrainStep(parts, partial(train_step, parts), attempts, phases)
     if parts.capturable:
-        retrying.clear = composed.clear
         composed.cuda_graph = CapturedStep(
-            retrying,
-            capture=partial(train_step, parts, mark=retrying.mark),
+            composed.attempt,
             clear=composed.clear,
-            micro_batch=lambda: retrying.micro_batch,
             device=parts.device,
             phases=phases,
             context_length=parts.model.config.context_length,
         )
         if parts.world.ranks.size > 1:
             composed.cuda_graph.disabled = NOT_ON_RANKS
-        composed.run = composed.cuda_graph
+        composed.attempt = composed.cuda_graph
+        attempts.clear = composed.clear
     return composed

@@ -41,7 +41,9 @@ def train(run: RunContext) -> None:
 
 def _train_steps(run: RunContext) -> None:
     """Make the steps of the plan, and what is due between them."""
-    update = run.train_step.parts.update
+    train_step = run.train_step
+    attempts = train_step.attempts
+    update = train_step.parts.update
     if _evaluates_first(run):
         run.update(evaluation_due=True)
         if _between_steps(run):
@@ -55,7 +57,11 @@ def _train_steps(run: RunContext) -> None:
             analyses = StepAnalyses(purpose.analyses)
             update.optimizer.set_lr(run.lr_fraction(step))
             with run.measurements.during(run, batch, step):
-                result = run.train_step.run(batch, step, analyses.probe)
+                for attempt in attempts.at(step, len(batch)):  # one, while memory suffices
+                    with attempt as micro_batch:
+                        result = train_step.attempt(
+                            batch, step, micro_batch, attempts.mark, analyses.probe
+                        )
 
             run.update(step=steps_done, seconds=time.perf_counter() - run.training_began)
             analyses.write(run)

@@ -1,7 +1,7 @@
 """Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
 
-The batch and its gradient stay the same (training/encode.py) but need less memory. `RetryingStep` wraps a step,
-`OOMHandler` decides what to try next.
+The batch and its gradient stay the same (training/encode.py) but need less memory. `StepAttempts` repeats
+a step, `OOMHandler` decides what to try next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from m1clip.hardware.memory import (
 if TYPE_CHECKING:
     from m1clip.data.loader import Batch
     from m1clip.training.inputs import RunInputs
-    from m1clip.training.step import PlainStep, Probe, StepResult
+    from m1clip.training.step import StepResult
+    from m1clip.training.step_view import Probe
 
 # Number of the step (from 1), new micro-batch, reason, whether it helps.
 Report = Callable[[int, int, str, bool], None]
@@ -117,12 +118,18 @@ class OOMHandler:
         self.report(step_number, self.micro_batch, reason, helps)
 
 
-class RetryingStep:
-    """A step that is repeated with a smaller micro-batch when memory runs out."""
+class StepAttempts:
+    """The attempts at a step: the first, and while memory runs out, more with a smaller micro-batch.
+
+    The caller makes the step, so that nothing lies between the training loop and the step:
+
+        for attempt in attempts.at(step, rows):
+            with attempt as micro_batch:
+                result = train_step(parts, batch, step, micro_batch, attempts.mark)
+    """
 
     def __init__(
         self,
-        step: PlainStep,
         micro_batch: int = 0,
         clear: Callable[[], None] = lambda: None,
         mark: Callable[[str], None] = lambda phase: None,
@@ -132,7 +139,6 @@ class RetryingStep:
 
         `mark` is called when a phase of the step begins.
         """
-        self.step = step
         self.clear = clear
         self._mark = mark
         self.handler: OOMHandler | None = None  # None: out-of-memory errors are raised
@@ -153,27 +159,54 @@ class RetryingStep:
             self.handler.check()
         self._mark(phase)
 
-    def __call__(self, batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
-        """Train on one batch."""
+    def at(self, step: int, rows: int) -> Iterator[Attempt]:
+        """The attempts at a step with `rows` images; there is no other after one that succeeds."""
         while True:
             self._updating = False
-            try:
-                result = self.step(batch, step, self.micro_batch, self.mark, probe)
-            except (RuntimeError, MemoryError, MemoryPressure) as error:
-                shortage = memory_shortage(error)
-                if shortage is None or self.handler is None or self._updating:
-                    raise
-            else:
+            attempt = Attempt(self)
+            yield attempt
+            if attempt.shortage is None:
                 break
-            # Outside the except block: the error's frames keep the tensors alive.
+            # Outside the `with` block: the error's frames keep the tensors alive.
             self.clear()
-            self.handler.shrink(shortage, len(batch), step)
+            assert self.handler is not None
+            self.handler.shrink(attempt.shortage, rows, step)
         if self.handler is not None:
             self.handler.succeeded()
         if self._reuse_memory:
             self._reuse_memory = False
             keep_freed_memory()  # all block sizes have been allocated once
+
+    def repeat(
+        self, train: Callable[..., StepResult], batch: Batch, step: int, probe: Probe | None = None
+    ) -> StepResult:
+        """Call `train` with a batch until it succeeds: the loop writes this out."""
+        for attempt in self.at(step, len(batch)):
+            with attempt as micro_batch:
+                result = train(batch, step, micro_batch, self.mark, probe)
         return result
+
+    def shortage(self, error: BaseException) -> Shortage | None:
+        """Why the step should be repeated after an error; None if it should not."""
+        if self.handler is None or self._updating:
+            return None
+        return memory_shortage(error)
+
+
+class Attempt:
+    """One attempt at a step: a block that may run out of memory, and the micro-batch to use in it."""
+
+    def __init__(self, attempts: StepAttempts) -> None:
+        self._attempts = attempts
+        self.shortage: Shortage | None = None  # why the block failed
+
+    def __enter__(self) -> int:
+        return self._attempts.micro_batch
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            self.shortage = self._attempts.shortage(error)
+        return self.shortage is not None
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:

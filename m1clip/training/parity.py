@@ -25,7 +25,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.towers import TextTower
 from m1clip.training.compose import GradientCheck, TrainStep, compose_step
 from m1clip.training.muon import Muon, orthogonalize
-from m1clip.training.oom import OOMHandler, RetryingStep
+from m1clip.training.oom import OOMHandler, StepAttempts
 from m1clip.training.step import make_parts
 
 if TYPE_CHECKING:  # workbench imports this module too
@@ -122,10 +122,10 @@ def size_difference(check: GradientCheck, batch: Batch) -> Parity:
     def run(micro_batch: int) -> tuple[Tensor, Tensor]:
         """Loss and gradients, with a smaller micro-batch where memory is short."""
         clear = functools.partial(check.parts.model.zero_grad, set_to_none=True)
-        retrying = RetryingStep(check.plain, clear=clear)
-        retrying.handler = OOMHandler(micro_batch, check.parts.device.memory_bytes)
+        attempts = StepAttempts(clear=clear)
+        attempts.handler = OOMHandler(micro_batch, check.parts.device.memory_bytes)
         clear()
-        loss = retrying(batch, 0).loss
+        loss = attempts.repeat(check.plain, batch, 0).loss
         return loss.float().cpu(), flat_gradient(check.parts.model)
 
     begin = time.monotonic()

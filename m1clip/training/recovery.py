@@ -174,7 +174,7 @@ def prepare_recovery(run: RunContext) -> None:
         console.warn(f"low memory at step {step_number:,} ({reason}): {effect}")
 
     micro_batch = run.state.micro_batch or run.config.train.micro_batch
-    run.train_step.retrying.handler = make_oom_handler(run.inputs, micro_batch, report)
+    run.train_step.attempts.handler = make_oom_handler(run.inputs, micro_batch, report)
 
 
 def roll_back(run: RunContext) -> TrainState:

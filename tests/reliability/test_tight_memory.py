@@ -55,7 +55,7 @@ def take_memory(how: str) -> None:
         return_freed_memory()  # or a run near its limit would find enough of it to go on
         state["begin"], state["step"] = address_space(), number
         if number == THIRD and how == "near":
-            missing = int(NEAR_LIMIT * update.retrying.handler.limit) - state["used"] + ABOVE
+            missing = int(NEAR_LIMIT * update.attempts.handler.limit) - state["used"] + ABOVE
             assert 0 < missing < 2**31, (
                 "memory was already near the limit, or no --memory was given"
             )

@@ -19,7 +19,6 @@ from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.inputs import RunInputs
 from m1clip.training.run import resume
 from m1clip.training.step import StepResult, compute_gradients, make_parts
-from m1clip.training.step_view import Probe
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"
@@ -54,16 +53,16 @@ def made(changes: dict[str, Any]) -> tuple[RunInputs, TrainStep]:
 
 
 def captured_step(update: TrainStep) -> CapturedStep:
-    """A step that would be captured on CUDA."""
-    return CapturedStep(
-        update.run,
-        capture=update.retrying.step,
+    """Replay the step as on CUDA."""
+    captured = CapturedStep(
+        update.attempt,
         clear=update.clear,
-        micro_batch=lambda: update.retrying.micro_batch,
         device=update.parts.device,
         phases=update.phases,
         context_length=update.model.config.context_length,
     )
+    update.attempt = captured
+    return captured
 
 
 def test_graph_padding_does_not_change_loss() -> None:
@@ -92,22 +91,22 @@ def test_probed_or_timed_step_has_the_shapes_of_replayed_ones_but_is_not_replaye
     captured = captured_step(update)
     replayed: list[int] = []
     trained: list[list[tuple[int, ...]]] = []
-    monkeypatch.setattr(captured, "replay", lambda batch, step: replayed.append(step))
+    monkeypatch.setattr(captured, "replay", lambda batch, step, mark: replayed.append(step))
     plain = captured.step
 
-    def train(batch: Batch, step: int, probe: Probe | None) -> StepResult:
+    def train(batch: Batch, *rest: Any) -> StepResult:
         trained.append([tuple(group.shape) for group in groups(batch)])
-        result: StepResult = plain(batch, step, probe)
+        result: StepResult = plain(batch, *rest)
         return result
 
     captured.step = train
     batch = inputs.training[0]
     norms: list[dict[str, float]] = []
-    captured(batch, 0)
-    captured(batch, 1, lambda view: norms.append(layer_grad_norms(view)))
-    captured(batch, 2)
+    update.run(batch, 0)
+    update.run(batch, 1, lambda view: norms.append(layer_grad_norms(view)))
+    update.run(batch, 2)
     with captured.phases.synchronized(lambda: None):
-        captured(batch, 3)
+        update.run(batch, 3)
     assert replayed == [0, 2]
     assert len(norms) == 1
     assert trained[0] == trained[1] == trained[2] == trained[3]
@@ -117,11 +116,11 @@ def test_probed_or_timed_step_has_the_shapes_of_replayed_ones_but_is_not_replaye
 def test_micro_batched_step_is_not_replayed() -> None:
     inputs, update = made({})
     captured, batch = captured_step(update), inputs.training[0]
-    assert captured.accepts(batch)
-    _, micro_batched = made({"train.micro_batch": 4})
-    assert not captured_step(micro_batched).accepts(batch)
+    assert captured.accepts(batch, 0)
+    assert captured.accepts(batch, len(batch))
+    assert not captured.accepts(batch, 4)
     captured.disabled = "some reason"
-    assert not captured.accepts(batch)
+    assert not captured.accepts(batch, 0)
 
 
 class FakeGraph:
@@ -143,7 +142,7 @@ def test_fourth_step_of_the_same_shapes_is_captured(monkeypatch: pytest.MonkeyPa
     batch = inputs.training[0]
     for step in range(4):
         expected = plain.run(batch, step)
-        result = captured(batch, step)
+        result = update.run(batch, step)
         assert isinstance(result, StepResult)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
         assert captured.settled == (step == 3)
@@ -151,26 +150,25 @@ def test_fourth_step_of_the_same_shapes_is_captured(monkeypatch: pytest.MonkeyPa
     assert captured._graph.replays == 1  # type: ignore[union-attr]
     assert not update.phases.silent
     seen: list[int] = []
-    captured(batch, 4, lambda view: seen.append(len(view.gradients)))
+    update.run(batch, 4, lambda view: seen.append(len(view.gradients)))
     assert seen, "a step with a probe is not replayed"
     assert captured._graph.replays == 1  # type: ignore[union-attr]
-    captured(inputs.training[0], 5)
+    update.run(inputs.training[0], 5)
     assert captured._graph.replays == 2  # type: ignore[union-attr]
     captured.reset()
     assert not captured.settled
 
 
 def test_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore words")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", fail)
     inputs, update = made({})
     captured = captured_step(update)
-    captured.capture = fail
     for step in range(4):
-        loss = captured(inputs.training[0], step).loss
+        loss = update.run(inputs.training[0], step).loss
         assert loss.isfinite()
     assert captured.disabled == "operation not permitted when stream is capturing"
     assert not update.phases.silent

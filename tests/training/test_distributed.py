@@ -32,7 +32,7 @@ from m1clip.training.compose import TrainStep
 from m1clip.training.distributed import RankLost, Ranks, needs_host_copy
 from m1clip.training.inputs import RunInputs
 from m1clip.training.muon import Muon
-from m1clip.training.oom import OOMHandler, RetryingStep
+from m1clip.training.oom import OOMHandler, StepAttempts
 from m1clip.training.step import compute_gradients, train_step
 from m1clip.training.step_view import StepView
 from m1clip.training.transfer import Teacher
@@ -271,13 +271,13 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
             late = first_weight.register_hook(fail_late)
         step.parts.encoder.encode_image = fail if kind == "memory" else encode_image
         without_update = dataclasses.replace(step.parts, update=step.parts.update.without_update())
-        retrying = RetryingStep(partial(train_step, without_update), clear=step.clear)
-        retrying.handler = OOMHandler(0, lambda: 0)
-        loss = retrying(batch, 100).loss
+        attempts = StepAttempts(clear=step.clear)
+        attempts.handler = OOMHandler(0, lambda: 0)
+        loss = attempts.repeat(partial(train_step, without_update), batch, 100).loss
         gradients = {
             key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
         }
-        found[kind] = loss, gradients, retrying.micro_batch
+        found[kind] = loss, gradients, attempts.micro_batch
         step.clear()
 
     before = {key: p.detach().clone() for key, p in step.model.named_parameters()}

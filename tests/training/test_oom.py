@@ -28,7 +28,7 @@ from m1clip.model.clip import CLIP
 from m1clip.runlog import read_log
 from m1clip.training import recovery
 from m1clip.training.compose import TrainStep
-from m1clip.training.oom import OOMHandler, RetryingStep, is_out_of_memory
+from m1clip.training.oom import OOMHandler, StepAttempts, is_out_of_memory
 from m1clip.training.step import compute_gradients, train_step
 from m1clip.training.step_view import StepView
 
@@ -41,9 +41,9 @@ def attempt(
     def plain(batch: Any, step: int, micro_batch: int | None = None, *rest: Any) -> Any:
         return work()
 
-    retrying = RetryingStep(plain, clear=clear)
-    retrying.handler = handler
-    return retrying(range(16), step)  # type: ignore[arg-type]
+    attempts = StepAttempts(clear=clear)
+    attempts.handler = handler
+    return attempts.repeat(plain, range(16), step)  # type: ignore[arg-type]
 
 
 class Changes(list[tuple[int, bool]]):
@@ -84,10 +84,11 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
     update.parts.encoder.encode_image = update.model.encode_image
     changes = Changes()
     without_update = replace(update.parts, update=update.parts.update.without_update())
-    retrying = RetryingStep(partial(train_step, without_update), clear=update.clear)
-    retrying.handler = OOMHandler(0, lambda: 0, report=changes.report)
-    again, found = gradients_of(update, lambda: retrying(batch, 0).loss)
-    assert retrying.micro_batch == 4, "16, 8, 4"
+    attempts = StepAttempts(clear=update.clear)
+    attempts.handler = OOMHandler(0, lambda: 0, report=changes.report)
+    plain_step = partial(train_step, without_update)
+    again, found = gradients_of(update, lambda: attempts.repeat(plain_step, batch, 0).loss)
+    assert attempts.micro_batch == 4, "16, 8, 4"
     assert changes == [(8, True), (4, True)]
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert_close(found, wanted, 1e-5)
@@ -194,25 +195,25 @@ def test_micro_batch_that_failed_is_not_used_again() -> None:
 
 def test_update_that_runs_out_of_memory_is_not_repeated() -> None:
     """It may have changed some of the weights."""
-    attempts: list[int] = []
+    steps: list[int] = []
 
     def plain(batch: Any, step: int, micro_batch: int | None = None, *rest: Any) -> Any:
-        attempts.append(step)
-        retrying.mark("backward")
-        retrying.mark("optimizer")
+        steps.append(step)
+        attempts.mark("backward")
+        attempts.mark("optimizer")
         raise MemoryError
 
-    retrying = RetryingStep(plain)
-    retrying.handler = OOMHandler(16, lambda: 0)
+    attempts = StepAttempts()
+    attempts.handler = OOMHandler(16, lambda: 0)
     with pytest.raises(MemoryError):
-        retrying(range(16), 3)  # type: ignore[arg-type]
-    assert (attempts, retrying.micro_batch) == ([3], 16)
+        attempts.repeat(plain, range(16), 3)  # type: ignore[arg-type]
+    assert (steps, attempts.micro_batch) == ([3], 16)
 
 
 def test_probe_that_runs_out_of_memory_is_not_repeated() -> None:
     """The gradients may have lost their loss scale, and with FSDP the other ranks wait for this one."""
     inputs, update = make()
-    update.retrying.handler = OOMHandler(0, lambda: 0)
+    update.attempts.handler = OOMHandler(0, lambda: 0)
     steps: list[int] = []
 
     def probe(view: StepView) -> None:
@@ -221,7 +222,7 @@ def test_probe_that_runs_out_of_memory_is_not_repeated() -> None:
 
     with pytest.raises(MemoryError):
         update.run(inputs.training[0], 3, probe)
-    assert (steps, update.retrying.micro_batch) == ([3], 0)
+    assert (steps, update.attempts.micro_batch) == ([3], 0)
 
 
 def test_mapped_files_do_not_count_as_own_memory(tmp_path: Path) -> None:

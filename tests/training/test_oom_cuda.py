@@ -128,7 +128,7 @@ def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision,
                "data.captions_per_step": 2, "data.synthetic_images": 136, "train.batch_size": 64}  # fmt: skip
     inputs, update = make(changes)
-    update.retrying.handler = make_oom_handler(inputs, 0, lambda *change: None)
+    update.attempts.handler = make_oom_handler(inputs, 0, lambda *change: None)
     rules = inputs.device.capabilities
     feed = list(batches(inputs.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
     # The graph is captured only after all batch shapes have occurred.
