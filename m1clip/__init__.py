@@ -11,9 +11,11 @@ __all__ = [
     "Model",
     "__version__",
     "compare",
+    "download",
     "evaluate",
     "export",
     "list_models",
+    "list_presets",
     "load",
     "resume",
     "train",
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from m1clip.export.layouts import export
     from m1clip.inference import load
     from m1clip.inference.model import Model
-    from m1clip.model.presets import list_models
+    from m1clip.model.hub import download
+    from m1clip.model.listing import list_models
+    from m1clip.model.presets import list_presets
     from m1clip.search.query import Index
     from m1clip.training.run import resume, train
 
@@ -35,8 +39,10 @@ _MODULES = {
     "Index": "m1clip.search.query",
     "Model": "m1clip.inference.model",
     "compare": "m1clip.bench.compare",
+    "download": "m1clip.model.hub",
     "evaluate": "m1clip.evaluation.evaluate",
-    "list_models": "m1clip.model.presets",
+    "list_models": "m1clip.model.listing",
+    "list_presets": "m1clip.model.presets",
     "load": "m1clip.inference",
     "resume": "m1clip.training.run",
     "train": "m1clip.training.run",

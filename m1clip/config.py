@@ -305,10 +305,8 @@ class TransferConfig(Section):
     "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or Hub name)."
     text_tower: str = "minilm"
     "Pretrained text tower: minilm, or a transformers model (folder or Hub name)."
-    download: bool = False
-    "Download a tower that is not on this machine from the Hugging Face Hub; nothing is downloaded without this."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
-    "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
+    "Fine-tune this model: a run, a model folder, an open_clip or Hugging Face checkpoint, or a name (m1clip models)."
     unfreeze_image: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1

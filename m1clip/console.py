@@ -78,13 +78,14 @@ def _log(level: int, text: str) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Refresh]:
+def progress(title: str, as_text: Callable[[float], str] | None = None) -> Iterator[Refresh]:
     """Show the progress of longer work; call the function that is yielded when the work starts.
 
     A bar on a terminal, otherwise a message every few seconds. Also written to the file of
     `progress_file`. Functions that are called in this context find it with `current_progress`.
+    `as_text` writes an amount of something other than items, such as `formatting.size` for bytes.
     """
-    work = Progress(title)
+    work = Progress(title, as_text or _count)
     path = _progress_file.get()
     listener = _listener.get()
     bar = Bar() if has_bars() else None
@@ -137,6 +138,11 @@ def current_progress() -> Refresh:
 
 def _ignore(done: int, total: int) -> None:
     """Show nothing."""
+
+
+def _count(items: float) -> str:
+    """A number of items; with a decimal if there are few, as in 2.5 per second."""
+    return f"{items:,.{1 if items < 10 and not float(items).is_integer() else 0}f}"
 
 
 @contextmanager
@@ -206,8 +212,9 @@ def write_progress(path: Path, text: str) -> None:
 class Progress:
     """Progress of work; as text, with an estimate of the time left."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, as_text: Callable[[float], str] = _count) -> None:
         self.title = title
+        self.as_text = as_text
         self.done = 0
         self.total = 0
         self._began = 0.0
@@ -229,12 +236,14 @@ class Progress:
             done, total = self.done, self.total
             done_here = done - self._before
             seconds = time.monotonic() - self._began
-        text = f"{self.title}: {done:,} of {total:,}" if total else self.title
+        text = self.title
+        if total:
+            text = f"{self.title}: {self.as_text(done)} of {self.as_text(total)}"
         if done_here == 0:
             return text
         per_second = done_here / max(seconds, 1e-9)
-        speed = f"{per_second:,.{0 if per_second >= 10 else 1}f}/s"
-        return f"{text}, {speed}, {clock((total - done) / per_second)} left"
+        left = clock((total - done) / per_second)
+        return f"{text}, {self.as_text(per_second)}/s, {left} left"
 
 
 class Bar:

@@ -14,13 +14,21 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
-from m1clip.cli import data, machine, models, runs, search, train
+from m1clip.cli import data, hub, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.config import OTHER_TOOLS
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 
-FAMILIES = (train, runs, data, models, search, machine)  # importing a module registers its commands
+FAMILIES = (
+    train,
+    runs,
+    data,
+    models,
+    hub,
+    search,
+    machine,
+)  # importing a module registers its commands
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 

@@ -45,6 +45,7 @@ from m1clip.model.folder import (
     read_model,
     write_model_files,
 )
+from m1clip.model.named import model_name
 from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, read_json, replace_tokens, write_tensors
@@ -133,7 +134,10 @@ def export(
         )
     if precision not in get_args(Precision):
         raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
-    folder = default_folder(path, to, precision) if out is None else Path(out)
+    name = model_name(path)
+    # A model with a name is exported to the current folder, not into the cache that contains it.
+    place = path if name is None else Path(Path(name).name)
+    folder = default_folder(place, to, precision) if out is None else Path(out)
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)

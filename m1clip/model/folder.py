@@ -12,7 +12,7 @@ from safetensors.torch import load as tensors_from_bytes
 
 from m1clip.config import device_name
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
-from m1clip.errors import UserError, first_line, hub_hint
+from m1clip.errors import UserError, first_line
 from m1clip.io import atomic_folder, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import (
@@ -23,8 +23,9 @@ from m1clip.model.convert import (
     to_ours,
     without_prefixes,
 )
+from m1clip.model.hub_files import HF_WEIGHTS, OPENCLIP_CONFIG, OPENCLIP_WEIGHTS
 from m1clip.model.lora import merged_state
-from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers
+from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers, resolve
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
 from m1clip.model.pretrained.transformers import check_settings
@@ -46,9 +47,6 @@ from m1clip.text.tokenizers import load_tokenizer
 MODEL_FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TOWER_PREFIXES = ("image_tower.", "text_tower.")  # how the names of their weights begin
-OPENCLIP_CONFIG = "open_clip_config.json"
-OPENCLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-HF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BICUBIC = 3  # Pillow's number for it, as Hugging Face writes it
 
 
@@ -139,6 +137,7 @@ def write_boxed(folder: Path, model: CLIP, preprocess: Preprocess) -> None:
 
 def read_model(path: Path) -> SavedModel:
     """A model with a name, a model folder, the best model of a run, or a model of open_clip or Hugging Face."""
+    path = resolve(path)
     name = boxed_name(path)
     if name is not None:
         saved = _read_boxed(name)
@@ -166,7 +165,7 @@ def model_folder(path: Path) -> Path:
         if (folder / WEIGHTS).is_file():
             return folder
     looked = f"looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS}"
-    raise UserError(f"{path}: no trained model found ({looked}){hub_hint(path)}")
+    raise UserError(f"{path}: no trained model found ({looked})")
 
 
 def newest_run(runs: Path = Path("runs")) -> Path | None:

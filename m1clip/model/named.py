@@ -1,6 +1,8 @@
-"""Models that have a name instead of a path: `general`, whose trained heads are part of this package.
+"""Models that have a name instead of a path: `general`, whose heads are in this package, and those of the Hub.
 
-Everything that accepts a model asks this module what a name means. It does not import torch.
+Everything that accepts a model asks this module what a name means. It does not import torch, and reads
+the disk alone: a model of the Hub is found in the cache of Hugging Face, or is an error that names the
+command which downloads it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m1clip.errors import UserError
+from m1clip.formatting import did_you_mean
 from m1clip.io import read_small
+from m1clip.model.catalog import CATALOG
+from m1clip.model.hub_files import HUB_NAME, HUB_PREFIX, cached_snapshot
 
 GENERAL = "general"  # the model of `m1clip index` and `m1clip classify` if there is no other
 CONFIG, HEADS = "config.json", "heads.safetensors"
@@ -24,9 +29,11 @@ There is no model yet. To get one:
 
   use the one in the box    {INSTALL_TOWERS}
                             (133 MB: pretrained towers; then run this command again)
+  download a CLIP           m1clip download laion-vit-b-32
+                            m1clip index FOLDER --model laion-vit-b-32
+                            (m1clip models lists a dozen, with their sizes and accuracy)
   use a CLIP you have       m1clip index FOLDER --model MODEL
-                            (a folder of open_clip or Hugging Face, for example one made by
-                            hf download openai/clip-vit-base-patch32 --local-dir clip)
+                            (a folder of open_clip or Hugging Face)
   train on your captions    m1clip train FOLDER
                             (m1clip data formats lists how captions can be stored)
 """
@@ -67,6 +74,58 @@ def boxed_name(model: str | Path) -> str | None:
     """The name of a model in this package, or None for a path; a file or folder of that name comes first."""
     name = str(model)
     return name if name in BOXED and not os.path.lexists(name) else None
+
+
+def hub_repository(model: str | Path) -> str | None:
+    """owner/name on the Hub for a name of the catalog or of the Hub; None for a path.
+
+    A file or folder of that name comes first. So does a path below an existing folder: a/b is a path
+    if there is a folder a, and runs/b is always one.
+    """
+    text = model.as_posix() if isinstance(model, Path) else model
+    name = text.removeprefix(HUB_PREFIX)
+    if os.path.lexists(text):
+        return None
+    if name in CATALOG:
+        return CATALOG[name].repository
+    owner = name.partition("/")[0]
+    if not HUB_NAME.fullmatch(name) or owner == "runs" or os.path.lexists(owner):
+        return None
+    return name
+
+
+def catalog_name(repository: str) -> str:
+    """The short name of a repository, or the repository itself if the catalog does not list it."""
+    for entry in CATALOG.values():
+        if entry.repository == repository:
+            return entry.name
+    return repository
+
+
+def model_name(model: str | Path) -> str | None:
+    """What to remember of a model that has a name; None for a path."""
+    repository = hub_repository(model)
+    return boxed_name(model) if repository is None else catalog_name(repository)
+
+
+def resolve(model: str | Path) -> Path:
+    """The path of a model: a path as it is, a name of this package, or the folder in the Hugging Face cache.
+
+    UserError with the command that downloads it if the model is not on this computer.
+    """
+    repository = hub_repository(model)
+    if repository is not None:
+        folder = cached_snapshot(repository)
+        if folder is None:
+            name = catalog_name(repository)
+            raise UserError(f"{name}: not on this computer; to get it: m1clip download {name}")
+        return folder
+    path = Path(model)
+    if not os.path.lexists(path) and path.name == str(model) and boxed_name(model) is None:
+        similar = did_you_mean(str(model), [*CATALOG, *BOXED])
+        if similar:
+            raise UserError(f"{model}: no such file, folder or model{similar} (m1clip models)")
+    return path
 
 
 def require_towers(name: str) -> None:

@@ -381,7 +381,7 @@ PRESETS: dict[str, CLIPConfig] = {
 }
 
 
-def list_models() -> list[str]:
+def list_presets() -> list[str]:
     """The names of all model presets, for `--model` and `m1clip.train(model=...)`."""
     return list(PRESETS)
 

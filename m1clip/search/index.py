@@ -44,11 +44,12 @@ from m1clip.data.images import (
     one_line,
     open_header,
 )
-from m1clip.errors import UserError, hub_hint
+from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.hardware.machine_info import decode_threads
 from m1clip.io import first_writable, open_regular, read_small, unlink_beneath, write_bytes
-from m1clip.model.named import BOXED, boxed_name, default_model, require_towers
+from m1clip.model.listing import MIN_INDEXED, keep_speed
+from m1clip.model.named import BOXED, boxed_name, default_model, model_name, require_towers, resolve
 from m1clip.search import vectors
 
 INDEX_FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
@@ -352,8 +353,7 @@ def model_hash(path: str | Path) -> str:
 
 def _model_files(path: str | Path) -> list[str]:
     name = boxed_name(path)
-    if name is not None:
-        path = BOXED[name].folder
+    path = BOXED[name].folder if name is not None else resolve(path)
     if os.path.isfile(path):
         return [str(path)]
     # Of a model folder only: the index of a stranger may name any folder of the disk.
@@ -366,16 +366,17 @@ def _model_files(path: str | Path) -> list[str]:
 
 def _resolved(model: str | Path) -> str:
     """The name of a model, or the absolute path of a model folder or file: best/ or model/ of a run."""
-    name = boxed_name(model)
-    if name is not None:
+    name = model_name(model)
+    if name in BOXED:
         require_towers(name)
         return name
+    if name is not None:
+        resolve(name)
+        return name  # not the folder of one version: a newer one may be downloaded
     for folder in (Path(model), Path(model) / "best", Path(model) / "model"):
         if folder.is_file() or any((folder / name).is_file() for name in MODEL_FILES):
             return os.path.abspath(folder)
-    raise UserError(
-        f"{model}: no model found; give a run or a model folder with --model{hub_hint(model)}"
-    )
+    raise UserError(f"{model}: no model found; give a run or a model folder with --model")
 
 
 def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
@@ -552,9 +553,14 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
 
     if wanted:
         model = m1clip.load(path)
+        began = time.monotonic()
         with _Writer(db, report, set_id) as writer:
             for found in _pipeline(root, wanted, writer, model, record_progress):
                 writer.add(found, files, model)
+        name = model_name(path)
+        if name is not None and report.added >= MIN_INDEXED:
+            device = str(getattr(model.encoder, "device", "cpu"))
+            keep_speed(name, report.added, time.monotonic() - began, device, "index")
     unused = (
         "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
         "AND typeof(sha256) = 'blob'"

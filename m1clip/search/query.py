@@ -23,7 +23,7 @@ from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.formatting import ceil_div, one_line
 from m1clip.io import PARTIAL
-from m1clip.model.named import boxed_name
+from m1clip.model.named import model_name
 from m1clip.search.concepts import TEXT_ONLY, Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import (
     DATABASE,
@@ -190,7 +190,7 @@ class Index:
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
         self.place, self.root = find_index(None if folder is None else Path(folder))
-        self._asked = None if model is None else boxed_name(model) or os.path.abspath(model)
+        self._asked = None if model is None else model_name(model) or os.path.abspath(model)
         self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen

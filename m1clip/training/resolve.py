@@ -41,7 +41,7 @@ ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
 FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text", "lora")
-TOWER_OPTIONS = ("image_tower", "text_tower", "download")
+TOWER_OPTIONS = ("image_tower", "text_tower")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
     *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),

@@ -44,10 +44,11 @@ from m1clip.hardware.device import (
 from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
+from m1clip.model import named
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
-from m1clip.model.pretrained.packages import installed
+from m1clip.model.pretrained.packages import PACKAGES, installed
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
@@ -191,6 +192,11 @@ class Workbench:
     def _check_before_data(self, config: Config) -> None:
         """Report what is wrong without reading the data, which may take long."""
         choose_device(config.train.device, self.facts)
+        transfer = config.transfer
+        towers = [transfer.image_tower, transfer.text_tower] if transfer.recipe == "frozen" else []
+        models = [name for name in (transfer.init, transfer.teacher) if name is not None]
+        for name in [*models, *(name for name in towers if name not in PACKAGES)]:
+            named.resolve(name)  # a model of the Hub that is not on this computer
         if config.transfer.init is None and config.transfer.recipe == "scratch":
             _check_memory(clip_config(config.model), self.facts)
 
@@ -536,10 +542,8 @@ def _from_model(config: Config) -> ModelParts:
 
 def _from_towers(config: Config) -> ModelParts:
     transfer, context = config.transfer, config.model.context_length or TOWER_CONTEXT
-    image_tower, image, preprocess = load_image_tower(
-        transfer.image_tower, _image_size(config), transfer.download
-    )
-    text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
+    image_tower, image, preprocess = load_image_tower(transfer.image_tower, _image_size(config))
+    text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context)
     weights = {f"image_tower.{name}": value for name, value in image.items()}
     weights |= {f"text_tower.{name}": value for name, value in text.items()}
     head = HeadConfig(kind="adapter", hidden=HEAD_HIDDEN_WIDTH, dropout=HEAD_DROPOUT)

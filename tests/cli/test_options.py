@@ -136,7 +136,7 @@ def test_words_of_a_background_run_give_the_same_arguments() -> None:
             "photos",
             "x.jpg",
             "--compile",
-            "--no-download",
+            "--no-cuda-graph",
             "--lr=1e-3",
             "--model",
             "tiny",

@@ -653,9 +653,10 @@ def test_public_names_stay_functions_after_every_import() -> None:
         "model.presets",
     ):
         importlib.import_module(f"m1clip.{module}")
-    for name in ("train", "evaluate", "load", "list_models"):
+    for name in ("train", "evaluate", "load", "list_models", "list_presets", "download"):
         assert callable(getattr(m1clip, name))
-    assert "ViT-B-32" in m1clip.list_models()
+    assert "ViT-B-32" in m1clip.list_presets()
+    assert "general" in [model.name for model in m1clip.list_models()]
     assert (Path(m1clip.__file__).parent / "py.typed").is_file()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = m1clip.nothing

@@ -147,7 +147,7 @@ def test_existing_run_is_refused_before_the_first_stage(
 
 
 FINETUNE = {"wise_ft": "0.5", "unfreeze_image": 0, "unfreeze_text": 2}
-TOWERS = {"image_tower": "nope", "text_tower": "nope", "download": True}
+TOWERS = {"image_tower": "nope", "text_tower": "nope"}
 
 
 @pytest.mark.parametrize(("name", "value"), (FINETUNE | TOWERS).items())

@@ -1,4 +1,4 @@
 """Pretrained towers of other projects.
 
-Weights come from installed packages, folders or files; the hub is used only with --download.
+Weights come from installed packages, folders or files; nothing is downloaded.
 """

@@ -5,6 +5,7 @@ from typing import Any
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.io import read_small
+from m1clip.model.named import resolve
 from m1clip.model.presets import (
     PretrainedImageConfig,
     PretrainedTextConfig,
@@ -54,17 +55,15 @@ def tower_image_size(tower: str) -> int:
 
 
 def load_image_tower(
-    name: str, image_size: int = 224, download: bool = False
+    name: str, image_size: int = 224
 ) -> tuple[PretrainedImageConfig, Tensors, Preprocess]:
-    """The config, weights and preprocessing of an image tower: one of `LITE`, or a model of transformers.
-
-    From the hub, uses only what is already on this machine, unless `download`.
-    """
+    """The config, weights and preprocessing of an image tower: one of `LITE`, or a model of transformers."""
     if name in PACKAGES:
         config = PretrainedImageConfig(kind=name, name=name, image_size=image_size)  # type: ignore[arg-type]
         return config, package_weights(name), _preprocess({}, image_size)
-    settings, weights, _ = load_transformers(name, "vision", download)
-    file = tower_file(name, "preprocessor_config.json", download)
+    folder = resolve(name)
+    settings, weights, _ = load_transformers(folder, "vision")
+    file = tower_file(folder, "preprocessor_config.json")
     preprocess = _preprocess(read_json(file) if file else {}, image_size)
     config = PretrainedImageConfig(
         kind="transformers", name=name, settings=settings, image_size=preprocess.image_size
@@ -73,15 +72,16 @@ def load_image_tower(
 
 
 def load_text_tower(
-    name: str, context_length: int = 64, download: bool = False
+    name: str, context_length: int = 64
 ) -> tuple[PretrainedTextConfig, Tensors, Tokenizer]:
     """The config, weights and tokenizer of a text tower: minilm, or a model of transformers."""
     if name in PACKAGES:
         tokenizer = wordpiece_tokenizer(wordpieces())
         settings, weights = "", package_weights(name)
     else:
-        settings, weights, pad_id = load_transformers(name, "text", download)
-        file = tower_file(name, "tokenizer.json", download)
+        folder = resolve(name)
+        settings, weights, pad_id = load_transformers(folder, "text")
+        file = tower_file(folder, "tokenizer.json")
         if file is None:
             raise UserError(
                 f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first"

@@ -1,6 +1,6 @@
-"""Towers that the library transformers builds, from a folder or the hub.
+"""Towers that the library transformers builds, from a folder.
 
-No code that comes with weights is executed, and the hub is used only with --download.
+No code that comes with weights is executed, and nothing is downloaded: `m1clip download` does that.
 """
 
 import importlib
@@ -136,23 +136,20 @@ def check_settings(
 NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 
-def load_transformers(
-    name: str, part: Literal["vision", "text"], download: bool
-) -> tuple[str, Tensors, int]:
-    """(settings, weights, padding id) from a folder, or by a name on the hub; for a CLIP, only the requested part."""
-    library, local = transformers(), {"local_files_only": not download}
+def load_transformers(folder: Path, part: Literal["vision", "text"]) -> tuple[str, Tensors, int]:
+    """(settings, weights, padding id) from a folder; for a CLIP, only the requested part."""
+    library = transformers()
     try:
-        config = library.AutoConfig.from_pretrained(name, **local)
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
         config = getattr(config, f"{part}_config", None) or config
         # Safetensors alone: other weight files could run code when they are read.
         model = library.AutoModel.from_pretrained(
-            name, config=config, use_safetensors=True, **local
+            folder, config=config, use_safetensors=True, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        hint = "" if download or Path(name).is_dir() else "; --download fetches it from the hub"
         raise UserError(
-            f"{name}: no {part} tower that transformers can load ({reason}){hint}"
+            f"{folder}: no {part} tower that transformers can load ({reason})"
         ) from None
     values = json.loads(model.config.to_json_string(use_diff=False))
     settings = {
@@ -166,14 +163,6 @@ def load_transformers(
     )
 
 
-def tower_file(name: str, file: str, download: bool) -> Path | None:
+def tower_file(folder: Path, file: str) -> Path | None:
     """A file next to a tower's weights, if there is one."""
-    if Path(name).is_dir():
-        return Path(name) / file if (Path(name) / file).is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=not download))
-    except (HfHubHTTPError, OSError, ValueError):
-        return None
+    return folder / file if (folder / file).is_file() else None

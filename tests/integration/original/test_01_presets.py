@@ -1,7 +1,7 @@
 """1: the model that ran and the model that was documented have one name each."""
 
 from m1clip.model.clip import count_parameters
-from m1clip.model.presets import list_models, preset
+from m1clip.model.presets import list_presets, preset
 
 
 def test_both_models_have_one_name_and_the_original_size() -> None:
@@ -11,4 +11,4 @@ def test_both_models_have_one_name_and_the_original_size() -> None:
     assert (vision.width, vision.layers) == (768, 12)
     assert (text.width, text.layers) == (512, 6)
     assert count_parameters(documented) != count_parameters(preset("original"))
-    assert not {"small", "documented", "prior-art"} & set(list_models())
+    assert not {"small", "documented", "prior-art"} & set(list_presets())
