@@ -31,7 +31,6 @@ from m1clip.training.compose import Step, TrainStep
 from m1clip.training.inputs import RunInputs
 from m1clip.training.run import Run, resume, train_config
 from m1clip.training.step import StepResult
-from m1clip.training.step_view import Probe
 from m1clip.training.workbench import prepare
 
 PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so long
@@ -235,29 +234,34 @@ def before_each_step(
     """Call an action with (train_step, batch, step) before every training step of this process.
 
     The one place where tests replace the step: `patch` undoes it after the test; without it, it stays.
+    A step that is repeated because memory ran out is one step.
     """
-    earlier = TrainStep.__dict__.get("run")  # of another call of this function
+    earlier = TrainStep.__dict__.get("attempt")  # of another call of this function
+    newest: list[Batch] = []
 
-    def plain_run(train_step: TrainStep) -> Step:
-        run: Step = train_step.__dict__["run"] if earlier is None else earlier.fget(train_step)
-        return run
+    def plain(train_step: TrainStep) -> Step:
+        step: Step = train_step.__dict__["attempt"] if earlier is None else earlier.fget(train_step)
+        return step
 
-    def run(train_step: TrainStep) -> Step:
-        def act_and_train(batch: Batch, step: int, probe: Probe | None = None) -> StepResult:
-            action(train_step, batch, step)
-            return plain_run(train_step)(batch, step, probe)
+    def attempt(train_step: TrainStep) -> Step:
+        def act_and_train(batch: Batch, step: int, *rest: Any) -> StepResult:
+            is_repeated = bool(newest) and newest[0] is batch
+            newest[:] = [batch]
+            if not is_repeated:
+                action(train_step, batch, step)
+            return plain(train_step)(batch, step, *rest)
 
         return act_and_train
 
     def store(train_step: TrainStep, step: Step) -> None:
-        train_step.__dict__["run"] = step
+        train_step.__dict__["attempt"] = step
 
     # What compose_step has put together, with or without a CUDA graph, in torch or in MLX.
-    replacement = property(run, store)
+    replacement = property(attempt, store)
     if patch is None:
-        TrainStep.run = replacement  # type: ignore[assignment]
+        TrainStep.attempt = replacement  # type: ignore[assignment, method-assign]
     else:
-        patch.setattr(TrainStep, "run", replacement, raising=False)
+        patch.setattr(TrainStep, "attempt", replacement, raising=False)
 
 
 def exit_code(*words: str | Path) -> int:
