@@ -228,7 +228,7 @@ class TrainConfig(Section):
         Literal["auto", "cpu", "mps", "cuda", "mlx", "cuda+cpu", "mps+cpu", "cpu+cpu"],
         Parameter(group=COMMON),
     ] = "auto"
-    "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: docs/apple.md; gpu+cpu: one tower each. Missing: an error."
+    "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX; gpu+cpu: one tower each. Missing: an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     fsdp: Literal["auto", "on", "off"] = "auto"

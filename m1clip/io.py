@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from m1clip.errors import UserError
+from m1clip.system import NO_FOLLOW
 
 PARTIAL = ".partial"  # suffix of what is still being written
 OLD = f".old{PARTIAL}"  # suffix of a folder moved aside while another replaces it
@@ -58,7 +59,7 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
 def open_for_write(path: Path, flags: int) -> int:
     """Open a file for writing; UserError for a symbolic link, which could point anywhere."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+        return os.open(path, flags | NO_FOLLOW, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise UserError(
@@ -283,6 +284,8 @@ def read_start(path: str | Path, count: int) -> bytes:
 
 def sync_folder(path: Path) -> None:
     """Make a rename in this folder survive a power loss."""
+    if os.name == "nt":
+        return  # Windows cannot open a folder
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

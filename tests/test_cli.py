@@ -261,7 +261,7 @@ def test_debug_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help")])
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help-all")])
 def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "m1clip", *words],
@@ -286,7 +286,7 @@ def test_help_lists_every_option(
     # Cyclopts keeps the console of the first --help.
     monkeypatch.setattr(app, "_console", Console(width=200))
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     shown = capsys.readouterr().out
     for name in (*(set(NAMES) - {"plan"}), "out", "resume", "config", "preset", "background"):
         assert f"--{name.replace('_', '-')} " in shown

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from cyclopts import UNSET, App, ArgumentCollection, Parameter
+from cyclopts import UNSET, App, ArgumentCollection, Group, Parameter
 from cyclopts.validators import Number
 
 from m1clip import __version__
 from m1clip.errors import UserError
+from m1clip.links import DOCS_URL
 
 
 def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -20,10 +21,24 @@ def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCol
                 raise UserError(f"{name}: the value is empty {hint}")
 
 
+# The groups of commands in m1clip --help, each with an example.
+START = Group("Start", "m1clip demo, then m1clip train photos --minutes 10", sort_key=1)
+PHOTOS = Group(
+    "Photos", 'm1clip index ~/Pictures, then m1clip search "a dog on a beach"', sort_key=2
+)
+RUNS = Group("Runs", "m1clip monitor, or m1clip report runs/demo", sort_key=3)
+MODELS = Group("Models", "m1clip models, or m1clip eval runs/demo", sort_key=4)
+DATA = Group("Data", "m1clip data lint photos", sort_key=5)
+MACHINE = Group("Machine", "m1clip doctor, or m1clip compare", sort_key=6)
+OPTIONS = Group("Options", sort_key=7)
+
 app = App(
     name="m1clip",
     version=__version__,
-    help="Train CLIP on the computer you have. Every command takes --help, and --debug to show a full traceback.",
+    usage="Usage: m1clip COMMAND [ARGUMENTS] [OPTIONS]",
+    help="Train CLIP on the computer you have, then use it.",
+    help_epilogue=f"Every command has --help with examples; --debug shows a full traceback. Guides: {DOCS_URL}",
+    group_commands=OPTIONS,  # --help and --version; each command names its own group
     config=reject_empty_values,
     suppress_keyboard_interrupt=False,  # main reports it
 )

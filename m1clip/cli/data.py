@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from m1clip import console
-from m1clip.cli.app import Count, Flag, app
+from m1clip.cli.app import DATA, Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import one_line, plural, printable, table
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
 
-data = App(name="data", help="Make, check and pack image-caption datasets.")
+data = App(
+    name="data",
+    help="Make, check and pack image-caption datasets.",
+    usage="Usage: m1clip data COMMAND [ARGUMENTS] [OPTIONS]",
+    group=DATA,
+)
 app.command(data)
 
 Data = Annotated[

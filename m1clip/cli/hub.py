@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from m1clip import console
-from m1clip.cli.app import Flag, app
+from m1clip.cli.app import MODELS, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import MISSING, did_you_mean, one_line, percent, plural, size, table
 
@@ -26,15 +26,15 @@ Commands accept these names wherever they take a model. m1clip download NAME get
 model of the Hugging Face Hub."""
 
 
-@app.command
+@app.command(group=MODELS, sort_key=1, usage="Usage: m1clip models [NAME] [OPTIONS]")
 def models(name: str | None = None, /, *, measure: Flag = False, json: Flag = False) -> None:
     """List good models that can be used by name, with size, license, published accuracy, and what is here already.
 
-    m1clip models
-    m1clip models siglip2-b-16
-    m1clip models --measure laion-vit-b-32
-
     Nothing is downloaded: the figures come with m1clip, and each has its source.
+
+        m1clip models
+        m1clip models siglip2-b-16
+        m1clip models --measure laion-vit-b-32
 
     Parameters
     ----------
@@ -138,17 +138,17 @@ def _measure(name: str) -> Speed:
     return keep_speed(name, images, seconds, device, "encode")
 
 
-@app.command
+@app.command(group=MODELS, sort_key=2, usage="Usage: m1clip download NAME [OPTIONS]")
 def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     """Download a model from the Hugging Face Hub. No other command downloads a model.
-
-    m1clip download siglip2-b-32
-    m1clip download openai/clip-vit-base-patch32 --yes
 
     Shows the size and the license and asks first. The model goes to the cache of Hugging Face ($HF_HOME, by default
     ~/.cache/huggingface), and a model that is there already is used as it is. Ctrl-C at any time: the next call
     continues. Every file is checked against the hash that the Hub lists. HF_TOKEN or hf auth login give access to
     gated models, HF_ENDPOINT is the address of a mirror, HTTPS_PROXY of a proxy; HF_HUB_OFFLINE=1 forbids downloads.
+
+        m1clip download siglip2-b-32
+        m1clip download openai/clip-vit-base-patch32 --yes
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import Flag, app
+from m1clip.cli.app import MACHINE, Flag, app
 from m1clip.cli.options import with_settings
 from m1clip.config import COMMON, DataConfig, OptimizerName
 from m1clip.formatting import one_line
@@ -19,7 +19,7 @@ Several = Parameter(
 )
 
 
-@app.command
+@app.command(group=MACHINE, sort_key=3, usage="Usage: m1clip compare [OPTIONS]")
 def compare(
     *,
     model: Annotated[tuple[str, ...], Several] = ("tiny",),
@@ -34,10 +34,13 @@ def compare(
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
     Also measures the time by stage, loss spikes, the overhead of each device and the loader, and
-    writes a page with plots.
-    m1clip compare --model original --batch-size 12 also tries thread counts, gradient checkpointing and the compiler.
-    m1clip compare --model tiny original 200M --batch-size 1 8 64 finds the batch size from which a GPU is faster than
-    the CPU.
+    writes a page with plots. With one model and batch size it also tries thread counts, gradient
+    checkpointing and the compiler; with several, it finds the batch size from which a GPU is
+    faster than the CPU.
+
+        m1clip compare
+        m1clip compare --model original --batch-size 12
+        m1clip compare --model tiny original 200M --batch-size 1 8 64
 
     Parameters
     ----------
@@ -56,7 +59,8 @@ def compare(
     out
         Folder for comparison.json and comparison.html.
     share
-        Also write a small JSON file with the chip, versions and speeds, without names or paths: for docs/machines.md.
+        Also write a small JSON file with the chip, versions and speeds, without names or paths: for the page
+        Machines of the documentation.
     """
     from rich.console import Console
 
@@ -91,11 +95,15 @@ def compare(
         print(f"share      {one_line(str(share))}: send it in an issue, for docs/machines.md")
 
 
-@app.command
+@app.command(group=MACHINE, sort_key=1, usage="Usage: m1clip doctor [OPTIONS]")
 def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
     """Check this machine for anything that slows down or breaks training; exit code 1 if there is a problem.
 
-    Each line is ok, a warning or a problem, with a suggested fix. docs/troubleshooting.md explains the checks.
+    Each line is ok, a warning or a problem, with a suggested fix. The page Troubleshooting of the
+    documentation explains the checks.
+
+        m1clip doctor
+        m1clip doctor --json
 
     Parameters
     ----------
@@ -133,7 +141,7 @@ PLANNED = (
 )
 
 
-@app.command
+@app.command(group=MACHINE, sort_key=2, usage="Usage: m1clip plan [OPTIONS]")
 @with_settings(PLANNED, recipe="scratch")
 def plan(
     *,
@@ -148,9 +156,12 @@ def plan(
 
     The run is one of a model from random weights with one caption per image. A device and a precision that are not
     given are measured as for train. For the time, uses the steps that m1clip compare measured on this machine, or else
-    measures matrix multiplication speed.
-    m1clip plan --sizes lists models from tiny to 1B with their memory and a recommended device of this machine.
-    For several ranks: torchrun --nproc-per-node 2 -m m1clip plan --ranks 8 measures the bandwidth between two ranks.
+    measures matrix multiplication speed. --sizes lists models from tiny to 1B with their memory and
+    a recommended device of this machine. Under torchrun it measures the bandwidth between two ranks.
+
+        m1clip plan --model ViT-B-32 --minutes 60
+        m1clip plan --sizes
+        torchrun --nproc-per-node 2 -m m1clip plan --ranks 8
 
     Parameters
     ----------

@@ -20,15 +20,9 @@ from m1clip.config import OTHER_TOOLS
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 
-FAMILIES = (
-    train,
-    runs,
-    data,
-    models,
-    hub,
-    search,
-    machine,
-)  # importing a module registers its commands
+# Importing a module registers its commands.
+FAMILIES = (train, runs, data, models, hub, search, machine)
+app.register_install_completion_command()
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 

@@ -6,12 +6,12 @@ import json as json_text
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import Count, Flag, app
+from m1clip.cli.app import MODELS, PHOTOS, Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
 from m1clip.formatting import one_line, plural
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CLASSIFY_BATCH = 64  # images decoded and encoded together
 
 
-@app.command(name="eval")
+@app.command(name="eval", group=MODELS, sort_key=3, usage="Usage: m1clip eval MODEL [OPTIONS]")
 def evaluate(
     model: Path,
     /,
@@ -38,12 +38,18 @@ def evaluate(
     probe: Flag = False,
     analysis: Flag = False,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
+    json: Flag = False,
 ) -> None:
     """Evaluate a model: recall in both directions (class folders: top-1 accuracy), with chance level and 95% interval.
 
-    m1clip eval runs/demo evaluates the best model of a run on the test split of its data. m1clip eval MODEL
-    --data photos evaluates any model on other data. --classes FOLDER, with one folder of images per class, measures
-    zero-shot classification by class name.
+    For a run, evaluates its best model on the test split of its data; --data evaluates any model on
+    other data. --classes FOLDER, with one folder of images per class, measures zero-shot
+    classification by class name.
+
+        m1clip eval runs/demo
+        m1clip eval runs/demo --analysis
+        m1clip eval general --data photos --split val
+        m1clip eval general --classes animals --json
 
     Parameters
     ----------
@@ -66,6 +72,8 @@ def evaluate(
         training's size, and the worst confusions.
     device
         Device to run on.
+    json
+        Print the scores as JSON, and nothing else to the standard output.
     """
     from m1clip.evaluation.analysis import analysis_table, analyze
     from m1clip.evaluation.evaluate import open_split
@@ -83,20 +91,34 @@ def evaluate(
         result = zero_shot(loaded, classes, template, probe)
         for reason in result.unreadable[:3]:
             console.warn(f"skipped {reason}")
-        console.print(f"\n{model}, classes of {classes}\n\n{result}")
+        if json:
+            scored: dict[str, Any] = {"model": str(model), "classes": str(classes)}
+            scored["scores"] = result.scores.as_dict()
+            print(json_text.dumps(scored, indent=2))
+        else:
+            console.print(f"\n{model}, classes of {classes}\n\n{result}")
         return
     evaluator = open_split(model, source, split, device)
     features = evaluator.encode()
     name = f"{split}{'-other-data' if source else ''}"
-    console.print(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
+    scores = evaluator.scores(features)
     grid = folder / f"retrieval-{name}.png"
     retrieval_grid(evaluator.data, features, split, grid)
-    console.print(f"image      {grid}")
-    if not analysis:
+    found = None
+    if analysis:
+        found = analyze(features, evaluator)
+        found["confusions"] = confusion_examples(evaluator.data, features)
+        write_json(folder / f"analysis-{name}.json", found)
+    if json:
+        printed: dict[str, Any] = {"model": str(model), "split": split, "scores": scores.as_dict()}
+        if found is not None:
+            printed["analysis"] = found
+        print(json_text.dumps(printed, indent=2))
         return
-    found = analyze(features, evaluator)
-    found["confusions"] = confusion_examples(evaluator.data, features)
-    write_json(folder / f"analysis-{name}.json", found)
+    console.print(f"\n{model}, {split} split\n\n{scores}\n")
+    console.print(f"image      {grid}")
+    if found is None:
+        return
     confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
     console.print(
         f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
@@ -104,7 +126,9 @@ def evaluate(
     console.print(f"analysis   {folder / f'analysis-{name}.json'}")
 
 
-@app.command
+@app.command(
+    group=PHOTOS, sort_key=6, usage="Usage: m1clip classify IMAGE... --labels LABELS [OPTIONS]"
+)
 def classify(
     *images: Path,
     labels: str,
@@ -114,8 +138,10 @@ def classify(
 ) -> None:
     """Show how well each label describes an image; labels can be any words.
 
-    m1clip classify dog.jpg --labels dog,cat,"a red car" --model runs/frozen
-    m1clip classify photos more/*.jpg --labels dog,cat --json
+    The probabilities of an image add up to 100%, so name all labels that come into question.
+
+        m1clip classify dog.jpg --labels dog,cat,"a red car" --model runs/frozen
+        m1clip classify photos more/*.jpg --labels dog,cat --json
 
     Parameters
     ----------
@@ -217,7 +243,7 @@ def _print_ranking(path: Path | None, ranking: list[tuple[str, float]]) -> None:
         print(f"{100 * probability:5.1f}%  {one_line(name)}")
 
 
-@app.command
+@app.command(group=MODELS, sort_key=4, usage="Usage: m1clip export MODEL --to FORMAT [OPTIONS]")
 def export(
     model: Path,
     /,
@@ -234,12 +260,16 @@ def export(
 ) -> None:
     """Write a model in the format of another program, or convert one to m1clip's own.
 
-    m1clip export runs/demo --to onnx writes image.onnx and text.onnx with everything they need, for any model: python
-    FOLDER/example.py photo.jpg "a dog" uses them without torch. --to transformers.js is for JavaScript, --to immich for
+    --to onnx writes image.onnx and text.onnx with everything they need, for any model, and an
+    example.py that uses them without torch. --to transformers.js is for JavaScript, --to immich for
     Immich's machine-learning service, --to coreml for Apple devices, --to sentence-transformers for
     SentenceTransformer(FOLDER), --to openclip for open_clip.create_model("local-dir:FOLDER"), --to hf for transformers'
     CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder. The export is compared with the
-    original, on the validation images of the run or of --data, and deleted if it differs (docs/export.md).
+    original, on the validation images of the run or of --data, and deleted if it differs.
+
+        m1clip export runs/demo --to onnx
+        python runs/demo-onnx/example.py photo.jpg "a dog"
+        m1clip export runs/demo --to onnx --int8 --out small
 
     Parameters
     ----------

@@ -11,9 +11,10 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from cyclopts import Group, Parameter, Token
+from cyclopts import App, Group, Parameter, Token
 
 import m1clip.config
+from m1clip.cli.app import app as m1clip_app
 from m1clip.config import COMMON, DESCRIBED, NAMES, SECTIONS, Config, recipe_defaults
 from m1clip.formatting import number
 
@@ -31,24 +32,57 @@ POSITIONAL = "data"  # m1clip train photos
 
 
 def with_settings(
-    names: Collection[str] = NAMES, recipe: str | None = None
+    names: Collection[str] = NAMES, recipe: str | None = None, common: Collection[str] | None = None
 ) -> Callable[[Command], Command]:
     """Give a command that takes `**settings` one option per setting, or those of `names`.
 
     Cyclopts reads the options from the signature, and calls the command with those that the user
-    typed. A command with one `recipe` shows only the defaults of this one.
+    typed. A command with one `recipe` shows only the defaults of this one. With `common`, --help
+    shows these options only; `print_all_options` prints the others too.
     """
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command).parameters.values()
         own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
         options = [*setting_parameters(names, recipe), *own_options]
+        if common is not None:
+            options = [_shown(option, option.name in common) for option in options]
         parameters = sorted(options, key=lambda parameter: parameter.kind)
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        _set_signature(command, parameters)
         return command
 
     return decorate
+
+
+def print_all_options(command: Callable[..., None], name: str, details: str) -> None:
+    """Print the help of a command with every option, and with `details` at the end."""
+
+    def complete(**settings: Any) -> None:
+        """Stand in for the command: only its help is read."""
+
+    complete.__doc__ = command.__doc__
+    parameters = inspect.signature(command).parameters.values()
+    _set_signature(complete, [_shown(parameter, True) for parameter in parameters])
+    app = App(
+        name=name,
+        help_flags=(),
+        version_flags=(),
+        help_epilogue=details,
+        console=m1clip_app.console,
+    )
+    app.default(complete)
+    app.help_print([])
+
+
+def _shown(parameter: inspect.Parameter, show: bool) -> inspect.Parameter:
+    """The same parameter, shown in --help or not."""
+    hint: Any = parameter.annotation
+    return parameter.replace(annotation=Annotated[hint, Parameter(show=show)])
+
+
+def _set_signature(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def setting_parameters(

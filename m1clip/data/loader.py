@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -33,6 +33,7 @@ from m1clip.data.captions import CaptionTable, LazyCaptions, drop_tokens
 from m1clip.data.decoding import Images, read_or_replace
 from m1clip.data.failures import Failure
 from m1clip.errors import UserError
+from m1clip.system import STOP_SIGNALS, signals_blocked
 from m1clip.text.base import rounded
 
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
@@ -40,8 +41,6 @@ SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
 AHEAD = 2  # batches that a thread reads in advance
 WORKER_AHEAD = 4  # batches that worker processes prepare in advance
-# Workers ignore these: they end with their parent, which needs batches until its current step is done.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +396,7 @@ class _Workers:
             context.set_forkserver_preload([__name__])  # imports torch once, not once per worker
         forked = start_method == "fork"
         # Not for the fork server, from which other code may start processes.
-        with _signals_blocked() if start_method == "spawn" else nullcontext():
+        with signals_blocked(STOP_SIGNALS) if start_method == "spawn" else nullcontext():
             for number in range(self.pieces):
                 pipe, far_end = context.Pipe()
                 own_data = data if forked else None
@@ -471,20 +470,11 @@ class _Workers:
             process.join()
 
 
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Processes started here never get the signals, not even before they can ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _follow_parent() -> None:
     """Initialize a worker process: ignore Ctrl-C, and exit when the parent does."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
 

@@ -4,9 +4,7 @@ import importlib
 import importlib.util
 import os
 import re
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from m1clip.config import device_name
 from m1clip.errors import UserError
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import return_freed_memory
+from m1clip.system import peak_resident_bytes
 
 SingleKind = Literal["cpu", "mps", "cuda", "mlx"]
 # A pair has the image tower on the first device and the text tower on the second.
@@ -250,9 +249,8 @@ class Device:
                 return int(self._backend.get_peak_memory())
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # Kilobytes on Linux, bytes on macOS.
-        return peak if sys.platform == "darwin" else peak * 1024
+        peak = peak_resident_bytes()
+        return self.memory_bytes() if peak is None else peak
 
     def reset_peak(self) -> bool:
         """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""

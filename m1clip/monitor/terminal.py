@@ -24,6 +24,7 @@ from m1clip.monitor.diagnostics import describe, diagnose
 from m1clip.monitor.history import PHASES, History, numbers
 from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
 from m1clip.runlog import FIELDS, SELECTION, Record
+from m1clip.system import STOP_SIGNALS
 
 SMALLEST_TERMINAL = (40, 10)
 STYLES = {
@@ -315,8 +316,9 @@ def monitor(run: Path) -> None:
         )
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # they would prevent resizing
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, lambda received, _: sys.exit(128 + received))
+    for each in STOP_SIGNALS:
+        if each != signal.SIGINT:
+            signal.signal(each, lambda received, _: sys.exit(128 + received))
     history, drawn, console = History(run), None, Console(highlight=False)
     with (
         contextlib.suppress(KeyboardInterrupt),

@@ -1,7 +1,6 @@
 """The process of a run: its folder and lock, stop signals, and background runs."""
 
 import contextlib
-import fcntl
 import itertools
 import os
 import signal
@@ -16,6 +15,7 @@ from types import FrameType
 from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
+from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
 
 OUTPUT = "train.log"  # of a background run
 START_SECONDS = 30.0  # at most, for imports and creating the folder
@@ -70,8 +70,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     handle = open_for_write(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
-            # Not flock: forked data workers would inherit it and outlive a killed parent by some seconds.
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(handle)
         except (BlockingIOError, PermissionError):
             owner = (
                 os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip()
@@ -151,12 +150,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if request.interrupts:
             raise Interrupted(number)
 
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    if before[signal.SIGHUP] == signal.SIG_IGN:  # started with nohup: ignore a closed terminal
-        del before[signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    if before.get(HANGUP) == signal.SIG_IGN:  # started with nohup: ignore a closed terminal
+        del before[HANGUP]
     for number in before:
         signal.signal(number, handle)
     try:

@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 
 from m1clip.cli import main as cli
-from m1clip.cli.app import app
+from m1clip.cli.app import DATA, MACHINE, MODELS, PHOTOS, RUNS, START, app
 from m1clip.cli.options import command_words
+from m1clip.cli.train import COMMON_OPTIONS
 from m1clip.config import NAMES, Config, make_config, recipe_defaults
 from m1clip.formatting import number
 from m1clip.optimizers import MUON_WEIGHT_DECAY, OPTIMIZERS
 
+COMMAND_GROUPS = (START, PHOTOS, RUNS, MODELS, DATA, MACHINE)
 BY_RECIPE = {
     "optimizer",
     "lr",
@@ -29,11 +31,11 @@ BY_RECIPE = {
 def shown_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, str]:
-    """Setting -> its line of `m1clip train --help`."""
+    """Setting -> its line of `m1clip train --help-all`."""
     # Cyclopts keeps the console of the first --help.
     monkeypatch.setattr(app, "_console", Console(width=2000))
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     lines = re.findall(r"^│ .*--.*$", capsys.readouterr().out, re.MULTILINE)
     names = {f"--{name.replace('_', '-')}": name for name in NAMES}
     return {names[word]: line for line in lines for word in line.split()[:2] if word in names}
@@ -162,3 +164,30 @@ def test_torchrun_passes_every_option_on() -> None:
 def test_config_has_the_defaults_of_scratch() -> None:
     scratch = make_config({"recipe": "scratch"})
     assert scratch == Config().changed(recipe="scratch", epochs=scratch.train.epochs)
+
+
+def test_help_of_train_shows_ten_common_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "_console", Console(width=200))
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = re.findall(r"^│ (?:DATA )?--([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert len(shown) == 11
+    assert {name.replace("-", "_") for name in shown} == set(COMMON_OPTIONS)
+
+
+def test_every_command_is_in_a_group_and_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "_console", Console(width=200))
+    commands = [name for name in app if not name.startswith("-")]
+    assert len(commands) >= 19
+    for name in commands:
+        assert all(group in COMMAND_GROUPS for group in app[name].group), name
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert f"Usage: m1clip {name}" in shown
+        if name != "data":  # its subcommands have examples
+            assert re.search(rf"^ +(torchrun .*)?m1clip {name}\b", shown, re.MULTILINE), name
