@@ -22,7 +22,7 @@ def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCol
 
 
 # The groups of commands in m1clip --help, each with an example.
-START = Group("Start", "m1clip demo, then m1clip train photos --minutes 10", sort_key=1)
+START_HERE = Group("Start", "m1clip demo, then m1clip train photos --minutes 10", sort_key=1)
 PHOTOS = Group(
     "Photos", 'm1clip index ~/Pictures, then m1clip search "a dog on a beach"', sort_key=2
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import START, Flag, app
+from m1clip.cli.app import START_HERE, Flag, app
 from m1clip.cli.options import command_words, print_all_options, with_settings
 from m1clip.config import COMMON
 from m1clip.errors import UserError
@@ -51,7 +51,7 @@ Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpo
 reported in one line."""
 
 
-@app.command(group=START, sort_key=1, usage="Usage: m1clip demo [OPTIONS]")
+@app.command(group=START_HERE, sort_key=1, usage="Usage: m1clip demo [OPTIONS]")
 def demo(*, out: Path | None = None) -> None:
     """Train a small CLIP on synthetic images and show what it finds: 3 to 6 minutes on 2 cores.
 
@@ -76,7 +76,7 @@ def demo(*, out: Path | None = None) -> None:
     )
 
 
-@app.command(group=START, sort_key=2, usage="Usage: m1clip train [DATA...] [OPTIONS]")
+@app.command(group=START_HERE, sort_key=2, usage="Usage: m1clip train [DATA...] [OPTIONS]")
 @with_settings(common=COMMON_OPTIONS)
 def train(
     data: list[str] | None = None,

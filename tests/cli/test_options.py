@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from m1clip.cli import main as cli
-from m1clip.cli.app import DATA, MACHINE, MODELS, PHOTOS, RUNS, START, app
+from m1clip.cli.app import DATA, MACHINE, MODELS, PHOTOS, RUNS, START_HERE, app
 from m1clip.cli.options import command_words
 from m1clip.cli.train import COMMON_OPTIONS
 from m1clip.config import NAMES, Config, make_config, recipe_defaults
 from m1clip.formatting import number
 from m1clip.optimizers import MUON_WEIGHT_DECAY, OPTIMIZERS
 
-COMMAND_GROUPS = (START, PHOTOS, RUNS, MODELS, DATA, MACHINE)
+COMMAND_GROUPS = (START_HERE, PHOTOS, RUNS, MODELS, DATA, MACHINE)
 BY_RECIPE = {
     "optimizer",
     "lr",
