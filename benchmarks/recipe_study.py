@@ -25,6 +25,7 @@ import queue
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ CAPTIONS = 5
 CONTEXT = 32
 TRAIN_CONTEXT = 24  # after word dropout: nearly all captions are shorter
 SPLITS = ("train", "val", "test")
+MAX_FIRST_ERRORS = 6  # if all of the first jobs fail, stop
 MARGIN = 1.15  # of the predicted seconds of a job
 
 
@@ -210,6 +212,7 @@ class Trainer:
             betas=ADAMW_BETAS,
             eps=ADAMW_EPS,
             capturable=cuda,
+            fused=cuda,
         )
 
     def _text_flops(self) -> float:
@@ -305,7 +308,7 @@ class Trainer:
         tokens = tokens.gather(1, order)[:, :TRAIN_CONTEXT]
         missing = (tokens == self.eot).any(dim=1, keepdim=True).logical_not()
         last = torch.arange(TRAIN_CONTEXT, device=self.device) == TRAIN_CONTEXT - 1
-        return torch.where(missing & last, self.eot, tokens)
+        return tokens.masked_fill(missing & last, self.eot)
 
     def _targets(self, count: int, image_index: Tensor) -> Tensor:
         return (torch.arange(count, device=self.device)[:, None] == image_index).float()
@@ -445,7 +448,8 @@ class Trainer:
 
     def step(self) -> Tensor:
         """One step: views, loss, gradients, update."""
-        fraction = self.fractions[self.step_index]
+        # Not an index by a scalar, which would be read on the host.
+        fraction = self.fractions.index_select(0, self.step_index.view(1))[0]
         self.muon_lr.copy_(self.job.muon_lr * fraction)
         if self.device.type == "cuda":
             self.lr.copy_(self.job.lr * fraction)
@@ -510,10 +514,15 @@ class Trainer:
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        if os.environ.get("RECIPE_STUDY_EAGER"):
+            return self._eager
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.last = self.step()
         return graph.replay
+
+    def _eager(self) -> None:
+        self.last = self.step()
 
     @torch.no_grad()
     def embed(self, split: str, model: CLIP, all_images: bool = True) -> tuple[Tensor, Tensor]:
@@ -608,7 +617,7 @@ def worker(
         if time.time() + MARGIN * expected > deadline:
             results.put({"name": job["name"], "skipped": round(expected, 1)})
             continue
-        waited = time.time() + 240
+        waited = time.time() + 60
         needed = [n for n in job.get("born_again", "").split(",") if n]
         while not all((Path(kept) / f"{n}.pt").exists() for n in needed):
             if time.time() > min(waited, deadline):
@@ -627,6 +636,31 @@ def worker(
             results.put({"name": job["name"], "error": f"{type(error).__name__}: {error}"[:500]})
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def check_capture(outcome: Any) -> None:
+    """Capture a step with every option; True into the queue if that works. In a process of its own:
+    a failed capture breaks the random numbers of its process."""
+    try:
+        pixels = torch.randint(0, 255, (200, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8)
+        tokens = torch.randint(1, 90, (200, CAPTIONS, CONTEXT), dtype=torch.int32)
+        tokens[:, :, 12] = 99
+        split = {"pixels": pixels, "tokens": tokens}
+        teacher = {"train": (torch.randn(200, 16), torch.randn(200, CAPTIONS, 16))}
+        data = {"vocab": 100, "train": split, "val": split, "teacher": teacher}
+        moved = to_device(data, "cuda")
+        every = Job(
+            *("check", 12),
+            **{"cutmix": 0.5, "erase": 0.5, "text_swap": 0.1, "feature_dropout": 0.1},
+            **{"feature_noise": 0.1, "ema": 0.9, "teacher_ema": 0.5, "image_views": 0.2},
+            **{"patch_dropout": 0.3, "label_smoothing": 0.1, "captions": 2, "teacher": 0.5},
+        )
+        for job in (Job("plain", 12, mixup=0.5), every):
+            record = Trainer(job, moved, "cuda", Path()).train()
+            assert math.isfinite(record["loss"]), record
+        outcome.put("")
+    except Exception:  # noqa: BLE001  reported, and the steps run without graphs
+        outcome.put(traceback.format_exc())
 
 
 def start_mps() -> bool:
@@ -677,16 +711,26 @@ def run(options: argparse.Namespace) -> None:
     kept = Path(options.kept)
     kept.mkdir(parents=True, exist_ok=True)
     entries = json.loads(options.queue.read_text())
+    mps = device == "cuda" and start_mps()
+    context = multiprocessing.get_context("spawn")
+    outcome = context.Queue()
+    if device == "cuda":
+        check = context.Process(target=check_capture, args=(outcome,))
+        check.start()
     decoded = kept / "decoded.pt"
     unpack(options.data, decoded)
     print(f"decoded after {time.time() - began:.0f} s", flush=True)
+    if device == "cuda":
+        problem = outcome.get(timeout=90)
+        check.join(10)
+        if problem:
+            os.environ["RECIPE_STUDY_EAGER"] = "1"
+        print(f"capture: {problem or 'works'} ({time.time() - began:.0f} s)", flush=True)
     jobs = [entry for entry in entries if "steps" in entry]
     groups = [entry for entry in entries if "ensemble" in entry]
-    mps = device == "cuda" and start_mps()
     processes = options.processes if mps or device == "cpu" else min(options.processes, 3)
     if options.processes_without_mps and not mps:
         processes = options.processes_without_mps
-    context = multiprocessing.get_context("spawn")
     waiting, results = context.Queue(), context.Queue()
     for job in jobs:
         waiting.put(job)
@@ -704,7 +748,7 @@ def run(options: argparse.Namespace) -> None:
     head = {"machine": name, "torch": torch.__version__, "mps": mps, "processes": processes}
     with (out / "runs.jsonl").open("a") as log:
         log.write(json.dumps(head) + "\n")
-        ended = 0
+        ended = errors = 0
         while ended < len(jobs) and (time.time() < deadline + 5):
             try:
                 record = results.get(timeout=2)
@@ -713,6 +757,7 @@ def run(options: argparse.Namespace) -> None:
                     break
                 continue
             ended += 1
+            errors += "error" in record
             log.write(json.dumps(record) + "\n")
             log.flush()
             shown = record.get("error") or record.get("skipped") or ""
@@ -723,6 +768,8 @@ def run(options: argparse.Namespace) -> None:
                 f"{record.get('step_ms', '')} ms, set-up {record.get('set_up_seconds', '')} {shown}",
                 flush=True,
             )
+            if errors == ended >= MAX_FIRST_ERRORS:
+                break
         for record in ensembles(groups, kept, device, options.test):
             log.write(json.dumps(record) + "\n")
             print(record, flush=True)
