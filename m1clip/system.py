@@ -47,6 +47,15 @@ def lock_file(handle: int) -> None:
         os.lseek(handle, position, os.SEEK_SET)
 
 
+def wait_for_writers(handle: int) -> None:
+    """Wait until no process has this file open through the handle of another opener, then keep others waiting.
+
+    Unlike that of `lock_file`, the lock is inherited by processes that get the handle: it ends with the last of them.
+    """
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
 def peak_resident_bytes() -> int | None:
     """The peak memory of this process so far; None where the system does not report it."""
     if resource is None:

@@ -24,6 +24,8 @@ class ArrayView:
     `rows[i]` is the row of item i; None: item i is row i. A mapped file is pickled as its path.
     """
 
+    in_processes = False  # by processes that only decode: there is nothing to decode
+
     def __init__(
         self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None
     ) -> None:

@@ -3,39 +3,63 @@
 `.m1clip-cache/KEY/rows.bin` holds rows of one shape and type, and `names.bin` the 16-byte key of each row.
 KEY is a hash of what all rows depend on (image size; or tower weights and preprocessing), a row key a hash of what one
 row depends on (path, size and time of the image file; or the caption). A changed image gets a new row, so an old row
-is never stale. A key is written after its row is on disk: if killed, the next process continues from there.
+is never stale. Rows are written in any order, also by other processes. A key is written after its row is on disk: a row
+without a key (16 zero bytes) is free, so a killed process leaves free rows, and the next one continues with them.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from m1clip import console
 from m1clip.data.array_view import ArrayView
+from m1clip.data.decode_worker import write_at
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
+from m1clip.system import wait_for_writers
 
 CACHE_FOLDER = ".m1clip-cache"
 ROWS_FILE, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
+FREE = bytes(KEY_BYTES)  # the key of a row that has no content
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 DISK_MARGIN = 1.05
-# Places in the list of wanted items, and their rows.
-Computed = Generator[tuple[list[int], np.ndarray]]
-Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places that failed to the dict
+
+
+class RowWriter:
+    """The rows that are to be written: any number of processes may write, each to rows of its own."""
+
+    def __init__(self, file: int, row_bytes: int, dtype: np.dtype, rows: Sequence[int]) -> None:
+        """For a file descriptor; `rows` are the rows of the wanted items, by place."""
+        self.file = file
+        self.row_bytes = row_bytes
+        self.dtype = dtype
+        self.rows = rows
+
+    def write(self, places: Sequence[int], block: np.ndarray) -> None:
+        """Write the rows of some places."""
+        values = np.ascontiguousarray(block, self.dtype)
+        for place, row in zip(places, values, strict=True):
+            write_at(self.file, row.data, self.rows[place] * self.row_bytes)
+
+
+# Yields places in the list of wanted items whose rows are written.
+Computed = Generator[Sequence[int]]
+# Adds the places that failed to the dict.
+Compute = Callable[[list[int], dict[int, str], RowWriter], Computed]
 
 
 def row_key(*parts: str) -> bytes:
@@ -92,15 +116,13 @@ class RowCache:
             self._check_space(len(wanted) * self.row_bytes)
             failed: dict[int, str] = {}
             try:
-                with (
-                    self._open(ROWS_FILE) as row_file,
-                    self._open(KEYS) as key_file,
-                    closing(compute(wanted, failed)) as blocks,
-                ):
-                    count = self._complete()  # a killed process may have left a partial row
-                    row_file.truncate(count * self.row_bytes)
-                    key_file.truncate(count * KEY_BYTES)
-                    self._append(row_file, key_file, [keys[item] for item in wanted], blocks)
+                with self._open(ROWS_FILE) as row_file, self._open(KEYS) as key_file:
+                    # Held also by the processes that write rows, until the last of them has ended.
+                    wait_for_writers(row_file)
+                    rows = self._free_rows(key_file, len(wanted))
+                    writer = RowWriter(row_file, self.row_bytes, self.dtype, rows)
+                    with closing(compute(wanted, failed, writer)) as done:
+                        self._record(writer, key_file, [keys[item] for item in wanted], done)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -109,22 +131,30 @@ class RowCache:
                 ) from None
         return {keys[wanted[place]]: reason for place, reason in failed.items()}
 
-    def _append(
-        self, row_file: BinaryIO, key_file: BinaryIO, keys: Sequence[bytes], blocks: Computed
+    def _free_rows(self, key_file: int, count: int) -> list[int]:
+        """The first rows without content."""
+        stored = self._keys()
+        os.ftruncate(key_file, len(stored) * KEY_BYTES)  # a killed process may have left a part
+        free = (row for row, key in enumerate(stored) if key == FREE)
+        return list(itertools.islice(itertools.chain(free, itertools.count(len(stored))), count))
+
+    def _record(
+        self, writer: RowWriter, key_file: int, keys: Sequence[bytes], done: Iterable[Sequence[int]]
     ) -> None:
-        unsaved, saved = list[bytes](), time.monotonic()
+        """Write the keys of rows that are on disk, every few seconds."""
+        unsaved = list[int]()
+        saved = time.monotonic()
 
         def save() -> None:
-            _sync(row_file)  # before the keys: after a power loss each key has its row
-            key_file.write(b"".join(unsaved))
-            _sync(key_file)
+            os.fsync(writer.file)  # before the keys: after a power loss each key has its row
+            for place in unsaved:
+                write_at(key_file, memoryview(keys[place]), writer.rows[place] * KEY_BYTES)
+            os.fsync(key_file)
             unsaved.clear()
 
         try:
-            for items, block in blocks:
-                assert block.shape == (len(items), *self.shape)
-                row_file.write(np.ascontiguousarray(block, self.dtype).data)
-                unsaved.extend(keys[item] for item in items)
+            for places in done:
+                unsaved.extend(places)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     save()
                     saved = time.monotonic()
@@ -148,10 +178,15 @@ class RowCache:
                 f"{self.path}: this disk does not support file locks; choose another with --cache-dir"
             ) from None
 
-    def _open(self, name: str) -> BinaryIO:
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
         # Non-blocking, so that a FIFO is an immediate error.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-        return os.fdopen(open_for_write(self.path / name, flags), "ab")
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
+        file = open_for_write(self.path / name, flags)
+        try:
+            yield file
+        finally:
+            os.close(file)
 
     def view(self, rows: np.ndarray) -> ArrayView:
         """These rows, memory-mapped."""
@@ -159,18 +194,21 @@ class RowCache:
             self.path / ROWS_FILE, self.dtype, (self._complete(), *self.shape), rows
         )
 
-    def _index(self) -> dict[bytes, int]:
-        """The row of each stored key."""
+    def _keys(self) -> list[bytes]:
+        """The key of each row, FREE where it has no content."""
         try:
             with open_regular(self.path / KEYS) as file:
-                found = file.read(self._complete() * KEY_BYTES)
+                data = file.read(self._complete() * KEY_BYTES)
         except FileNotFoundError:
-            return {}
-        starts = range(0, len(found), KEY_BYTES)
-        return {found[start : start + KEY_BYTES]: row for row, start in enumerate(starts)}
+            return []
+        return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
+
+    def _index(self) -> dict[bytes, int]:
+        """The row of each stored key."""
+        return {key: row for row, key in enumerate(self._keys()) if key != FREE}
 
     def _complete(self) -> int:
-        """Number of rows that have a key."""
+        """Number of rows that have a key, which may be FREE."""
         try:
             sizes = [(self.path / name).stat().st_size for name in (ROWS_FILE, KEYS)]
         except FileNotFoundError:
@@ -184,11 +222,6 @@ class RowCache:
                 f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has {free / 1e9:.2f} GB "
                 f"free: free some space, choose another disk with --cache-dir, or use --cache ram or off"
             )
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from m1clip import console
 from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
-from m1clip.data.cache import Computed
+from m1clip.data.cache import Computed, RowWriter
+from m1clip.data.decode_pool import (
+    BLOCK,
+    BLOCKS_AHEAD,
+    DecodePool,
+    decode_in_order,
+    decode_processes,
+)
+from m1clip.data.decode_worker import Late
 from m1clip.data.failures import Failure
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
-from m1clip.hardware.machine_info import MachineInfo, decode_threads
+from m1clip.hardware.machine_info import MachineInfo, decode_threads, local_ranks, usable_cpus
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +52,11 @@ class LazyImages:
 
     def __len__(self) -> int:
         return len(self.refs)
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether processes that only decode can read them; else a worker needs the whole data."""
+        return all(ref.in_processes for ref in self.refs)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8; UserError for an image that can no longer be read."""
@@ -87,6 +101,28 @@ class LazyImages:
 Images = ArrayView | LazyImages
 
 
+class Readable(Protocol):
+    """Images of which some may be unreadable."""
+
+    def __len__(self) -> int: ...
+
+    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
+        """The pixels of some images, and the failures by position."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeSquare:
+    """Work for `DecodePool`: a reference -> its square and None, or None and why it cannot be read."""
+
+    side: int
+    resize: str
+
+    def __call__(self, ref: ImageRef) -> tuple[np.ndarray | None, str | None]:
+        found = _decode(ref, self.side, self.resize)
+        return (None, found) if isinstance(found, str) else (found, None)
+
+
 def _decode(ref: ImageRef, side: int, resize: str) -> np.ndarray | str:
     try:
         return to_square(ref.open(side), side, resize)
@@ -96,7 +132,7 @@ def _decode(ref: ImageRef, side: int, resize: str) -> np.ndarray | str:
 
 
 def read_or_replace(
-    images: Images, members: np.ndarray, seed: int, epoch: int
+    images: Readable, members: np.ndarray, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[Failure, ...]]:
     """(members, their pixels, failures): unreadable images are replaced by others.
 
@@ -123,6 +159,27 @@ def read_or_replace(
     return chosen, pixels, tuple(failures)
 
 
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How images are decoded: in how many threads, or processes, and how much memory the machine has for them."""
+
+    threads: int
+    memory_bytes: int
+    cpus: int = 1  # for processes
+
+
+def decode_options(machine: MachineInfo) -> DecodeOptions:
+    """Image decoding settings for a machine."""
+    return DecodeOptions(decode_threads(), machine.memory_bytes, usable_cpus() // local_ranks())
+
+
+def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:
+    """How many processes decode these images on so many cores, by default those of this rank; 0: use threads."""
+    if not all(ref.in_processes for ref in refs):
+        return 0
+    return decode_processes(len(refs), cpus or usable_cpus() // local_ranks())
+
+
 def decode_images(
     refs: Sequence[ImageRef],
     side: int,
@@ -130,37 +187,105 @@ def decode_images(
     failures: dict[int, str],
     threads: int = 1,
     timeout: float = READ_TIMEOUT,
-) -> Computed:
-    """Decode all images in order, in chunks; unreadable ones are added to `failures`."""
+    processes: int = 0,
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """(places, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
+
+    Decoded in `processes`, or if that is 0 in threads of this process.
+    """
     refresh = console.current_progress()
-    decoded = LazyImages(refs, side, resize, timeout).decode(range(len(refs)), threads)
+    if processes:
+        work, shape = DecodeSquare(side, resize), (side, side, 3)
+        chunks = decode_in_order(work, refs, processes, shape, timeout)
+    else:
+        chunks = _decode_in_threads(LazyImages(refs, side, resize, timeout), threads)
     done = 0
     refresh(done, len(refs))
+    with contextlib.closing(chunks):
+        for reasons, pixels in chunks:
+            good = []
+            for place, reason in enumerate(reasons):
+                if reason is None:
+                    good.append(place)
+                else:
+                    failures[done + place] = _checked(reason, refs[done + place])
+            if good:
+                yield [done + place for place in good], pixels[good]
+            done += len(reasons)
+            refresh(done, len(refs))
+
+
+def _decode_in_threads(
+    images: LazyImages, threads: int
+) -> Generator[tuple[list[str | None], np.ndarray]]:
+    """(why each image failed, or None; pixels) of chunks in order."""
+    decoded = images.decode(range(len(images)), threads)
     while chunk := list(itertools.islice(decoded, DECODED_CHUNK)):
-        good: dict[int, np.ndarray] = {}
-        for item, each in enumerate(chunk, start=done):
+        pixels = np.zeros((len(chunk), images.side, images.side, 3), np.uint8)
+        reasons = [each if isinstance(each, str) else None for each in chunk]
+        for place, each in enumerate(chunk):
             if isinstance(each, np.ndarray):
-                good[item] = each
-            elif each.startswith(TIMED_OUT):  # the disk failed, not the image: do not skip it
-                raise UserError(
-                    f"{refs[item]}: {each}; is the disk with the images still connected? Run again when it is"
-                )
-            else:
-                failures[item] = each
-        if good:
-            yield list(good), np.stack(list(good.values()))
-        done += len(chunk)
-        refresh(done, len(refs))
+                pixels[place] = each
+        yield reasons, pixels
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    """How images are decoded: in how many threads, and how much memory the machine has for them."""
+def decode_to_rows(
+    refs: Sequence[ImageRef],
+    side: int,
+    resize: str,
+    failures: dict[int, str],
+    writer: RowWriter,
+    options: DecodeOptions,
+    timeout: float = READ_TIMEOUT,
+) -> Computed:
+    """Write the pixels of all images to their rows, in any order; yields the places that are written."""
+    processes = processes_for(refs, options.cpus)
+    if not processes:
+        blocks = decode_images(refs, side, resize, failures, options.threads, timeout)
+        for places, pixels in blocks:
+            writer.write(places, pixels)
+            yield places
+        return
+    refresh = console.current_progress()
+    refresh(0, len(refs))
+    work = DecodeSquare(side, resize)
+    row_bytes = side * side * 3
+    starts = range(0, len(refs), BLOCK)
+    done = 0
+    with DecodePool(work, processes, timeout, writer.file, row_bytes) as pool:
+        ahead = iter(range(len(starts)))
 
-    threads: int
-    memory_bytes: int
+        def submit(count: int) -> None:
+            for number in itertools.islice(ahead, count):
+                block = range(starts[number], min(starts[number] + BLOCK, len(refs)))
+                rows = [writer.rows[place] for place in block]
+                pool.submit(number, [refs[place] for place in block], rows)
+
+        submit((BLOCKS_AHEAD + 1) * processes)
+        for _ in starts:
+            number, reasons = pool.next_done()
+            submit(1)
+            good = []
+            for place, reason in enumerate(reasons, starts[number]):
+                if reason is None:
+                    good.append(place)
+                else:
+                    failures[place] = _checked(reason, refs[place])
+            yield good
+            done += len(reasons)
+            refresh(done, len(refs))
 
 
-def decode_options(machine: MachineInfo) -> DecodeOptions:
-    """Image decoding settings for a machine."""
-    return DecodeOptions(decode_threads(), machine.memory_bytes)
+def report_reason(report: str | Late) -> str:
+    """Why an image failed, from the report of a process."""
+    return f"{TIMED_OUT} within {report.seconds:g} s" if isinstance(report, Late) else report
+
+
+def _checked(report: str | Late, ref: ImageRef) -> str:
+    """Why an image failed; UserError if the disk failed, not the image: it is not skipped."""
+    reason = report_reason(report)
+    if reason.startswith(TIMED_OUT):
+        raise UserError(
+            f"{ref}: {reason}; is the disk with the images still connected? Run again when it is"
+        )
+    return reason

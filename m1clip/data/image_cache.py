@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -15,11 +16,19 @@ from m1clip.data.cache import (
     DISK_MARGIN,
     Computed,
     RowCache,
+    RowWriter,
     cache_folder,
     data_folders,
     image_keys,
 )
-from m1clip.data.decoding import DecodeOptions, Images, LazyImages, decode_images
+from m1clip.data.decoding import (
+    DecodeOptions,
+    Images,
+    LazyImages,
+    decode_images,
+    decode_to_rows,
+    processes_for,
+)
 from m1clip.data.failures import Failure, check_failures
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
@@ -85,12 +94,13 @@ def cache_split(
         else sum(len(source.samples(name)) for name in source.splits())
     )
     threads = source.threads or options.threads
+    options = replace(options, threads=threads)
     bad: dict[int, str] = {}
 
-    def decode(wanted: Sequence[int], failed: dict[int, str]) -> Computed:
+    def decode(wanted: Sequence[int], failed: dict[int, str], writer: RowWriter) -> Computed:
         chosen = [refs[index] for index in wanted]
         with console.progress(f"preparing {split} images"):
-            yield from decode_images(chosen, side, resize, failed, threads)
+            yield from decode_to_rows(chosen, side, resize, failed, writer, options)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": options.memory_bytes}
@@ -116,8 +126,11 @@ def cache_split(
         images = cache.view(rows[rows >= 0])
     elif kind == "ram":
         array = np.zeros((len(samples), side, side, 3), np.uint8)
-        for items, pixels in decode(tried, bad):
-            array[items] = pixels
+        with console.progress(f"preparing {split} images"):
+            processes = processes_for(refs, options.cpus)
+            decoded = decode_images(refs, side, resize, bad, threads, processes=processes)
+            for items, pixels in decoded:
+                array[items] = pixels
         images = ArrayView(np.delete(array, list(bad), axis=0) if bad else array)
     else:
         # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.

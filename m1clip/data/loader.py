@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context, parent_process
@@ -30,8 +30,9 @@ from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
 from m1clip.data.captions import CaptionTable, LazyCaptions, drop_tokens
-from m1clip.data.decoding import Images, read_or_replace
+from m1clip.data.decoding import Images, LazyImages, read_or_replace
 from m1clip.data.failures import Failure
+from m1clip.data.read_ahead import ReadAhead
 from m1clip.errors import UserError
 from m1clip.system import STOP_SIGNALS, signals_blocked
 from m1clip.text.base import rounded
@@ -157,7 +158,7 @@ class BatchPlan:
 class TrainingSet:
     """Makes the batch of a step, from `image_features`, `device_images` or `images`. Picklable, for workers."""
 
-    images: Images | None
+    images: Images | ReadAhead | None
     captions: CaptionTable | LazyCaptions
     plan: BatchPlan
     augmentation: Augmentation
@@ -300,7 +301,9 @@ def batches(
         workers = 0  # each would receive a copy of all images, which are already decoded
     if data.device_images is not None:
         workers = 0  # only rows and tokens remain to be prepared, and other processes cannot access device memory
-    if workers:
+    if workers and data.images is not None and data.images.in_processes:
+        feed = _decoded_ahead(data, start, stop, workers, pin, on_restart, interruptible)
+    elif workers:
 
         def start_workers(step: int) -> _Workers:
             return _Workers(data, range(step, stop), workers, start_method, pin, interruptible)
@@ -339,6 +342,45 @@ def _in_this_process(
                 yield batch
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _decoded_ahead(
+    data: TrainingSet,
+    start: int,
+    stop: int,
+    processes: int,
+    pin: bool,
+    on_restart: Callable[[str], None],
+    interruptible: Interruptible,
+) -> Feed:
+    """Batches whose images are decoded by light processes, while a thread puts the next ones together."""
+    assert isinstance(data.images, LazyImages)
+    first, slots = data.plan.members(start)[1], AHEAD + 1
+    images = ReadAhead(data.images, processes, len(first), slots, on_restart)
+    ahead = replace(data, images=images)
+    coming, requested = deque[Future[Batch]](), start
+
+    def make(step: int) -> Batch:
+        nonlocal requested
+        while requested < min(step + AHEAD + 1, stop):
+            images.request(data.plan.members(requested)[1])
+            requested += 1
+        batch = ahead[step]
+        # Copied once, out of the memory that the processes write.
+        return batch.pin_memory() if pin else batch.clone()
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            for step in range(start, stop):
+                while len(coming) <= AHEAD and step + len(coming) < stop:
+                    coming.append(thread.submit(make, step + len(coming)))
+                with interruptible():
+                    batch = coming.popleft().result()
+                yield batch
+        finally:
+            images.stop()
+            thread.shutdown(wait=True, cancel_futures=True)
+            images.close()
 
 
 def _from_workers(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from m1clip.data.augment import render
-from m1clip.data.decoding import decode_images
+from m1clip.data.decoding import decode_images, processes_for
 from m1clip.data.images import Preprocess
 from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
@@ -126,7 +126,12 @@ class TowerRunner:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         size = self.batch(len(refs))
         blocks = decode_images(
-            refs, self.preprocess.image_size, self.preprocess.resize, failures, decode_threads()
+            refs,
+            self.preprocess.image_size,
+            self.preprocess.resize,
+            failures,
+            decode_threads(),
+            processes=processes_for(refs),
         )
         batches = (
             (items[at : at + size], block[at : at + size])

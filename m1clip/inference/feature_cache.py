@@ -11,7 +11,7 @@ import torch
 
 from m1clip import console
 from m1clip.data.array_view import ArrayView
-from m1clip.data.cache import Computed, RowCache, image_keys, row_key
+from m1clip.data.cache import Computed, RowCache, RowWriter, image_keys, row_key
 from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.decoding import DecodeOptions, LazyImages
 from m1clip.data.failures import Failure, check_failures
@@ -63,10 +63,11 @@ class FeatureCache:
         cache = self._cache("image", self.image, seen)
         refs = [sample.image for sample in samples]
 
-        def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
+        def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
             with console.progress(f"computing features of {split} images"):
                 for items, vectors in self.towers.files([refs[item] for item in wanted], failed):
-                    yield items, vectors.numpy()
+                    writer.write(items, vectors.numpy())
+                    yield items
 
         rows, bad = cache.fill(image_keys(samples, self.roots), compute)
         failures = check_failures(bad, refs, split, len(samples), max_unreadable)
@@ -90,12 +91,14 @@ class FeatureCache:
             f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}",
         )
 
-        def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
+        def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
             tokens, done = table.tokens[wanted], 0
             with console.progress(f"computing features of {split} captions") as refresh:
                 refresh(0, len(wanted))
                 for rows, vectors in self.towers.tokens(tokens, self.tokenizer.lengths(tokens)):
-                    yield rows.tolist(), vectors.numpy()
+                    places = rows.tolist()
+                    writer.write(places, vectors.numpy())
+                    yield places
                     done += len(rows)
                     refresh(done, len(wanted))
 

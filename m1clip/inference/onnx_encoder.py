@@ -110,10 +110,12 @@ class ArrayEncoder(ABC):
         self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
-        from m1clip.data.decoding import decode_images  # not needed to load a model
+        from m1clip.data.decoding import decode_images, processes_for  # not needed to load a model
 
         image_size, resize = self.preprocess.image_size, self.preprocess.resize
-        blocks = decode_images(refs, image_size, resize, failures, decode_threads())
+        blocks = decode_images(
+            refs, image_size, resize, failures, decode_threads(), processes=processes_for(refs)
+        )
         return ((indices, self.pixels(block)) for indices, block in blocks)
 
     def split_images(self, split: Split, rows: range) -> np.ndarray:

@@ -25,14 +25,16 @@ def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) 
     asked: list[str] = []
 
     def compute(
-        wanted: list[int], failed: dict[int, str]
-    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        wanted: list[int], failed: dict[int, str], writer: cache.RowWriter
+    ) -> Iterator[list[int]]:
         for number, start in enumerate(range(0, len(wanted), 2)):
             if number == stop_after:
                 raise KeyboardInterrupt
             block = [words[item] for item in wanted[start : start + 2]]
             asked.extend(block)
-            yield list(range(start, start + len(block))), np.stack([row(word) for word in block])
+            places = list(range(start, start + len(block)))
+            writer.write(places, np.stack([row(word) for word in block]))
+            yield places
 
     try:
         at, _ = rows.fill([cache.row_key(word) for word in words], compute)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from small_run import assert_same_batch
 
 from m1clip.data.array_view import ArrayView
@@ -219,6 +221,8 @@ def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
 class RecordedImages(LazyImages):
     """Images that are drawn; each read appends how many images it was asked for to a file of its process."""
 
+    in_processes = False
+
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         with open(self.refs[0].path + str(os.getpid()), "a", encoding="utf-8") as file:
             file.write(f"{len(indices)}\n")
@@ -240,8 +244,68 @@ def test_workers_share_each_batch_so_that_the_first_comes_soon(tmp_path: Path) -
     assert {size for worker in reads for size in worker} == {2}
 
 
+def photos(folder: Path) -> LazyImages:
+    """37 JPEG files, of which the last is broken."""
+    draw = np.random.default_rng(0)
+    for number in range(37):
+        pixels = draw.integers(0, 256, (16, 20, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    (folder / "36.jpg").write_bytes(b"no image")
+    return LazyImages([FileImage(str(folder / f"{number}.jpg")) for number in range(37)], 12)
+
+
+@pytest.mark.parametrize("part", [(0, 1), (1, 2)])
+def test_batches_are_the_same_with_decoding_processes(
+    part: tuple[int, int], tmp_path: Path
+) -> None:
+    """The batches of two epochs; a process is killed in the middle, and an image is broken."""
+    data, warnings, seen = training_set(), list[str](), list[Batch]()
+    data.images = photos(tmp_path)
+    data.plan = replace(data.plan, part=part)
+    others = {each.pid for each in psutil.Process().children()}
+    for batch in batches(data, 1, 9, 2, "spawn", False, warnings.append):
+        seen.append(batch)
+        if len(seen) == 2:
+            children = psutil.Process().children()
+            victims = [each for each in children if each.pid not in others]
+            assert len(victims) == 2
+            victims[0].kill()
+            victims[0].wait()
+    for step, batch in enumerate(seen, start=1):
+        assert_same_batch(batch, data[step])
+        assert batch.failed == data[step].failed
+    assert len(seen) == 8
+    assert any(batch.failed for batch in seen)
+    assert all("was killed" in warning for warning in warnings)
+    assert {each.pid for each in psutil.Process().children()} <= others
+
+
+def test_decoding_processes_can_be_left_and_interrupted(tmp_path: Path) -> None:
+    data = training_set()
+    data.images = photos(tmp_path)
+    stopped = list[int]()
+
+    @contextlib.contextmanager
+    def interruptible() -> Iterator[None]:
+        if stopped:
+            raise KeyboardInterrupt
+        yield
+
+    feed = batches(data, 0, 1000, 2, "spawn", False, interruptible=interruptible)
+    assert_same_batch(next(feed), data[0])
+    for each in psutil.Process().children():
+        if "decode_worker" in " ".join(each.cmdline()):
+            each.suspend()
+            stopped.append(each.pid)
+    with pytest.raises(KeyboardInterrupt):
+        collections.deque(feed, maxlen=0)
+    assert not any(map(psutil.pid_exists, stopped))
+
+
 class MeetingImages(LazyImages):
     """Images that, when a worker unpickles them, wait until two workers do so."""
+
+    in_processes = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -37,6 +37,7 @@ PROMISES = {
     "Kill while indexing photos": "search/test_index.py",
     "Many clients of the search page": "web/test_photos.py",
     "Kill ranks, continue on another number": "test_ranks.py",
+    "Killed decoding processes": "data/test_decode_pool.py",
 }
 
 

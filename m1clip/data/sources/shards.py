@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from m1clip.data.images import MAX_MEMBER_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp
 from m1clip.data.sources import splits
@@ -129,6 +129,8 @@ def _pax_fields(body: bytes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TarImage(ImageRef):
+    in_processes: ClassVar[bool] = True
+
     path: str
     member: str
     offset: int
