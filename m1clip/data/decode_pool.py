@@ -13,7 +13,6 @@ import itertools
 import math
 import mmap
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -85,12 +84,9 @@ class DecodePool:
         self._part_numbers = itertools.count(-1, -1)
         self._stopped = False
         self._deaths = 0  # since the last answer
-        self._job_file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self.processes: list[_Process] = []
         atexit.register(self.close)
         try:
-            pickle.dump(self.job, self._job_file)
-            self._job_file.flush()
             self.processes += [self._start() for _ in range(processes)]
         except BaseException:
             self.close()
@@ -134,23 +130,23 @@ class DecodePool:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.process.wait(WAIT_SECONDS)
         self.processes.clear()
-        self._job_file.close()
 
     def _start(self) -> _Process:
         own_end, far_end = Pipe()
-        descriptors = [far_end.fileno(), self._job_file.fileno()]
         shared = [self.job.out] if self.job.out >= 0 else []
         places = [place or os.getcwd() for place in sys.path]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, *map(str, descriptors)],
-                pass_fds=(*descriptors, *shared),
+                [sys.executable, "-P", "-c", PROGRAM, str(far_end.fileno())],
+                pass_fds=(far_end.fileno(), *shared),
                 stdin=subprocess.DEVNULL,
                 env=variables,
             )
         finally:
             far_end.close()  # so that reading ends when the process does
+        with contextlib.suppress(OSError):  # it has ended, as is found when its answer is read
+            own_end.send(self.job)
         return _Process(process, own_end)
 
     def _send(self) -> None:

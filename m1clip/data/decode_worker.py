@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ PROGRAM = "from m1clip.data.decode_worker import main; main()"
 
 
 class Job(NamedTuple):
-    """What all blocks of a process have in common; sent once, in a file without a name."""
+    """What all blocks of a process have in common; sent once, and small: the parent does not wait for the process."""
 
     work: RowWork
     timeout: float  # seconds for one item
@@ -60,10 +59,9 @@ def main() -> None:
     # Ctrl-C and kill reach the process group: the parent decides what ends.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    pipe, job_file = Connection(int(sys.argv[1])), int(sys.argv[2])
-    # Written by the parent into a file without a name; all processes read it, from one descriptor.
-    job: Job = pickle.loads(os.pread(job_file, os.fstat(job_file).st_size, 0))  # nosec B301
+    pipe = Connection(int(sys.argv[1]))
     try:
+        job: Job = pipe.recv()
         pipe.send(os.getpid())
         while True:
             pipe.send(answer(job, pipe.recv()))
