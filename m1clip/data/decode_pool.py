@@ -29,12 +29,12 @@ from m1clip import console
 from m1clip.data.decode_worker import PROGRAM, Block, Done, Job, RowWork
 from m1clip.errors import UserError
 
-BLOCK = 32  # items that are sent to a process at a time
+IMAGES_PER_BLOCK = 32  # items that are sent to a process at a time
 BLOCKS_AHEAD = 2  # of each process, so that it never waits for the parent
 # A process starts in 0.2 s of a core, in which it would decode about 100 photos.
 FEWEST_ITEMS = 512
 ITEMS_PER_PROCESS = 128
-RESTARTS = 5  # of the processes that decode one item
+MAX_KILLS = 5  # of the processes that decode one item
 MOST_DEATHS = 64  # in a row, without one answer
 WAIT_SECONDS = 5.0  # for a killed process: one that hangs in a read of a lost disk cannot end
 
@@ -197,7 +197,7 @@ class DecodePool:
         dead.pipe.close()
         self.processes.remove(dead)
         self._deaths += 1
-        if self._deaths > (RESTARTS if code >= 0 and not dead.ready else MOST_DEATHS):
+        if self._deaths > (MAX_KILLS if code >= 0 and not dead.ready else MOST_DEATHS):
             raise UserError(
                 f"a process that decodes images cannot be started (exit code {code}); its messages are above"
             )
@@ -218,9 +218,9 @@ class DecodePool:
         """The items of a block one by one, to find the one that ends its process; UserError if it does so again."""
         if block.number < 0:
             self.tries[block.number] = self.tries.get(block.number, 0) + 1
-            if self.tries[block.number] >= RESTARTS:
+            if self.tries[block.number] >= MAX_KILLS:
                 raise UserError(
-                    f"{block.items[0]}: {RESTARTS} processes that decoded it were killed (exit code {code}): "
+                    f"{block.items[0]}: {MAX_KILLS} processes that decoded it were killed (exit code {code}): "
                     f"remove the image if it is damaged, or close other programs if memory is short, then run again"
                 )
             return [block]
@@ -258,7 +258,7 @@ def decode_in_order(
 ) -> Generator[tuple[list[Any], np.ndarray]]:
     """(reports, rows) of blocks of items in order; the rows are those of the caller until the next block."""
     blocks = 2 * BLOCKS_AHEAD * processes
-    shared = SharedRows(blocks * BLOCK, shape, np.uint8)
+    shared = SharedRows(blocks * IMAGES_PER_BLOCK, shape, np.uint8)
     done: dict[int, list[Any]] = {}
     remaining = iter(items)
     try:
@@ -267,9 +267,9 @@ def decode_in_order(
 
             def fill() -> None:
                 nonlocal submitted
-                chunk = list(itertools.islice(remaining, BLOCK))
+                chunk = list(itertools.islice(remaining, IMAGES_PER_BLOCK))
                 if chunk:
-                    first = submitted % blocks * BLOCK
+                    first = submitted % blocks * IMAGES_PER_BLOCK
                     pool.submit(submitted, chunk, range(first, first + len(chunk)))
                     submitted += 1
 
@@ -281,7 +281,7 @@ def decode_in_order(
                     finished, reports = pool.next_done()
                     done[finished] = reports
                 reports = done.pop(number)
-                first = number % blocks * BLOCK
+                first = number % blocks * IMAGES_PER_BLOCK
                 yield reports, shared.array[first : first + len(reports)]
                 number += 1
                 fill()

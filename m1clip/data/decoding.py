@@ -17,8 +17,8 @@ from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
 from m1clip.data.cache import Computed, RowWriter
 from m1clip.data.decode_pool import (
-    BLOCK,
     BLOCKS_AHEAD,
+    IMAGES_PER_BLOCK,
     DecodePool,
     decode_in_order,
     decode_processes,
@@ -250,14 +250,14 @@ def decode_to_rows(
     refresh(0, len(refs))
     work = DecodeSquare(side, resize)
     row_bytes = side * side * 3
-    starts = range(0, len(refs), BLOCK)
+    starts = range(0, len(refs), IMAGES_PER_BLOCK)
     done = 0
     with DecodePool(work, processes, timeout, writer.file, row_bytes) as pool:
         ahead = iter(range(len(starts)))
 
         def submit(count: int) -> None:
             for number in itertools.islice(ahead, count):
-                block = range(starts[number], min(starts[number] + BLOCK, len(refs)))
+                block = range(starts[number], min(starts[number] + IMAGES_PER_BLOCK, len(refs)))
                 rows = [writer.rows[place] for place in block]
                 pool.submit(number, [refs[place] for place in block], rows)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from m1clip.data.decode_pool import BLOCK, DecodePool, SharedRows
+from m1clip.data.decode_pool import IMAGES_PER_BLOCK, DecodePool, SharedRows
 from m1clip.data.decoding import DecodeSquare, LazyImages, report_reason
 from m1clip.data.failures import Failure
 
@@ -47,7 +47,7 @@ class ReadAhead:
         self.batch = batch
         self.slots = slots
         # Small blocks, so that all processes work on the first batch.
-        self.block = max(1, min(BLOCK, batch // (2 * processes)))
+        self.block = max(1, min(IMAGES_PER_BLOCK, batch // (2 * processes)))
         self.shared = SharedRows(slots * batch, (images.side, images.side, 3), np.uint8)
         self.requests: deque[_Request] = deque()
         self._blocks: dict[int, tuple[_Request, int]] = {}  # by number: its batch, its first place

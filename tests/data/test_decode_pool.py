@@ -20,14 +20,14 @@ from PIL import Image
 
 from m1clip.data import decode_pool, decode_worker, decoding
 from m1clip.data.cache import RowCache, row_key
-from m1clip.data.decode_pool import BLOCK, DecodePool, SharedRows, decode_processes
+from m1clip.data.decode_pool import IMAGES_PER_BLOCK, DecodePool, SharedRows, decode_processes
 from m1clip.data.decode_worker import Late
 from m1clip.data.images import FileImage, _simplejpeg, decode, to_square
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
 SIDE = 24
-IMAGES = 3 * BLOCK + 5
+IMAGES = 3 * IMAGES_PER_BLOCK + 5
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def decode_while_killing(
         return receive(pool, each)
 
     monkeypatch.setattr(DecodePool, "_receive", kill_sometimes)
-    monkeypatch.setattr(decoding, "BLOCK", 2)
+    monkeypatch.setattr(decoding, "IMAGES_PER_BLOCK", 2)
     monkeypatch.setattr(DecodePool.__init__, "__defaults__", (-1, 0, warnings.append))
     pixels, bad = fill_cache(folder, refs, processes=2)
     assert bad == {7, 70}
