@@ -3,9 +3,11 @@
 import json
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from small_run import PATIENCE, SERVER, Command, before_each_step, hold_at
 from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 from m1clip.data.loader import Batch
 from m1clip.training.compose import TrainStep
@@ -20,14 +23,22 @@ from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
 
 # A step, before which ranks wait until the file exists; beside it they list their samples.
 Gate = tuple[int, Path]
+SHORT_TIMEOUT = 1  # seconds to wait for a rank that hangs
 
 
 def join_ranks(
-    rank: int, size: int, port: int, timeout: float = 600, gate: Gate | None = None
+    rank: int,
+    size: int,
+    port: int,
+    timeout: float = 600,
+    gate: Gate | None = None,
+    hangs_at: int | None = None,
 ) -> Ranks:
     """Make this process a rank, as torchrun does."""
     if gate is not None:
         _wait_at(*gate)
+    if hangs_at is not None:
+        _hang_at(hangs_at)
     place(rank, size, port, timeout)
     torch.set_num_threads(1)
     return connect()
@@ -50,6 +61,26 @@ def _wait_at(gate: int, file: Path) -> None:
             seen.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
 
     before_each_step(list_samples)
+
+
+def _hang_at(gate: int) -> None:
+    """Before a step, rank 1 hangs, and the others stop waiting for it soon.
+
+    Until then a rank may be as late as it likes: the machine may be busy.
+    """
+
+    def hang(train_step: TrainStep, batch: Batch, step: int) -> None:
+        ranks = train_step.parts.world.ranks
+        if step != gate:
+            return
+        if ranks.rank == 1:
+            threading.Event().wait()
+        gloo = _get_default_group()._get_backend(torch.device("cpu"))
+        assert gloo.options._timeout == timedelta(seconds=ranks.timeout)
+        ranks.timeout = SHORT_TIMEOUT
+        _set_pg_timeout(timedelta(seconds=SHORT_TIMEOUT))
+
+    before_each_step(hang)
 
 
 def new_store() -> TCPStore:
@@ -91,11 +122,16 @@ def _work(
 
 
 def start_ranks(
-    commands: list[list[str]], *cwd: Path, timeout: float = 600, gate: Gate | None = None
+    commands: list[list[str]],
+    *cwd: Path,
+    timeout: float = 600,
+    gate: Gate | None = None,
+    hangs_at: int | None = None,
 ) -> list[Command]:
     """`m1clip WORDS` on each rank; rank r runs the r-th command, in the r-th folder or all in the same."""
     STORES.append(new_store())
-    place, folders = (len(commands), STORES[-1].port, timeout, gate), cwd * len(commands)
+    place = (len(commands), STORES[-1].port, timeout, gate, hangs_at)
+    folders = cwd * len(commands)
     started = zip(commands, folders, range(len(commands)), strict=False)
     return [
         Command(*words, cwd=at, prepare=partial(join_ranks, rank, *place))

@@ -214,16 +214,12 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(
 
 def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
-    ranks = start_ranks(
-        [["train", *small_arguments(changes), "--out", str(run)]] * 2, tmp_path, timeout=25
-    )
-    ranks[1].wait_until(lambda: reached(run, 10))
-    ranks[1].send_signal(signal.SIGSTOP)
+    words = ["train", *small_arguments({**TINY, "train.steps": 10}), "--out", str(run)]
+    ranks = start_ranks([words] * 2, tmp_path, hangs_at=5)
     assert ranks[0].wait() == 2
     error = ranks[0].read()[1]
     assert f"rank 1 (process {ranks[1].pid} on " in error
-    assert "did not answer for 25 s" in error
+    assert "did not answer for 1 s" in error
     assert "rank 1 " in records(run, "event")[-1]["event"]
 
 
