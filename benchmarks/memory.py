@@ -65,10 +65,11 @@ def components_of(flags: str) -> dict[str, Any]:
     return {name: value for name, value in records[-1].items() if name not in ("v", "kind", "time")}
 
 
-def measure_components(rows: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def measure_components(rows: dict[str, tuple[str, str]], device: str) -> dict[str, Any]:
     """Measure and print the components of each row."""
     found = {}
-    for name, (words, flags) in rows.items():
+    for name, (words, model_flags) in rows.items():
+        flags = f"{model_flags} --device {device}"
         parts = components_of(flags)
         peak = parts["peak"]
         found[name] = {"flags": flags, **parts}
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--components", action="store_true", help="what the peak consists of, for three models"
     )
+    parser.add_argument("--device", default="cpu", help="of --components")
     parser.add_argument("--quick", action="store_true", help="one tiny run: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
@@ -111,7 +113,7 @@ def main() -> None:
     )
     if options.components:
         models = {"quick": ("a tiny run", QUICK)} if options.quick else COMPONENTS
-        result["components"] = measure_components(models)
+        result["components"] = measure_components(models, options.device)
         chosen = []
     for name in chosen:
         words, flags = rows[name]
