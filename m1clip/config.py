@@ -145,6 +145,8 @@ class DataConfig(Section):
     "Tables: column with the image path (default: detected by name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "Tables: caption columns (default: detected by name)."
+    captions: Literal["all", "person"] = "all"
+    "Tables: person leaves out captions that a model wrote (m1clip data caption)."
     cache: Literal["auto", "ram", "disk", "off", "stream"] = "auto"
     "Decode images once and cache them in memory or on disk, or not (off); stream: read shards during training."
     cache_dir: str | None = None

@@ -1,10 +1,10 @@
-"""data formats, make, template, lint, index and pack."""
+"""data formats, make, template, caption, howmany, lint, index and pack."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -99,6 +99,143 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
     write_text(path, "\ufeff" + text.getvalue())  # the mark tells spreadsheets that it is UTF-8
     message = f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}"
     print(f"wrote      {one_line(message)}")
+
+
+@data.command(name="caption")
+def data_caption(
+    folder: Annotated[Path, Parameter(help="A folder of photos; subfolders are included.")],
+    /,
+    *,
+    server: str = "http://127.0.0.1:11434/v1",
+    model: str | None = None,
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    parallel: Count = 2,
+    dry_run: Flag = False,
+    replace: Flag = False,
+    limit: Count | None = None,
+    max_side: Count = 768,
+    max_tokens: Count = 200,
+    timeout: float = 120.0,
+    tries: Count = 4,
+    allow_remote: Flag = False,
+) -> None:
+    """Let a vision model on your computer write a caption for each photo, into captions.csv beside them.
+
+    m1clip data caption photos --dry-run --model gemma3 asks about three photos and shows the answers. Works with any
+    server with OpenAI's interface, such as Ollama, LM Studio and llama.cpp. An interrupted run continues with the same
+    command. Captions that people wrote, or that the photos contain, stay; m1clip train --captions person leaves out the
+    generated ones.
+
+    Parameters
+    ----------
+    server
+        URL of the server, on this computer.
+    model
+        Name of a vision model. Default: the server's only model; if it has several, an error lists them.
+    prompt
+        What the model is asked, instead of the default, which --dry-run shows.
+    prompt_file
+        A text file with the prompt.
+    parallel
+        Photos that are asked about at the same time.
+    dry_run
+        Ask about three photos, show prompt and answers, and write nothing.
+    replace
+        Also ask about photos with a generated caption, and replace it.
+    limit
+        Ask about so many photos at most.
+    max_side
+        Longer side in pixels of the image that is sent.
+    max_tokens
+        Longest answer, with the reasoning of models that reason first.
+    timeout
+        Seconds to wait for an answer.
+    tries
+        How often a photo is sent if the server is overloaded or does not answer.
+    allow_remote
+        Accept a server that is not this computer: your photos are sent to it.
+    """
+    from m1clip.data.captioning.photos import CaptionSettings, caption_photos, sample_captions
+
+    chosen_prompt = _read_prompt(prompt, prompt_file)
+    settings = CaptionSettings(
+        **({} if chosen_prompt is None else {"prompt": chosen_prompt}),
+        parallel=parallel,
+        timeout=timeout,
+        tries=tries,
+        max_side=max_side,
+        max_tokens=max_tokens,
+        replace=replace,
+        limit=limit,
+    )
+    if not dry_run:
+        report = caption_photos(folder, server, model, settings=settings, allow_remote=allow_remote)
+        console.print(str(report))
+        if report.failures and not report.generated:
+            sys.exit(1)
+        return
+    found = sample_captions(folder, server, model, settings=settings, allow_remote=allow_remote)
+    console.print(str(found))
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """The prompt that the user gave, if any."""
+    from m1clip.io import read_small
+
+    if prompt_file is None:
+        return prompt
+    if prompt is not None:
+        raise UserError("use either --prompt or --prompt-file, not both")
+    try:
+        return read_small(prompt_file).decode("utf-8-sig").strip()
+    except OSError as error:
+        raise UserError(f"{prompt_file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{prompt_file}: is not text in UTF-8") from None
+
+
+@data.command(name="howmany")
+def data_howmany(
+    source: Annotated[
+        str, Parameter(help="Photos with captions in any format, or a run (its data and model).")
+    ],
+    /,
+    *,
+    model: str = "towers",
+    more: Annotated[tuple[int, ...], Parameter(negative="")] = (100, 200, 500),
+    captions: Literal["all", "person"] = "person",
+    json: Flag = False,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
+) -> None:
+    """Predict how much more captions would help: "200 more captions: +3.1 points [+1.2, +5.0]".
+
+    Heads are fitted to parts of the captioned photos and tested on the others, and the curve is continued. Recall is
+    that among the held-out photos, so it is only comparable with itself. The features are computed once, then it takes
+    seconds.
+
+    Parameters
+    ----------
+    model
+        towers: new heads on pretrained towers, as m1clip train --recipe frozen; or a model to improve, such as general.
+    more
+        How many more photos with captions; repeat the option for several numbers.
+    captions
+        person: leave out captions that m1clip data caption generated.
+    json
+        Print the curve as JSON.
+    seed
+        Another seed draws other parts of the photos.
+    device
+        Device to run on.
+    """
+    from json import dumps
+
+    from m1clip.training.how_many import how_many
+
+    curve = how_many(source, model=model, more=more, captions=captions, seed=seed, device=device)
+    print(dumps(curve.as_dict(), indent=2) if json else str(curve))
 
 
 @data.command(name="lint")

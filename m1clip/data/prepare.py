@@ -89,7 +89,8 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
         return SyntheticSource(size, config.synthetic_images, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
-    return open_sources(config.source, options=Options(*columns, stream, config.cache_dir))
+    options = Options(*columns, stream, config.cache_dir, config.captions)
+    return open_sources(config.source, options=options)
 
 
 def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()) -> float:

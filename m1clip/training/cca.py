@@ -58,14 +58,16 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
         head.project.bias.copy_(-matrix @ mean)
 
 
-def canonical(xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int) -> tuple[Tensor, Tensor]:
+def canonical(
+    xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int, image_width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The first `count` canonical directions of both sides as rows, times their correlations.
 
     Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which cancels.
+    `image_width` is the number of image features, if `xx` is of fewer coordinates in their space.
     """
-    lx = torch.linalg.cholesky(
-        xx + IMAGE_RIDGE * len(xx) / images**0.5 * torch.eye(len(xx), dtype=xx.dtype)
-    )
+    ridge = IMAGE_RIDGE * (image_width or len(xx)) / images**0.5
+    lx = torch.linalg.cholesky(xx + ridge * torch.eye(len(xx), dtype=xx.dtype))
     ly = torch.linalg.cholesky(yy + TEXT_RIDGE / images**0.5 * torch.eye(len(yy), dtype=yy.dtype))
     m = torch.linalg.solve_triangular(lx, xy, upper=False)
     m = torch.linalg.solve_triangular(

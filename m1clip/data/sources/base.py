@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from m1clip.data.images import SUFFIXES, FileImage, ImageRef
 from m1clip.data.sources import splits
@@ -28,6 +28,8 @@ Place = tuple[str, int]  # file and row number; row 0 means the file itself
 # in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a problem.
 Captions = str | Sequence[object] | Mapping[str, object] | None
 Answer = TypeVar("Answer")
+# Which captions of a table are used: `person` leaves out those that a model generated.
+CaptionChoice = Literal["all", "person"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Options:
     caption_columns: tuple[str, ...] = ()
     stream: bool = False  # read shards during training, whatever their size
     cache_dir: str | None = None  # for what is kept about remote shards
+    captions: CaptionChoice = "all"
 
 
 DEFAULT_OPTIONS = Options()

@@ -28,7 +28,7 @@ from m1clip.data.sources.base import (
 )
 from m1clip.errors import UserError
 from m1clip.extras import require
-from m1clip.formatting import one_line
+from m1clip.formatting import one_line, plural
 from m1clip.io import open_regular, read_small, read_start
 
 # In order of preference; compared in lower case.
@@ -70,6 +70,8 @@ IMAGE_FOLDERS = (
         "flickr30k_images",
     ),
 )
+SOURCE_NAME = "source"  # column with who wrote a caption: a person, or model:NAME
+GENERATED = "model:"  # how the source of a generated caption begins
 SPLIT_NAMES = ("split", "partition", "subset", "set")
 _ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
@@ -252,6 +254,7 @@ class Columns(NamedTuple):
     image: str
     captions: tuple[str, ...]
     split: str | None
+    source: str | None = None
 
 
 # Row number, cells (or what is wrong), image in the row.
@@ -294,6 +297,7 @@ def rows_of(
 ) -> Iterator[Row]:
     """The rows of a table, whose images are in the table or in one of the folders."""
     find_image = _image_finder(folders)
+    generated = 0
     for number, cells, stored in records:
         place = table_name, number
         if isinstance(cells, str):
@@ -304,6 +308,10 @@ def rows_of(
         if wrong:
             source.problem(place, wrong, "no-image")
             continue
+        if is_generated(cells.get(columns.source) if columns.source else None):
+            generated += 1
+            if source.options.captions == "person":
+                continue
         id_ = (
             id_prefix + posixpath.normpath(name.replace("\\", "/"))
             if stored is None
@@ -320,6 +328,20 @@ def rows_of(
             stored or find_image(name),
             id_,
         )
+    if generated:
+        left_out = (
+            "left out"
+            if source.options.captions == "person"
+            else "--captions person leaves them out"
+        )
+        source.note(
+            f"{table_name}: {plural(generated, 'row')} with a caption of a model; {left_out}"
+        )
+
+
+def is_generated(written_by: object) -> bool:
+    """Whether the source of a caption says that a model wrote it."""
+    return isinstance(written_by, str) and written_by.strip().startswith(GENERATED)
 
 
 def _path_problem(name: Any) -> str | None:
@@ -375,7 +397,9 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
         flags = " and ".join(f"--{name}-column" for name in missing)
         what = f"no {' and no '.join(missing)} column among {_listing(header)}"
         raise user_error(f"{where}: {what}; specify it with {flags}")
-    return Columns(image[0], tuple(dict.fromkeys(captions)), next(iter(find(SPLIT_NAMES)), None))
+    split = next(iter(find(SPLIT_NAMES)), None)
+    written_by = next(iter(find([SOURCE_NAME])), None)
+    return Columns(image[0], tuple(dict.fromkeys(captions)), split, written_by)
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,339 @@
+"""`m1clip data caption` against a server whose answers are slow, wrong, huge, interrupted or missing."""
+
+import base64
+import csv
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from PIL import Image
+
+import m1clip.data.captioning.photos as photos_module
+from captioning.fake_server import Response, completion, serve
+from m1clip.data.captioning.journal import JOURNAL
+from m1clip.data.captioning.photos import (
+    MAX_FAILURES,
+    CaptionSettings,
+    caption_photos,
+    sample_captions,
+)
+from m1clip.data.sources import Options, open_source
+from m1clip.errors import UserError
+
+MakePhotos = Callable[[int], Path]
+ONE_AT_A_TIME = CaptionSettings(parallel=1)
+
+
+@pytest.fixture
+def make_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePhotos:
+    """Returns a function that writes a number of photos; retries are made at once."""
+    monkeypatch.setattr(photos_module, "BACKOFF_SECONDS", 0.0)
+
+    def make(count: int) -> Path:
+        for number in range(count):
+            color = (number * 9 % 256, 100, 50)
+            Image.new("RGB", (60, 40), color).save(tmp_path / f"{number:02}.jpg")
+        return tmp_path
+
+    return make
+
+
+def describe(request: dict[str, Any], number: int) -> Response:
+    return completion(f"A red wall with the number {number} on it.")
+
+
+def rows(folder: Path) -> dict[str, tuple[str, str]]:
+    """{image: (caption, source)} of captions.csv."""
+    with (folder / "captions.csv").open(encoding="utf-8-sig", newline="") as file:
+        return {row["image"]: (row["caption"], row["source"] or "") for row in csv.DictReader(file)}
+
+
+def test_each_photo_gets_a_caption_and_is_asked_about_once(make_photos: MakePhotos) -> None:
+    folder = make_photos(5)
+    (folder / "more").mkdir()
+    Image.new("RGB", (3000, 1000)).save(folder / "more" / "large.png")
+    with serve(describe) as server:
+        report = caption_photos(folder, server.url, settings=CaptionSettings(parallel=3))
+        again = caption_photos(folder, server.url)
+    assert (report.photos, report.generated, again.generated) == (6, 6, 0)
+    assert len(server.requests) == 6
+    assert rows(folder).keys() == {*(f"{n:02}.jpg" for n in range(5)), "more/large.png"}
+    assert {source for _, source in rows(folder).values()} == {"model:vision"}
+    assert not (folder / JOURNAL).exists()
+    assert len(open_source(str(folder)).samples("train")) > 0
+
+
+def test_small_upright_jpeg_without_metadata_is_sent(make_photos: MakePhotos) -> None:
+    folder = make_photos(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated
+    exif[0x010F] = "a camera"
+    Image.new("RGB", (400, 200), (200, 9, 9)).save(folder / "a.jpg", exif=exif)
+    with serve(describe) as server:
+        caption_photos(folder, server.url, settings=CaptionSettings(max_side=100, prompt="What?"))
+    text, image = server.requests[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What?"}
+    prefix, _, encoded = image["image_url"]["url"].partition(",")
+    assert prefix == "data:image/jpeg;base64"
+    sent = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert sent.size == (50, 100)
+    assert not sent.getexif()
+
+
+def test_captions_of_people_and_of_photos_are_kept(make_photos: MakePhotos) -> None:
+    folder = make_photos(3)
+    exif = Image.Exif()
+    exif[0x010E] = "Grandma in the garden"
+    Image.new("RGB", (60, 40)).save(folder / "exif.jpg", exif=exif)
+    table = "image,caption,mood\n00.jpg,My own words,happy\n01.jpg,,\n"
+    (folder / "captions.csv").write_text(table, encoding="utf-8")
+    with serve(describe) as server:
+        report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert (report.generated, report.from_metadata) == (2, 1)
+    found = rows(folder)
+    assert found["00.jpg"] == ("My own words", "")
+    assert found["exif.jpg"] == ("Grandma in the garden", "EXIF")
+    assert found["01.jpg"][1] == found["02.jpg"][1] == "model:vision"
+    assert "happy" in (folder / "captions.csv").read_text(encoding="utf-8-sig")
+    assert len(server.requests) == 2
+
+
+def test_replace_asks_again_but_never_about_captions_of_people(make_photos: MakePhotos) -> None:
+    folder = make_photos(2)
+    (folder / "captions.csv").write_text("image,caption\n00.jpg,My own words\n", encoding="utf-8")
+    with serve(lambda *_: completion("The first words about it."), ["old"]) as server:
+        caption_photos(folder, server.url)
+    settings = CaptionSettings(replace=True)
+    with serve(lambda *_: completion("Better words about it."), ["new"]) as server:
+        caption_photos(folder, server.url, settings=settings)
+    assert rows(folder) == {
+        "00.jpg": ("My own words", ""),
+        "01.jpg": ("Better words about it.", "model:new"),
+    }
+
+
+def test_training_can_leave_out_generated_captions(make_photos: MakePhotos) -> None:
+    folder = make_photos(30)
+    table = "image,caption\n" + "".join(f"{n:02}.jpg,words of mine {n}\n" for n in range(10))
+    (folder / "captions.csv").write_text(table, encoding="utf-8")
+    with serve(describe) as server:
+        caption_photos(folder, server.url)
+    everything = open_source(str(folder))
+    own = open_source(str(folder), options=Options(captions="person"))
+    assert (everything.caption_count(), own.caption_count()) == (30, 10)
+    assert any("20 rows with a caption of a model" in note for note in everything.notes)
+    assert any("left out" in note for note in own.notes)
+
+
+def test_killed_run_continues_without_asking_twice(make_photos: MakePhotos) -> None:
+    folder = make_photos(6)
+
+    def stop_at_four(request: dict[str, Any], number: int) -> Response:
+        if number == 3:
+            raise_in_main.set()
+            return Response(b"", hang=True, length=10)
+        return describe(request, number)
+
+    raise_in_main = threading.Event()
+
+    def handle_then_die(*args: Any) -> None:
+        original(*args)
+        if args[0].report.generated == 3:
+            raise KeyboardInterrupt
+
+    from m1clip.data.captioning.photos import _Run
+
+    original = _Run._handle
+    with serve(stop_at_four) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Run, "_handle", handle_then_die)
+        patch.setattr(_Run, "save", lambda _: None)  # killed: nothing is written at the end
+        with pytest.raises(KeyboardInterrupt):
+            caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert not (folder / "captions.csv").exists()
+    with (folder / JOURNAL).open("ab") as file:
+        file.write(b'{"photo": "04.jpg", "capt')  # the last line of a killed process
+    with serve(describe) as server:
+        report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert report.generated == 3
+    assert len(server.requests) == 3
+    assert len(rows(folder)) == 6
+
+
+def test_bad_answers_are_counted_and_not_asked_again(make_photos: MakePhotos) -> None:
+    folder = make_photos(4)
+    answers = ["I'm sorry, I can't help with that.", "<b>bold words</b>", "A dog.", "A black cat."]
+    with serve(lambda _, number: completion([*answers, *answers[2:]][number])) as server:
+        report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+        again = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+        assert len(server.requests) == 4
+        caption_photos(folder, server.url, settings=CaptionSettings(prompt="Another?", parallel=1))
+    assert report.faults == {"refusal": 1, "markup": 1}
+    assert again.generated == 0
+    assert "not used   1 answer: refusal, such as" in str(report)
+    assert len(server.requests) == 6  # another prompt
+    assert len(rows(folder)) == 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Response(b'{"error": {"message": "loading"}}', 503),
+        Response(b"slow down", 429, {"Retry-After": "0"}),
+        Response(b"oops", 500),
+        Response(b"<!doctype html><p>Welcome"),
+        Response(b'{"choices": [{"messa', length=500),
+        Response(b""),
+    ],
+    ids=["503", "429", "500", "html", "truncated", "empty"],
+)
+def test_temporary_failures_are_tried_again(make_photos: MakePhotos, bad: Response) -> None:
+    folder = make_photos(1)
+    with serve(lambda r, number: bad if number < 2 else describe(r, number)) as server:
+        report = caption_photos(folder, server.url)
+    assert (report.generated, len(server.requests)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Response(b'{"error": {"message": "no images"}}', 400), "HTTP 400: no images"),
+        (Response(b"x" * (2**20 + 1)), "larger than 1,048,576 bytes"),
+        (Response(b'{"choices": []}'), "no choices"),
+        (Response(b'{"choices": [{"message": {"content": 5}}]}'), "no text"),
+        (Response(b'{"error": "out of memory"}'), "out of memory"),
+        (Response(b"[" * 100_000), "not JSON"),
+    ],
+)
+def test_failed_photo_is_reported_and_asked_again_later(
+    make_photos: MakePhotos, bad: Response, reason: str
+) -> None:
+    folder = make_photos(2)
+    settings = CaptionSettings(parallel=1, tries=1)
+    with serve(lambda r, number: describe(r, number) if number else bad) as server:
+        report = caption_photos(folder, server.url, settings=settings)
+        assert report.generated == 1
+        assert reason in report.failures[0]
+        assert caption_photos(folder, server.url, settings=settings).generated == 1
+
+
+def test_run_stops_when_all_photos_fail(make_photos: MakePhotos) -> None:
+    folder = make_photos(MAX_FAILURES + 5)
+    with (
+        serve(lambda *_: Response(b"", 400)) as server,
+        pytest.raises(UserError, match=r"8 failures in a row.*HTTP 400"),
+    ):
+        caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert len(server.requests) < MAX_FAILURES + 4
+
+
+def test_model_that_sees_nothing_stops_the_run(make_photos: MakePhotos) -> None:
+    folder = make_photos(20)
+    with (
+        serve(lambda *_: completion("A beautiful sunset over the sea.")) as server,
+        pytest.raises(UserError, match=r"12 of the first 12 photos.*does vision see images"),
+    ):
+        caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert not (folder / "captions.csv").exists()
+    assert not (folder / JOURNAL).exists()
+
+
+def test_caption_of_too_many_photos_is_removed(make_photos: MakePhotos) -> None:
+    folder = make_photos(30)
+
+    def answer(request: dict[str, Any], number: int) -> Response:
+        return completion("A blurry photo.") if number % 4 == 3 else describe(request, number)
+
+    with serve(answer) as server:
+        report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert report.faults == {"repeated": 7}
+    assert report.generated == len(rows(folder)) == 23
+
+
+def test_unreadable_photo_is_skipped(make_photos: MakePhotos) -> None:
+    folder = make_photos(2)
+    (folder / "00.jpg").write_bytes(b"\xff\xd8 not an image")
+    with serve(describe) as server:
+        report = caption_photos(folder, server.url)
+    assert report.generated == 1
+    assert "00.jpg" in report.failures[0]
+
+
+def test_photo_that_was_deleted_meanwhile_gets_no_row(make_photos: MakePhotos) -> None:
+    folder = make_photos(2)
+
+    def delete_then_answer(request: dict[str, Any], number: int) -> Response:
+        if number == 1:
+            (folder / "00.jpg").unlink()
+        return describe(request, number)
+
+    with serve(delete_then_answer) as server:
+        caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert list(rows(folder)) == ["01.jpg"]
+
+
+def test_caption_that_a_person_writes_meanwhile_wins(make_photos: MakePhotos) -> None:
+    folder = make_photos(1)
+
+    def write_then_answer(request: dict[str, Any], number: int) -> Response:
+        table = "image,caption,source\n00.jpg,My own words,person\n"
+        (folder / "captions.csv").write_text(table, encoding="utf-8")
+        return describe(request, number)
+
+    with serve(write_then_answer) as server:
+        caption_photos(folder, server.url)
+    assert rows(folder) == {"00.jpg": ("My own words", "person")}
+
+
+def test_two_runs_in_a_folder_are_rejected(make_photos: MakePhotos) -> None:
+    folder = make_photos(1)
+    with (
+        serve(describe) as server,
+        FileLock(folder / ".m1clip-captions.lock"),
+        pytest.raises(UserError, match="another m1clip data caption is at work"),
+    ):
+        caption_photos(folder, server.url)
+
+
+def test_captions_of_another_format_are_not_hidden(make_photos: MakePhotos) -> None:
+    folder = make_photos(2)
+    (folder / "00.txt").write_text("a dog", encoding="utf-8")
+    with serve(describe) as server, pytest.raises(UserError, match="in the format txt"):
+        caption_photos(folder, server.url)
+    assert not server.requests
+
+
+def test_dry_run_asks_about_three_photos_and_writes_nothing(make_photos: MakePhotos) -> None:
+    folder = make_photos(9)
+    before = sorted(folder.iterdir())
+    with serve(lambda r, n: describe(r, n) if n else completion("dog")) as server:
+        shown = str(sample_captions(folder, server.url))
+    assert len(server.requests) == 3
+    assert sorted(folder.iterdir()) == before
+    assert "prompt     Describe this photo" in shown
+    assert "not used   too short" in shown
+    assert "caption    A red wall with the number 2 on it." in shown
+    assert "9 without a caption; nothing was written" in shown
+
+
+def test_limit_and_bad_settings(make_photos: MakePhotos) -> None:
+    folder = make_photos(5)
+    with serve(describe) as server:
+        caption_photos(folder, server.url, settings=CaptionSettings(limit=2))
+    assert len(rows(folder)) == len(server.requests) == 2
+    with pytest.raises(UserError, match="--prompt: expected"):
+        CaptionSettings(prompt=" ")
+    with pytest.raises(UserError, match=r"--parallel 99: expected 1 to 32"):
+        CaptionSettings(parallel=99)
+
+
+def test_journal_of_another_kind_is_ignored(make_photos: MakePhotos) -> None:
+    folder = make_photos(1)
+    lines = [b"\xff\xfe", b"[1]", b'{"photo": 5}', json.dumps({"photo": "00.jpg"}).encode(), b"{"]
+    (folder / JOURNAL).write_bytes(b"\n".join(lines))
+    with serve(describe) as server:
+        assert caption_photos(folder, server.url).generated == 1
