@@ -27,14 +27,14 @@ from m1clip.model.named import GENERAL, require_towers
 from m1clip.model.weights import weights_hash
 from m1clip.training.learning_curve import MAX_LABELS, MORE, LearningCurve, learning_curve
 
-TOWERS = "towers"  # new heads on pretrained towers, as --recipe frozen
+NEW_HEADS = "towers"  # new heads on pretrained towers, as --recipe frozen
 _MAX_UNREADABLE = 0.5  # of the photos
 
 
 def how_many(
     data: str | Path | Sequence[str | Path],
     *,
-    model: str | Path | Model = TOWERS,
+    model: str | Path | Model = NEW_HEADS,
     more: Sequence[int] = MORE,
     captions: Literal["all", "person"] = "person",
     seed: int = 0,
@@ -48,9 +48,9 @@ def how_many(
     if any(count < 1 for count in more):
         raise UserError("--more: expected numbers of photos, from 1")
     config, model = _settings(data, model, captions)
-    if model == TOWERS:
+    if model == NEW_HEADS:
         require_towers(GENERAL)
-    loaded = model if isinstance(model, Model) else load(GENERAL if model == TOWERS else model)
+    loaded = model if isinstance(model, Model) else load(GENERAL if model == NEW_HEADS else model)
     loaded.encoder.use_device(device)
     source = open_data(config.data, loaded.preprocess.image_size, config.seed)
     samples = [sample for split in source.splits() for sample in source.samples(split)]
@@ -58,7 +58,7 @@ def how_many(
         raise UserError(f"{source.name}: classes, not captions: there is no curve of captions")
     order = np.random.default_rng(seed).permutation(len(samples))[:MAX_LABELS]
     chosen = [samples[place] for place in np.sort(order)]
-    is_aligned = model != TOWERS
+    is_aligned = model != NEW_HEADS
     cache = _feature_cache(loaded.clip, loaded, source, config, device, is_aligned)
     images, texts, image_index = _features(cache, chosen)
     return learning_curve(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from m1clip.errors import UserError
-from m1clip.evaluation.retrieval import ranks
+from m1clip.evaluation.retrieval import RECALL_AT, ranks
 from m1clip.formatting import plural, table
 from m1clip.training.cca import canonical
 
@@ -31,7 +31,6 @@ SMALLEST_FRACTION = 0.125  # of the photos that are trained on
 SIZES = 6
 BOOTSTRAPS = 400
 EMBED_DIM = 256
-RECALL_AT = (1, 5, 10)
 # Weights of the fitted heads, added to the similarities of a model that knows the photos already.
 ALIGNED_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 OUTLIER = 8.0  # of a standardized feature

@@ -50,7 +50,7 @@ _REFUSAL = re.compile(
 _QUOTES = "\"'`“”‘’«»„*_ "
 _SENTENCE_END = re.compile(r"[.!?。！？](?=\s|$)")
 _EAST_ASIAN = {"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "KATAKANA-HIRAGANA"}
-_KEY = re.compile(r"[\W_]+")
+_NO_WORD = re.compile(r"[\W_]+")
 
 
 class Answer(NamedTuple):
@@ -135,7 +135,7 @@ def _scripts(text: str) -> Counter[str]:
 
 def _key(caption: str) -> str:
     """Equal for captions that differ in case and punctuation alone."""
-    return _KEY.sub(" ", caption).strip().casefold()
+    return _NO_WORD.sub(" ", caption).strip().casefold()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from m1clip.errors import UserError
 from m1clip.io import open_for_write, open_regular, write_text
 
 JOURNAL = ".m1clip-captions.journal"  # not .jsonl, which would be read as a table
-MAX_LINE = 2**16  # bytes; longer lines are not ours
+MAX_ENTRY_BYTES = 2**16  # bytes; longer lines are not ours
 ANSWER_KEPT = 500  # characters of an answer that was not used
 
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> Iterator[Entry]:
         return
     try:
         with open_regular(path, inside=path.parent) as file:
-            while line := file.readline(MAX_LINE):
+            while line := file.readline(MAX_ENTRY_BYTES):
                 if (entry := _parse(line)) is not None:
                     yield entry
     except OSError as error:

@@ -37,15 +37,15 @@ PROMPT = (
 SAMPLES = 3  # photos of a dry run
 MAX_TOKENS = 200  # of an answer; reasoning models need more
 MAX_PARALLEL = 32
-BACKOFF_SECONDS = 1.0  # before the second try, doubled for each further one
+FIRST_WAIT_SECONDS = 1.0  # before the second try, doubled for each further one
 MAX_FAILURES = 8  # photos in a row
 SAME_ANSWERS_CHECKED = 12  # answers after which half must differ
-SAVE_SECONDS = 60.0  # between two changes of captions.csv
-JPEG_QUALITY = 88
+TABLE_SECONDS = 60.0  # between two changes of captions.csv
+SENT_QUALITY = 88
 MAX_PROMPT = 8_000  # characters
 # Formats that captions.csv would hide: their captions would no longer be read.
 _HIDDEN_FORMATS = ("hf", "webdataset", "tsv", "jsonl", "json", "parquet", "txt")
-_LOCK = ".m1clip-captions.lock"
+_CAPTIONING_LOCK = ".m1clip-captions.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ def _folder(folder: str | Path) -> Path:
 @contextmanager
 def _only_run(root: Path) -> Iterator[None]:
     """Hold the lock of a folder: two runs would ask about the same photos."""
-    lock = FileLock(root / _LOCK, fallback_to_soft=False)
+    lock = FileLock(root / _CAPTIONING_LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -350,7 +350,7 @@ class _Run:
                 for done, outcome in enumerate(self._outcomes(pool, photos), start=1):
                     self._handle(outcome)
                     refresh(done, len(photos))
-                    if time.monotonic() - saved > SAVE_SECONDS:
+                    if time.monotonic() - saved > TABLE_SECONDS:
                         self.save()
                         saved = time.monotonic()
         finally:
@@ -393,7 +393,7 @@ class _Run:
                     raise self.server.no_server(error) from error
                 if is_last or self._stopped.is_set():
                     return Outcome(photo, None, f"{photo}: {error}", True)
-                delay = BACKOFF_SECONDS * 2 ** (number - 1)
+                delay = FIRST_WAIT_SECONDS * 2 ** (number - 1)
                 self._stopped.wait(delay if error.retry_after is None else error.retry_after)
         raise AssertionError("unreachable: the last try returns")
 
@@ -487,5 +487,5 @@ def _small_jpeg(path: Path, max_side: int) -> bytes:
     image = decode(data, max_side, str(path))
     image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
-    image.convert("RGB").save(stream, "JPEG", quality=JPEG_QUALITY)
+    image.convert("RGB").save(stream, "JPEG", quality=SENT_QUALITY)
     return stream.getvalue()

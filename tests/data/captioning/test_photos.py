@@ -32,7 +32,7 @@ ONE_AT_A_TIME = CaptionSettings(parallel=1)
 @pytest.fixture
 def make_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePhotos:
     """Returns a function that writes a number of photos; retries are made at once."""
-    monkeypatch.setattr(photos_module, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(photos_module, "FIRST_WAIT_SECONDS", 0.0)
 
     def make(count: int) -> Path:
         for number in range(count):
