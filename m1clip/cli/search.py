@@ -34,6 +34,7 @@ def index(
     problems: Flag = False,
     watch: Flag = False,
     export: Path | None = None,
+    when_done: Flag = False,
 ) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
@@ -56,6 +57,8 @@ def index(
         Keep the index up to date until Ctrl-C.
     export
         Also write the vectors to this Parquet file, for a vector database.
+    when_done
+        Search with a new --model only once all images are indexed with it; until then, with the one before.
     """
     from m1clip.model.named import WAYS, NoModelError
     from m1clip.search.index import update_index, watch_folder
@@ -63,7 +66,7 @@ def index(
 
     def update(always: bool) -> None:
         with console.progress("indexing images"):
-            report = update_index(folder, model)
+            report = update_index(folder, model, when_done)
         if always or report.added or report.kept or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
@@ -366,9 +369,11 @@ def serve(
     """
     import threading
 
+    from m1clip.monitor.status import is_run
     from m1clip.web import server
     from m1clip.web.photos import Photos
 
-    photos = Photos(folder, model)
+    folders = list(runs) or [server.DEFAULT_RUNS]
+    photos = Photos(folder, model, next((each for each in folders if not is_run(each)), None))
     threading.Thread(target=photos.warm_up, daemon=True).start()
-    server.serve(list(runs) or [server.DEFAULT_RUNS], port, browser, photos)
+    server.serve(folders, port, browser, photos)

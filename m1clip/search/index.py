@@ -380,8 +380,13 @@ def _resolved(model: str | Path) -> str:
     raise UserError(f"{model}: no model found; give a run or a model folder with --model")
 
 
-def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
-    """(number of the set of vectors, path of the model), which is by default that of the last call."""
+def _choose_model(
+    db: sqlite3.Connection, asked: str | None, when_done: bool = False
+) -> tuple[int, str]:
+    """(number of the set of vectors, path of the model), which is by default that of the last call.
+
+    It is the one that is searched from now on, or with `when_done` from `_use_model` on.
+    """
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
     path = asked or (str(last[0]) if last else _resolved(default_model()))
     stamp = model_stamp(path)
@@ -393,8 +398,14 @@ def _choose_model(db: sqlite3.Connection, asked: str | None) -> tuple[int, str]:
         db.execute("INSERT OR IGNORE INTO models (hash) VALUES (?)", (digest,))
         found = db.execute("SELECT id FROM models WHERE hash = ?", (digest,)).fetchone()
         db.execute("UPDATE models SET path = ?, stamp = ? WHERE id = ?", (path, stamp, found[0]))
-    db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), found[0]))
+    if not when_done:
+        _use_model(db, found[0])
     return found[0], path
+
+
+def _use_model(db: sqlite3.Connection, set_id: int) -> None:
+    """Search with this model by default."""
+    db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), set_id))
 
 
 # Files
@@ -482,8 +493,13 @@ def _facts(header: Image.Image) -> tuple[int, int, str | None, int]:
 # The index
 
 
-def update_index(folder: str | Path, model: str | Path | None = None) -> Report:
-    """Index the images of a folder and its subfolders; unchanged files are not read again."""
+def update_index(
+    folder: str | Path, model: str | Path | None = None, when_done: bool = False
+) -> Report:
+    """Index the images of a folder and its subfolders; unchanged files are not read again.
+
+    With `when_done`, searches use the model only once all images have its vectors, and until then the one before.
+    """
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
@@ -503,7 +519,7 @@ def update_index(folder: str | Path, model: str | Path | None = None) -> Report:
             database_errors(report.place / DATABASE),
             closing(connect(report.place, write=True)) as db,
         ):
-            _update(db, root, path, report)
+            _update(db, root, path, report, when_done)
     except Timeout:
         raise UserError(f"{root}: another process is indexing this folder now") from None
     except (OSError, sqlite3.Error) as error:
@@ -518,12 +534,14 @@ def update_index(folder: str | Path, model: str | Path | None = None) -> Report:
     return report
 
 
-def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Report) -> None:
+def _update(
+    db: sqlite3.Connection, root: Path, asked: str | None, report: Report, when_done: bool
+) -> None:
     db.executemany(
         "INSERT OR REPLACE INTO about VALUES (?, ?)",
         [("format", SEARCH_INDEX_FORMAT), ("version", m1clip.__version__)],
     )
-    set_id, path = _choose_model(db, asked)
+    set_id, path = _choose_model(db, asked, when_done)
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)
     files, closed = _scan(root, report)
@@ -562,6 +580,8 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
         if name is not None and report.added >= MIN_INDEXED:
             device = str(getattr(model.encoder, "device", "cpu"))
             keep_speed(name, report.added, time.monotonic() - began, device, "index")
+    if when_done:
+        _use_model(db, set_id)
     unused = (
         "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
         "AND typeof(sha256) = 'blob'"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,7 @@ RETRY_SECONDS = 0.01  # between two attempts to read a database that is locked
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\*(.+)", re.DOTALL)
 MAX_WEIGHT = 1000.0  # of a part of a query
+MAX_VALUES = 500  # in one statement; SQLite allows a limited number
 DATE = re.compile(r"[0-9]{4}(-[0-9]{2}(-[0-9]{2})?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
 VALID = f"{VALID_FILE} AND {VALID_IMAGE}"
@@ -165,6 +166,15 @@ class Results:
         return [
             each for each in self.nearest if each.probability is None or each.probability >= cut
         ]
+
+
+class Photo(NamedTuple):
+    """An indexed file: its number, path in the folder of photos, content, and the row of its vector."""
+
+    id: int
+    path: str
+    sha256: bytes
+    row: int
 
 
 @dataclass(frozen=True)
@@ -571,6 +581,42 @@ class Index:
             (g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:])
         )
 
+    def photos_at(self, rows: Iterable[int]) -> list[Photo]:
+        """One file of each of some rows of vectors, the one with the first path; rows of deleted files have none."""
+        wanted = [int(row) for row in rows]
+        found = {photo.row: photo for photo in self._photos("row", wanted, "DESC")}
+        return [found[row] for row in wanted if row in found]
+
+    def photos_named(self, paths: Iterable[str]) -> dict[str, Photo]:
+        """The files of some paths, relative to the folder of photos; those that are not indexed are missing."""
+        names = [os.fsencode(path) for path in paths]
+        return {photo.path: photo for photo in self._photos("path", names)}
+
+    def photos_with(self, digests: Iterable[bytes]) -> dict[bytes, Photo]:
+        """One file with each of some contents (sha256), the one with the first path."""
+        return {photo.sha256: photo for photo in self._photos("sha256", list(digests), "DESC")}
+
+    def photo(self, id_: int) -> Photo:
+        """An indexed file by its number; UserError if it is not in the index, or has no vector yet."""
+        for photo in self._photos("files.id", [id_]):
+            return photo
+        raise UserError(f"image {id_}: no longer in the index")
+
+    def _photos(self, column: str, values: Sequence[Any], order: str = "ASC") -> list[Photo]:
+        """The files whose column has one of these values, sorted by path."""
+        files: list[Photo] = []
+        with self._reading() as db:
+            for start in range(0, len(values), MAX_VALUES):
+                part = values[start : start + MAX_VALUES]
+                query = (
+                    f"SELECT files.id, path, sha256, row {LIVE} "
+                    f"AND {column} IN ({','.join('?' * len(part))})"
+                )
+                for id_, path, digest, row in db.execute(query, (self.set_id, *part)):
+                    if row < len(self.vectors):
+                        files.append(Photo(id_, os.fsdecode(path), bytes(digest), row))
+        return sorted(files, key=lambda photo: photo.path, reverse=order == "DESC")
+
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
         return self.root / self._entry(id_)[0]
@@ -601,7 +647,7 @@ class Index:
             vectors, rest = self._taught(phrase, examples)
             taught = taught or bool(vectors)
             if rest or not vectors:
-                vectors = [*vectors, *self._text_vectors([rest])]
+                vectors = [*vectors, *self.encode_texts([rest])]
             parts += [(weight, vector) for vector in vectors]
         if not parts:
             raise UserError("an empty query: give a text, or an image with --like")
@@ -615,7 +661,7 @@ class Index:
         if not names:
             return [], phrase
         vectors = {}
-        for name, vector in zip(names, self._text_vectors(names), strict=True):
+        for name, vector in zip(names, self.encode_texts(names), strict=True):
             fitted, choice = fit_concept(*examples[name], self.library_stats, vector, self.sample)
             if choice is not TEXT_ONLY:
                 vectors[name] = fitted
@@ -624,8 +670,8 @@ class Index:
         names, rest = split_text(phrase, list(vectors))
         return [vectors[name] for name in names], rest
 
-    def _text_vectors(self, texts: list[str]) -> np.ndarray:
-        """(n, dim) unit vectors."""
+    def encode_texts(self, texts: list[str]) -> np.ndarray:
+        """(n, dim) unit vectors of texts, by the model of the index."""
         with self._encoder:
             return self._of_index(self.model.encode_text(texts))
 

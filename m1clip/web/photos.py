@@ -23,9 +23,11 @@ from m1clip.data.images import BadImage, decode
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import read_beneath, read_small, write_beneath
-from m1clip.monitor.status import is_run
 from m1clip.search.index import DATABASE, READ_SECONDS, IndexBusy, thumbnail
 from m1clip.search.query import Copy, Filter, Index, Result, Results
+from m1clip.web.label import LabelPage
+from m1clip.web.server import DEFAULT_RUNS
+from m1clip.web.training import TrainPage, run_or_model
 
 THUMBNAIL, LARGE_SIDE, PREVIEW = 320, 1600, 96  # pixels of the longer side
 MAX_FILE = 2**28  # bytes of an image that is shown
@@ -46,7 +48,9 @@ Answer = tuple[int, str, bytes]  # status, type, body
 class Photos:
     """Answers the requests of the search page. The index may be made, changed or replaced while it is open."""
 
-    def __init__(self, folder: Path | None, model: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, model: Path | None = None, runs: Path | None = None
+    ) -> None:
         self.token = secrets.token_urlsafe(24)
         self.max_upload = MAX_UPLOAD
         self.upload_path = UPLOAD
@@ -57,6 +61,10 @@ class Photos:
         self._inode = 0
         self._folders: tuple[int, list[str], int] = (-1, [], 0)
         self._uploads: OrderedDict[str, tuple[str, np.ndarray]] = OrderedDict()
+        self._label_page = LabelPage(self._opened)
+        self._train_page = TrainPage(
+            self._opened, self._label_page.labels, runs or DEFAULT_RUNS, self._use_model
+        )
 
     def _opened(self) -> Index:
         """The index. It is opened by one thread at a time; the others wait for a limited time."""
@@ -79,6 +87,12 @@ class Photos:
     def _is_current(self, index: Index) -> bool:
         return not index.outdated and _inode(index.place) == self._inode
 
+    def _use_model(self, model: str) -> None:
+        """Search with another model from the next request on."""
+        if self._model is not None:
+            self._model = Path(model)
+            self._index = None
+
     def warm_up(self) -> None:
         """Load the model, so that the first search is fast."""
         with contextlib.suppress(UserError, OSError, sqlite3.Error):
@@ -90,6 +104,11 @@ class Photos:
             "/api/library": self._library,
             "/api/search": self._search,
             "/api/duplicates": self._duplicates,
+            "/api/label": self._label_page.progress,
+            "/api/label/queue": self._label_page.queue,
+            "/api/label/similar": self._label_page.similar,
+            "/api/label/labelled": self._label_page.labelled,
+            "/api/train": self._train_page.status,
         }
         if path in routes:
             return _answer(lambda: routes[path](values))
@@ -102,11 +121,15 @@ class Photos:
 
     def post(self, path: str, data: bytes) -> Answer | None:
         """The answer to a POST request whose token was valid."""
-        if path == UPLOAD:
-            return _answer(lambda: self._upload(data))
-        if path == "/api/mark":
-            return _answer(lambda: self._mark(data))
-        return None
+        routes: dict[str, Callable[[bytes], Any]] = {
+            UPLOAD: self._upload,
+            "/api/mark": self._mark,
+            "/api/label": self._label_page.save,
+            "/api/train/start": self._train_page.start,
+            "/api/train/stop": self._train_page.stop,
+            "/api/train/switch": self._train_page.switch,
+        }
+        return _answer(lambda: routes[path](data)) if path in routes else None
 
     def _library(self, values: dict[str, str]) -> dict[str, Any]:
         index = self._opened()
@@ -117,7 +140,7 @@ class Photos:
         return {
             "token": self.token,
             "folder": one_line(str(index.root)),
-            "model": one_line(_model_name(Path(index.model_path))),
+            "model": one_line(run_or_model(index.model_path)),
             "images": images,
             "folders": folders,
             "words": list(index.concepts.names()),
@@ -252,11 +275,6 @@ def _fields(photo: Result | Copy) -> dict[str, Any]:
     if isinstance(photo, Result):
         fields["copies"] = len(photo.copies)
     return fields
-
-
-def _model_name(path: Path) -> str:
-    """The name of a model folder; for the best or last model of a run, which are named alike, that of the run."""
-    return path.parent.name if is_run(path.parent) else path.name
 
 
 def _inode(place: Path) -> int:

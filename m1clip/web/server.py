@@ -167,11 +167,29 @@ HOST = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 PORT = re.compile(r":\d+$")
 NUMBER = re.compile(r"[0-9]{1,12}")
-INDEX_PAGE, SEARCH_PAGE = "index.html", "search.html"
+INDEX_PAGE, SEARCH_PAGE, LABEL_PAGE = "index.html", "search.html", "label.html"
 CONTENT_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
-SCRIPTS = ("common.js", "app.js", "plots.js", "views.js", "search.js", "uplot.js")
+SCRIPTS = (
+    "common.js",
+    "app.js",
+    "plots.js",
+    "views.js",
+    "search.js",
+    "label.js",
+    "train.js",
+    "uplot.js",
+)
 FIELDS_SCRIPT = "fields.js"  # written from the table of logged fields
-FILES = (INDEX_PAGE, SEARCH_PAGE, *SCRIPTS, "style.css", "search.css", "uplot.css")
+FILES = (
+    INDEX_PAGE,
+    SEARCH_PAGE,
+    LABEL_PAGE,
+    *SCRIPTS,
+    "style.css",
+    "search.css",
+    "label.css",
+    "uplot.css",
+)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -185,7 +203,7 @@ IDLE_SECONDS = 10.0  # a connection that sends or takes nothing for longer is cl
 CONNECTIONS = 128  # each with a thread; macOS allows 256 open files
 UPLOAD_SECONDS = 60.0  # for the body of a request
 PARALLEL_UPLOADS = 4  # images received at a time
-MAX_BODY = 2**16  # bytes of a request that contains no image, such as a mark
+MAX_BODY = 2**18  # bytes of a request that contains no image, such as a mark or a label
 FREE_SECONDS = 0.01  # to wait for a free thread before the oldest connection is closed
 
 
@@ -274,7 +292,8 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")  # unlike urlsplit, accepts anything
         values, store, photos = dict(parse_qsl(query)), self.server.store, self.server.photos
         home = INDEX_PAGE if photos is None else SEARCH_PAGE
-        name = {"/": home, "/runs": INDEX_PAGE}.get(path, path.removeprefix("/"))
+        pages = {"/": home, "/runs": INDEX_PAGE, "/label": LABEL_PAGE}
+        name = pages.get(path, path.removeprefix("/"))
         if name in FILES:
             parts = ("head.html", name) if name.endswith(".html") else (name,)
             data = b"".join(

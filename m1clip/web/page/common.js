@@ -1,7 +1,14 @@
 "use strict";
-/* What the pages of search and of runs share. */
+/* What the pages share. */
 const $ = (id) => document.getElementById(id);
 const count = (value) => value.toLocaleString("en");
+const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+async function ask(path, options) {
+  const answer = await fetch(path, options).catch(() => null);
+  if (!answer) return { error: "The server does not answer. Is m1clip serve still running?", lost: true };
+  return answer.json().catch(() => ({ error: `The server answered ${answer.status}. Reload the page.` }));
+}
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);

@@ -14,11 +14,6 @@ const state = {
 };
 
 /* requests ---------------------------------------------------------------------------------------------------- */
-async function ask(path, options) {
-  const answer = await fetch(path, options).catch(() => null);
-  if (!answer) return { error: "The server does not answer. Is m1clip serve still running?", lost: true };
-  return answer.json().catch(() => ({ error: `The server answered ${answer.status}. Reload the page.` }));
-}
 const send = (path, body) => ask(path, { method: "POST", body, headers: { "X-M1clip-Token": state.library?.token || "" } });
 
 /* One request at a time. An answer is dropped if the query has changed meanwhile; the new query is sent after it. */
@@ -80,7 +75,6 @@ function show(found) {
   $("rest-head").hidden = !rest.length || !matches.length;
   $("more").hidden = found.results.length + found.wrong.length < state.count || state.count >= MOST;
 }
-const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 function status(words) { $("status").textContent = words; }
 function message(head, words) {
   $("message").hidden = !head;

@@ -1,0 +1,283 @@
+"""Labels: the captions that a user gives to photos of an index, kept in captions.csv for `m1clip train`.
+
+The table is beside the photos if that folder is writable and has no other table of captions, else in the index folder.
+What a table of captions cannot say (skipped photos, and the content of labelled ones, by which they are found again
+when they are renamed) is in a database of the index folder. Losing it loses no caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from m1clip.data.caption_table import (
+    CAPTIONS_FILE,
+    PERSON,
+    Caption,
+    CaptionFile,
+    clean_caption,
+    lock_captions,
+    normalized,
+    read_captions,
+)
+from m1clip.data.sources import splits
+from m1clip.data.sources.tables import find_tables
+from m1clip.errors import UserError
+from m1clip.formatting import one_line
+from m1clip.search.index import (
+    INDEX_FOLDER,
+    READ_SECONDS,
+    IndexBusy,
+    check_single_name,
+    is_busy,
+    is_full,
+    statements,
+    stored_statements,
+)
+
+LABELS_DATABASE = "labels.sqlite"
+LABELS_SCHEMA = """
+CREATE TABLE seen (sha256 BLOB PRIMARY KEY, path BLOB, skipped INTEGER, time REAL);
+"""
+VALID_SEEN = "typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(path) = 'blob' AND skipped IN (0, 1)"
+MAX_CAPTIONS = 20  # of one photo
+# Held-out labels are never trained on. More than by default, as a user has few labels.
+TEST_FRACTION, VALIDATION_FRACTION = 0.2, 0.1
+MIN_LABELS = 30  # photos with a label before the first training: six of them are held out
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a page wants: the captions of a photo, if they are still those of `version`."""
+
+    path: str  # relative to the folder of photos
+    sha256: bytes
+    version: str
+    captions: tuple[str, ...]
+    skipped: bool = False
+    split: str | None = None  # of a near-duplicate that has a label; None: by content
+
+
+@dataclass(frozen=True)
+class Label:
+    """The captions of a photo by a person, with a version by which a later change recognizes them."""
+
+    captions: tuple[str, ...]
+    skipped: bool = False
+    split: str = ""
+
+    @property
+    def version(self) -> str:
+        content = json.dumps([self.captions, self.skipped]).encode()
+        return hashlib.blake2s(content, digest_size=6).hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The label of a photo after a change; a conflict means that another page had changed it, and nothing was done."""
+
+    label: Label
+    conflict: bool
+
+
+def split_by_content(sha256: bytes) -> str:
+    """The split of a photo: the same for every copy of it, however it is named."""
+    unit = splits.hash_unit(sha256.hex())
+    if unit < TEST_FRACTION:
+        return "test"
+    return "val" if unit < TEST_FRACTION + VALIDATION_FRACTION else "train"
+
+
+def can_be_named(path: str) -> bool:
+    """Whether a table can name a file."""
+    return path.isprintable() and path == path.strip() and normalized(path) == path
+
+
+class Labels:
+    """The labels of a folder of photos. Safe to use from threads and from several processes at once."""
+
+    def __init__(self, root: Path, place: Path) -> None:
+        self.root = root
+        self.path = labels_path(root, place)
+        self._database = place / LABELS_DATABASE
+        self._lock = threading.RLock()
+        self._known: tuple[tuple[int, ...], CaptionFile] | None = None  # with what its file was
+        self._version = 0  # changes with the labels
+
+    def labelled(self) -> dict[str, Label]:
+        """The photos with captions of a person, by path relative to the folder of photos."""
+        with self._lock:
+            return self._labels(self._read())
+
+    def skipped(self) -> set[bytes]:
+        """The contents (sha256) of skipped photos."""
+        return {digest for digest, (_, skipped) in self._seen().items() if skipped}
+
+    def change(self, changes: Sequence[Change]) -> list[Outcome]:
+        """Make changes, all with one write of the table; the outcome of each.
+
+        A change whose result is there already (a repeated request) is no conflict.
+        """
+        cleaned = [tuple(_cleaned(each.captions)) for each in changes]
+        for each in changes:
+            if not can_be_named(each.path):
+                name = one_line(each.path)
+                raise UserError(f"{name}: its name cannot be written into a table; rename the file")
+        with self._lock, lock_captions(self.path):
+            table = self._read()
+            skipped = self.skipped()
+            outcomes = []
+            seen: list[tuple[bytes, bytes, int, float]] = []
+            is_changed = False
+            for each, captions in zip(changes, cleaned, strict=True):
+                before = self._label(table, each.path, each.sha256 in skipped)
+                wanted = Label(captions, each.skipped, before.split)
+                if before.version == wanted.version:
+                    outcomes.append(Outcome(before, conflict=False))
+                    continue
+                if before.version != each.version:
+                    outcomes.append(Outcome(before, conflict=True))
+                    continue
+                if captions != before.captions:
+                    split = each.split or split_by_content(each.sha256)
+                    table.replace(self._name(each.path), captions, PERSON, split)
+                    is_changed = True
+                seen.append((each.sha256, os.fsencode(each.path), int(each.skipped), time.time()))
+                outcomes.append(
+                    Outcome(self._label(table, each.path, each.skipped), conflict=False)
+                )
+            self._known = None  # if writing fails, the table in memory is ahead of the file
+            if is_changed:
+                table.write()
+            self._known = self.stamp[:3], table
+            self._remember(seen)
+            return outcomes
+
+    def follow(self, names: Mapping[str, str]) -> None:
+        """Give the rows of renamed photos (old path -> new path) their new names."""
+        if not names:
+            return
+        with self._lock, lock_captions(self.path):
+            table = self._read()
+            for old, new in names.items():
+                if not table.of(self._name(new)) and can_be_named(new):
+                    table.rename(self._name(old), self._name(new))
+            self._known = None
+            table.write()
+
+    def contents(self) -> dict[str, bytes]:
+        """The content (sha256) of each labelled photo, by the path that it had then."""
+        return {path: digest for digest, (path, skipped) in self._seen().items() if not skipped}
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """Changes with the labels."""
+        files = []
+        for path in (self.path, self._database):
+            try:
+                stat = os.stat(path)
+                files += [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+            except OSError:
+                files += [0, 0, 0]
+        return tuple(files)
+
+    def _name(self, path: str) -> str:
+        """How the table names a photo: relative to its folder, or absolute if it is in the index folder."""
+        return path if self.path.parent == self.root else str(self.root / path)
+
+    def _path(self, name: str) -> str:
+        """The path of a photo in the folder of photos, from its name in the table."""
+        if self.path.parent != self.root:
+            return os.path.relpath(name, self.root)
+        return name
+
+    def _label(self, table: CaptionFile, path: str, skipped: bool) -> Label:
+        return _label_of(table.of(self._name(path)), skipped)
+
+    def _labels(self, table: CaptionFile) -> dict[str, Label]:
+        labels = {self._path(name): _label_of(table.of(name), False) for name in table.images()}
+        return {path: label for path, label in labels.items() if label.captions}
+
+    def _read(self) -> CaptionFile:
+        """The table, read again only if its file has changed."""
+        stamp = self.stamp[:3]
+        if self._known is None or self._known[0] != stamp:
+            self._known = stamp, read_captions(self.path)
+        return self._known[1]
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        path = self._database
+        if path.is_symlink():
+            raise UserError(f"{path}: is a symbolic link; delete it")
+        if path.exists():
+            check_single_name(path)
+        try:
+            with closing(sqlite3.connect(path, timeout=READ_SECONDS)) as db, db:
+                db.execute("PRAGMA trusted_schema = OFF")
+                stored = stored_statements(db)
+                if not stored:
+                    db.executescript(
+                        LABELS_SCHEMA.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS")
+                    )
+                elif stored != statements(LABELS_SCHEMA):
+                    raise sqlite3.DatabaseError("other tables than m1clip's")
+                yield db
+        except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise IndexBusy(f"{path}: another program has locked it; try again later") from None
+            if is_full(error):
+                raise UserError(
+                    f"{path}: the disk is full; free some space, then try again"
+                ) from None
+            reason = one_line(str(error))
+            raise UserError(
+                f"{path}: cannot be used ({reason}); delete it: captions stay"
+            ) from None
+
+    def _seen(self) -> dict[bytes, tuple[str, bool]]:
+        """{sha256: (path, whether it was skipped)} of the photos that the user has dealt with."""
+        if not self._database.is_file():
+            return {}
+        with self._open() as db:
+            rows = db.execute(
+                f"SELECT sha256, path, skipped FROM seen WHERE {VALID_SEEN}"
+            ).fetchall()
+        return {bytes(digest): (os.fsdecode(path), skipped == 1) for digest, path, skipped in rows}
+
+    def _remember(self, rows: Sequence[tuple[bytes, bytes, int, float]]) -> None:
+        if rows:
+            with self._open() as db:
+                db.executemany("INSERT OR REPLACE INTO seen VALUES (?, ?, ?, ?)", rows)
+
+
+def labels_path(root: Path, place: Path) -> Path:
+    """Where the labels of a folder of photos are: beside them if possible, else in the index folder."""
+    beside = root / CAPTIONS_FILE
+    if place.parent == root and place.name == INDEX_FOLDER and os.access(root, os.W_OK):
+        others = [path for path in find_tables(root, nested=False) if path != beside]
+        if beside.exists() or not others:
+            return beside
+    return place / CAPTIONS_FILE
+
+
+def _label_of(captions: Sequence[Caption], skipped: bool) -> Label:
+    own = [each for each in captions if each.source == PERSON]
+    split = next((each.split for each in captions if each.split), "")
+    return Label(tuple(each.text for each in own), skipped and not own, split)
+
+
+def _cleaned(captions: Sequence[str]) -> list[str]:
+    """Captions without duplicates and empty ones; UserError for one that cannot be saved."""
+    cleaned = list(dict.fromkeys(filter(None, map(clean_caption, captions))))
+    if len(cleaned) > MAX_CAPTIONS:
+        raise UserError(f"at most {MAX_CAPTIONS} captions for one photo, not {len(cleaned)}")
+    return cleaned

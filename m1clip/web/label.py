@@ -1,0 +1,348 @@
+"""The Label page: which photos to label next, suggestions, and saving, for any number of pages at once.
+
+A photo that one page shows is not given to another page until that page is silent for some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from m1clip.errors import UserError
+from m1clip.formatting import one_line
+from m1clip.search.labels import MIN_LABELS, Change, Label, Labels, can_be_named, split_by_content
+from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, uncertainty
+from m1clip.search.query import Index, Photo
+from m1clip.search.suggest import Suggester, own_words
+
+QUEUE_LENGTH = 24  # photos that a page gets at a time
+MAX_QUEUE = 60
+SUGGESTIONS = 9  # one for each digit key
+RESERVED_SECONDS = 180.0  # a page that is silent for longer has been closed
+MAX_PAGES = 64
+MAX_CHANGED = 100  # photos that are labelled together
+SIMILAR = 24  # photos that are shown as similar to one
+ORDER_SEED = 0
+REORDER_SECONDS = 30.0  # between two orders while photos are being indexed
+LABELS_SHOWN = 24  # labelled photos that can be corrected
+UNSURE = 1.0  # additional weight of the photo that the model is most unsure of
+NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
+
+
+class Queue:
+    """The order of an index, for one state of it: a sample of the photos, and what it covers already."""
+
+    def __init__(self, index: Index, suggester: Suggester) -> None:
+        index.refresh()
+        self.version = index.version
+        self._made = time.monotonic()
+        vectors = index.vectors
+        chosen = np.arange(len(vectors))
+        if len(vectors) > ORDER_SAMPLE:
+            rng = np.random.default_rng(ORDER_SEED)
+            chosen = np.sort(rng.choice(len(vectors), ORDER_SAMPLE, replace=False))
+        photos = [each for each in index.photos_at(chosen) if can_be_named(each.path)]
+        self.photos = photos
+        self.vectors = _rows(index, photos)
+        weights = 1 + UNSURE * uncertainty(self.vectors, suggester.vectors)
+        self.order = LabelOrder(self.vectors, weights) if photos else None
+
+    def is_outdated(self, index: Index) -> bool:
+        """Whether photos were added or removed since; while an indexer runs, not with every photo."""
+        old = time.monotonic() - self._made > REORDER_SECONDS
+        return self.version != index.version and (old or index.progress() is None)
+
+    def next(self) -> tuple[Photo, np.ndarray] | None:
+        """The next photo, and its vector."""
+        place = None if self.order is None else self.order.next()
+        return None if place is None else (self.photos[place], self.vectors[place])
+
+
+class LabelPage:
+    """Answers the requests of the Label page; `opened` returns the index."""
+
+    def __init__(self, opened: Callable[[], Index]) -> None:
+        self._opened = opened
+        self._lock = threading.RLock()  # the order of photos is one for all pages
+        self._index: Index | None = None
+        self._labels: Labels | None = None
+        self._suggester: Suggester | None = None
+        self._queue: Queue | None = None
+        self._ahead: list[tuple[Photo, np.ndarray]] = []  # chosen, but not shown by any page now
+        self._reserved: dict[str, tuple[float, dict[int, tuple[Photo, np.ndarray]]]] = {}
+        self._known: tuple[tuple[int, ...], dict[str, Label], set[bytes]] | None = None
+
+    def labels(self) -> Labels:
+        """The labels of the index that is open."""
+        self._refresh()
+        assert self._labels is not None
+        return self._labels
+
+    def _refresh(self) -> Index:
+        """The index; what was computed for another index or an older state of it is forgotten."""
+        index = self._opened()
+        with self._lock:
+            if index is not self._index:
+                if self._labels is None or self._labels.root != index.root:
+                    self._labels = Labels(index.root, index.place)
+                self._index, self._suggester, self._queue = index, None, None
+                self._ahead, self._reserved, self._known = [], {}, None
+        return index
+
+    def _state(self, index: Index) -> tuple[dict[str, Label], set[bytes]]:
+        """(labels by path, contents of skipped photos), read again if a file has changed."""
+        assert self._labels is not None
+        stamp = self._labels.stamp
+        if self._known is None or self._known[0] != stamp:
+            self._known = stamp, self._labels.labelled(), self._labels.skipped()
+        return self._known[1], self._known[2]
+
+    def _ready(self, index: Index) -> tuple[Queue, Suggester]:
+        """The order and the words, made at the first request and when the index has changed much."""
+        if self._suggester is None:
+            self._suggester = Suggester(index.encode_texts)
+        index.refresh()
+        if self._queue is None or self._queue.is_outdated(index):
+            self._follow_renamed(index)
+            self._queue = Queue(index, self._suggester)
+            self._ahead, self._reserved = [], {}
+            labels, skipped = self._state(index)
+            done = list(index.photos_named(labels).values())
+            done += index.photos_with(skipped).values()
+            if self._queue.order is not None:
+                self._queue.order.add(_rows(index, done))
+        return self._queue, self._suggester
+
+    def _follow_renamed(self, index: Index) -> None:
+        """Move the labels of photos that have another name now."""
+        assert self._labels is not None
+        labels, _ = self._state(index)
+        missing = set(labels) - set(index.photos_named(labels))
+        if missing:
+            contents = {
+                path: digest for path, digest in self._labels.contents().items() if path in missing
+            }
+            there = index.photos_with(contents.values())
+            names = {
+                path: there[digest].path for path, digest in contents.items() if digest in there
+            }
+            self._labels.follow(names)
+
+    def queue(self, values: dict[str, str]) -> dict[str, Any]:
+        """The photos that a page should label next, with suggestions; they are reserved for it."""
+        page = values.get("page", "")[:64]
+        count = _number(values.get("count", ""), QUEUE_LENGTH, MAX_QUEUE)
+        index = self._refresh()
+        with self._lock:
+            queue, suggester = self._ready(index)
+            labels, skipped = self._state(index)
+            suggester.add(self._new_words(labels))
+            held = self._held_by(page)
+            done = {
+                id_
+                for id_, (photo, _) in held.items()
+                if photo.path in labels or photo.sha256 in skipped
+            }
+            for id_ in done:
+                del held[id_]
+            while len(held) < count:
+                found = self._ahead.pop(0) if self._ahead else queue.next()
+                if found is None:
+                    break
+                if found[0].path not in labels and found[0].sha256 not in skipped:
+                    held[found[0].id] = found
+            shown = list(held.values())[:count]
+            return {
+                "photos": [
+                    _card(photo, Label(()), suggester.suggest(vector, SUGGESTIONS))
+                    for photo, vector in shown
+                ],
+                **self._progress(index, labels),
+            }
+
+    def similar(self, values: dict[str, str]) -> dict[str, Any]:
+        """Photos without a label that are similar to one, to label them together."""
+        index = self._refresh()
+        photo = index.photo(_number(values.get("id", ""), -1, 2**62))
+        with self._lock:
+            _, suggester = self._ready(index)
+            labels, skipped = self._state(index)
+        found = index.search(like=[photo.id], k=2 * SIMILAR, collapse=False)
+        named = index.photos_named([each.path for each in found])
+        near = [named[each.path] for each in found if each.path in named and each.id != photo.id]
+        new = [
+            each
+            for each in near
+            if each.path not in labels and each.sha256 not in skipped and can_be_named(each.path)
+        ][:SIMILAR]
+        vectors = _rows(index, new)
+        return {
+            "photos": [
+                _card(each, Label(()), suggester.suggest(vector, SUGGESTIONS))
+                for each, vector in zip(new, vectors, strict=True)
+            ]
+        }
+
+    def labelled(self, values: dict[str, str]) -> dict[str, Any]:
+        """The labelled photos, the newest in the table first, to look at or correct them."""
+        index = self._refresh()
+        with self._lock:
+            _, suggester = self._ready(index)
+            labels, _ = self._state(index)
+        newest = list(labels)[: -LABELS_SHOWN - 1 : -1]
+        named = index.photos_named(newest)
+        photos = [named[path] for path in newest if path in named]
+        return {
+            "photos": [
+                _card(photo, labels[photo.path], suggester.suggest(vector, SUGGESTIONS))
+                for photo, vector in zip(photos, _rows(index, photos), strict=True)
+            ]
+        }
+
+    def progress(self, values: dict[str, str]) -> dict[str, Any]:
+        """How many photos have a label, and what for."""
+        index = self._refresh()
+        with self._lock:
+            return self._progress(index, self._state(index)[0])
+
+    def save(self, data: bytes) -> dict[str, Any]:
+        """Save the captions of some photos, or that they were skipped."""
+        wanted, captions, skip, page = _parsed(data)
+        index = self._refresh()
+        with self._lock:
+            assert self._labels is not None
+            photos = [index.photo(id_) for id_, _ in wanted]
+            group = self._split_of_group(index, photos)
+            changes = [
+                Change(photo.path, photo.sha256, version, captions, skip, group)
+                for photo, (_, version) in zip(photos, wanted, strict=True)
+            ]
+            outcomes = self._labels.change(changes)
+            saved = [
+                photo
+                for photo, outcome in zip(photos, outcomes, strict=True)
+                if not outcome.conflict
+            ]
+            if self._queue is not None and self._queue.order is not None and (captions or skip):
+                self._queue.order.add(_rows(index, saved))
+            self._held_by(page)
+            labels, _ = self._state(index)
+            notes = [self._missing(photo) for photo in photos]
+            return {
+                "photos": [
+                    {"id": photo.id, **_fields(outcome.label), "conflict": outcome.conflict}
+                    for photo, outcome in zip(photos, outcomes, strict=True)
+                ],
+                "note": next(filter(None, notes), ""),
+                **self._progress(index, labels),
+            }
+
+    def _missing(self, photo: Photo) -> str:
+        """What to tell about a photo that was deleted or renamed while it was labelled."""
+        assert self._labels is not None
+        if (self._labels.root / photo.path).is_file():
+            return ""
+        return (
+            f"{one_line(photo.path)} is no longer there. Its label is saved, and follows the photo to its new name "
+            "when the folder is indexed again."
+        )
+
+    def _split_of_group(self, index: Index, photos: Sequence[Photo]) -> str | None:
+        """One split for photos that are labelled together, and for near-duplicates of labelled photos.
+
+        Otherwise the model would be tested on photos that it was trained on in all but name.
+        """
+        labels, _ = self._state(index)
+        vectors = _rows(index, photos)
+        done = list(index.photos_named(labels).values())
+        if done and len(photos):
+            known = _rows(index, done)
+            places = (known @ vectors.mean(axis=0)).argsort()[::-1][:1]
+            for place in places:
+                if float((known[place] @ vectors.T).max()) >= NEAR_DUPLICATE:
+                    return labels[done[place].path].split or None
+        if len(photos) > 1:
+            return split_by_content(photos[0].sha256)
+        return None
+
+    def _new_words(self, labels: dict[str, Label]) -> list[str]:
+        words = own_words(text for label in labels.values() for text in label.captions)
+        return words[:NEW_WORDS]
+
+    def _held_by(self, page: str) -> dict[int, tuple[Photo, np.ndarray]]:
+        """The photos reserved for a page; those of pages that were closed go to the next page that asks."""
+        now = time.monotonic()
+        for key, (seen, held) in list(self._reserved.items()):
+            if key != page and (now - seen > RESERVED_SECONDS or len(self._reserved) > MAX_PAGES):
+                self._ahead = [*held.values(), *self._ahead]
+                del self._reserved[key]
+        _, held = self._reserved.get(page, (now, {}))
+        self._reserved[page] = now, held
+        return held
+
+    def _progress(self, index: Index, labels: dict[str, Label]) -> dict[str, Any]:
+        held_out = sum(label.split == "test" for label in labels.values())
+        return {
+            "labelled": len(labels),
+            "held_out": held_out,
+            "needed": max(0, MIN_LABELS - len(labels)),
+            "least": MIN_LABELS,
+            "images": len(index),
+            "table": one_line(str(self.labels().path)),
+        }
+
+
+def _rows(index: Index, photos: Sequence[Photo]) -> np.ndarray:
+    """(n, dim) float32 vectors of photos."""
+    return index.vectors[[photo.row for photo in photos]].astype(np.float32).reshape(-1, index.dim)
+
+
+def _fields(label: Label) -> dict[str, Any]:
+    return {"captions": list(label.captions), "skipped": label.skipped, "version": label.version}
+
+
+def _card(photo: Photo, label: Label, suggestions: list[str]) -> dict[str, Any]:
+    """What the page shows of a photo."""
+    return {
+        "id": photo.id,
+        "path": one_line(photo.path),
+        "content": photo.sha256[:6].hex(),  # in the address of the image, which a browser keeps
+        "suggestions": suggestions,
+        **_fields(label),
+    }
+
+
+def _number(text: str, default: int, most: int) -> int:
+    return min(int(text), most) if text.isascii() and text.isdigit() and len(text) < 19 else default
+
+
+def _parsed(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, str]:
+    """(photos with the version of their label, captions, whether to skip, key of the page) of a request."""
+    try:
+        asked = json.loads(data)
+    except (ValueError, RecursionError):
+        asked = None
+    match asked:
+        case {"photos": [_, *_] as photos, "captions": list(captions), "page": str(page)} if (
+            len(photos) <= MAX_CHANGED
+            and all(isinstance(text, str) for text in captions)
+            and all(_is_photo(photo) for photo in photos)
+        ):
+            wanted = {photo["id"]: photo["version"] for photo in photos}
+            return list(wanted.items()), tuple(captions), asked.get("skip") is True, page[:64]
+    raise UserError(
+        "a label is {photos: [{id, version}], captions, page}: at most "
+        f"{MAX_CHANGED} photos, and a list of texts"
+    )
+
+
+def _is_photo(value: Any) -> bool:
+    match value:
+        case {"id": id_, "version": str()}:
+            return type(id_) is int and 0 <= id_ < 2**63
+    return False

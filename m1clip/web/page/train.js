@@ -1,0 +1,96 @@
+"use strict";
+/* The Train button of the Label page: the run, its curves, what it gained, and the switch to its model. */
+const TRAIN_MS = 1500, LOSS = "loss";
+const RECALLS = { "mean_recall": "mean recall", "text_to_image/recall@1": "first result is the photo", "text_to_image/recall@10": "photo is among the first 10" };
+const run = { key: "", cursor: "new", steps: [], evaluations: [], status: null, found: null };
+const lossPlot = new Plot("Loss", { id: "loss" }), recallPlot = new Plot("Mean recall on validation labels, %", { id: "recall", none: "waiting for the first evaluation" });
+$("plots").append(lossPlot.figure, recallPlot.figure);
+
+const points = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(1)}`;
+const rate = ([value, low, high]) => `${(100 * value).toFixed(1)}% [${(100 * low).toFixed(1)}, ${(100 * high).toFixed(1)}]`;
+
+async function curves(key) {
+  if (key !== run.key) Object.assign(run, { key, cursor: "new", steps: [], evaluations: [] });
+  const answer = await ask(`/api/update?${new URLSearchParams({ [key]: run.cursor })}`);
+  if (answer.error) return null;
+  for (const rows of answer.rows) {
+    if (rows.reset) Object.assign(run, { steps: [], evaluations: [] });
+    run.cursor = rows.cursor;
+    run.steps.push(...rows.steps.map((row) => [row.step, row.loss]).filter(([, y]) => Number.isFinite(y)));
+    run.evaluations.push(...rows.evaluations.map((row) => [row.step, 100 * row.mean_recall]).filter(([, y]) => Number.isFinite(y)));
+  }
+  const line = (rows, dots) => [{ name: LOSS, index: 0, x: rows.map(([x]) => x), y: rows.map(([, y]) => y), dots }];
+  lossPlot.set(line(run.steps, false));
+  recallPlot.set(line(run.evaluations, true), { unit: "%" });
+  return answer.runs.find((each) => each.id === key);
+}
+/* What is going on, in words. */
+function words(status, found) {
+  const { work, state: is, message, labels, name, in_use: inUse, progress } = status;
+  if (work === "starting") return "Starting the training…";
+  if (work === "stopping") return "Stopping after this step…";
+  if (work === "comparing") return "Comparing the model before and after on the labels that were held out…";
+  if (work === "switching") {
+    const done = progress ? ` ${count(progress[0])} of ${plural(progress[1], "photo")} done.` : "";
+    return `Indexing the photos with the new model.${done} Search uses the model before until all are done.`;
+  }
+  const trained = `${name}, on ${plural(labels || 0, "label")}`;
+  if (is === "preparing") return `${trained}: ${message}`;
+  if (is === "running") return found?.steps ? `${trained}: step ${count(found.step)} of ${count(found.steps)}${found.seconds_left ? `, about ${Math.ceil(found.seconds_left)} s left` : ""}` : `${trained}: ${message}`;
+  if (is === "finished") return `${trained}: finished.${inUse ? " Search uses this model." : ""}`;
+  if (is === "stopped") return `${trained}: ${message}. Search was not changed.`;
+  return "";
+}
+function showResult({ result, before, in_use: inUse, state: is, work }) {
+  $("result").hidden = !result || is !== "finished";
+  if (!result) return;
+  const [value, low, high] = result.gain, sure = low > 0 ? "The new model is better." : high < 0 ? "The new model is worse: keep the one before." : "So few held-out labels do not show which model is better.";
+  $("result-head").textContent = `${points(value)} points of recall@10 [${points(low)}, ${points(high)}]. ${sure}`;
+  $("result-rows").replaceChildren(...result.metrics.map((metric) => el("tr", {}, el("th", {}, RECALLS[metric.name] || metric.name), el("td", {}, rate(metric.before)), el("td", {}, rate(metric.after)))));
+  $("result-text").textContent = `${plural(result.captions, "caption")} of ${plural(result.photos, "photo")} that the new model was not trained on, each searched among ${plural(result.candidates, "photo")}; 95% intervals. Before: ${before}.`;
+  $("switch").hidden = inUse || Boolean(work);
+}
+function showStatus(status, found) {
+  const busy = Boolean(status.work), active = ["preparing", "running"].includes(status.state), needed = state.progress?.needed ?? 1;
+  $("train-state").hidden = status.state === "none";
+  $("train-state").textContent = status.state;
+  $("train-state").className = `badge ${status.state}`;
+  $("train-text").textContent = words(status, found) || (needed ? `${plural(needed, "more label")} needed before the first training.` : "A run in the background, of about a minute. You can go on labelling, or close the page.");
+  if (needed && status.state !== "none" && !active && !busy) $("train-text").textContent += ` ${plural(needed, "more label")} needed to train again.`;
+  $("train-error").textContent = status.error || status.problem || (status.state === "died" ? status.message : "");
+  $("train-start").disabled = busy || active || needed > 0;
+  $("train-start").textContent = status.state === "none" ? "Train" : "Train again";
+  $("train-start").hidden = active;
+  $("train-stop").hidden = !active;
+  $("train-stop").disabled = busy;
+  $("train-run").hidden = status.state === "none" || !run.steps.length;
+  const part = status.state === "finished" ? 100 : found?.steps ? (100 * found.step) / found.steps : 0;
+  $("train-bar").style.width = `${part}%`;
+  $("train-progress").setAttribute("aria-valuenow", String(Math.round(part)));
+  showResult(status);
+}
+let timer = 0, asking = false;
+async function followTraining() {
+  clearTimeout(timer);
+  if (!asking) {
+    asking = true;
+    const status = await ask("/api/train");
+    const found = status.run ? await curves(status.run) : null;
+    asking = false;
+    if (!status.error) { Object.assign(run, { status, found }); showStatus(status, found); } else $("train-text").textContent = status.error;
+  }
+  timer = setTimeout(followTraining, TRAIN_MS);
+}
+async function command(name) {
+  for (const id of ["train-start", "train-stop", "switch"]) $(id).disabled = true;
+  const answer = await send(`/api/train/${name}`, {});
+  $("switch").disabled = false;
+  await followTraining();
+  if (answer.error) $("train-error").textContent = answer.error;
+}
+$("train-start").addEventListener("click", () => command("start"));
+$("train-stop").addEventListener("click", () => command("stop"));
+$("switch").addEventListener("click", () => command("switch"));
+document.addEventListener("labels", () => { if (run.status) showStatus(run.status, run.found); });
+document.addEventListener("themechange", () => { if (run.key) curves(run.key); });
+followTraining();

@@ -1,0 +1,228 @@
+"""The Train button of the Label page: a background run on the labels, what it gained, and the switch to its model.
+
+All that is remembered is in the folder of the run, so that closing the page or the server loses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from m1clip.errors import UserError
+from m1clip.formatting import one_line
+from m1clip.io import read_small, write_json
+from m1clip.model.named import BOXED, GENERAL, boxed_name
+from m1clip.monitor.history import History
+from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
+from m1clip.search.compare import compare_models
+from m1clip.search.labels import MIN_LABELS, Labels
+from m1clip.search.query import Index
+from m1clip.training.process import OUTPUT, start_in_background
+from m1clip.web.server import key_of
+
+RUN_NAME = "labels"
+ABOUT_LABELS = "labels.json"  # in the folder of a run: what it was trained on, and what it gained
+STOP_SECONDS = 120.0  # to wait for a step to end
+LAST_LINES = 2**14  # bytes of the output of a run or of the indexer in which its error is
+ERROR_START = "m1clip: "  # of a line with an error that a user can cause
+Started = dict[str, Any]  # the content of ABOUT_LABELS
+
+
+class TrainPage:
+    """Answers the requests about training; `opened` and `labels` return the index and its labels."""
+
+    def __init__(
+        self,
+        opened: Callable[[], Index],
+        labels: Callable[[], Labels],
+        runs: Path,
+        use_model: Callable[[str], None],
+    ) -> None:
+        self._opened = opened
+        self._labels = labels
+        self._runs = runs
+        self._use_model = use_model  # called when another model is to be searched
+        self._lock = threading.Lock()
+        self._work = ""  # what a thread does now: starting, comparing, stopping or switching
+        self._error = ""  # of the last thing that was asked for
+
+    def status(self, values: dict[str, str]) -> dict[str, Any]:
+        """The newest run on labels of this folder, what it gained, and whether its model is searched."""
+        index = self._opened()
+        found = self._newest(index)
+        state = {"work": self._work, "error": self._error, "progress": index.progress()}
+        if found is None:
+            return {**state, "state": "none"}
+        run, about = found
+        status = status_of(History(run).poll())
+        if status.state == "finished" and "result" not in about and not about.get("problem"):
+            self._start("comparing", lambda: self._compare(index, run, about))
+        in_use = Path(index.model_path).is_relative_to(run)
+        return {
+            **state,
+            "state": status.state,
+            "message": self._reason(run) if status.state == "died" else status.message,
+            "run": key_of(run),
+            "name": run.name,
+            "labels": about.get("labels"),
+            "before": about.get("before_name"),
+            "result": about.get("result"),
+            "problem": about.get("problem", ""),
+            "in_use": in_use,
+        }
+
+    def start(self, data: bytes) -> dict[str, Any]:
+        """Start a run on the labels, in a process of its own."""
+        index = self._opened()
+        labels = self._labels()
+        count = len(labels.labelled())
+        if count < MIN_LABELS:
+            raise UserError(
+                f"{MIN_LABELS - count} more labels are needed before the first training"
+            )
+        found = self._newest(index)
+        if found is not None and status_of(History(found[0]).poll()).state in (
+            "preparing",
+            "running",
+        ):
+            raise UserError(f"{found[0].name} is still running; wait for it, or stop it")
+        about: Started = {
+            "root": str(index.root),
+            "labels": count,
+            "before": index.model_path,
+            "before_name": run_or_model(index.model_path),
+        }
+        words = ["train", str(labels.path), *start_options(index.model_path)]
+
+        def begin() -> None:
+            run = self._new_folder()
+            try:
+                start_in_background(words, run, RUN_NAME, None)
+                write_json(run / ABOUT_LABELS, about)
+            except UserError as error:
+                raise UserError(f"the training did not start: {error}") from None
+
+        self._start("starting", begin, always=True)
+        return {}
+
+    def stop(self, data: bytes) -> dict[str, Any]:
+        """Stop the run; it saves a checkpoint first."""
+        found = self._newest(self._opened())
+        if found is None:
+            raise UserError("there is no run to stop")
+        self._start("stopping", lambda: stop_run(found[0], STOP_SECONDS), always=True)
+        return {}
+
+    def switch(self, data: bytes) -> dict[str, Any]:
+        """Index the photos with the new model in another process; it is searched once it has all vectors."""
+        index = self._opened()
+        found = self._newest(index)
+        if found is None or status_of(History(found[0]).poll()).state != "finished":
+            raise UserError("there is no finished run to switch to")
+        self._start("switching", lambda: self._switch(index, found[0]), always=True)
+        return {}
+
+    def _start(self, work: str, function: Callable[[], object], always: bool = False) -> None:
+        """Run a function in a thread, one at a time; its error is shown on the page."""
+        with self._lock:
+            if self._work:
+                if always:
+                    raise UserError(f"{self._work} now; wait until it is done")
+                return
+            self._work, self._error = work, ""
+
+        def target() -> None:
+            try:
+                function()
+            except UserError as error:
+                self._error = one_line(str(error))
+            except (OSError, RuntimeError, ValueError, sqlite3.Error) as error:
+                self._error = one_line(f"{work}: {type(error).__name__}: {error}")[:300]
+            finally:
+                self._work = ""
+
+        threading.Thread(target=target, daemon=True).start()
+
+    def _new_folder(self) -> Path:
+        for number in itertools.count(1):
+            folder = self._runs / (RUN_NAME if number == 1 else f"{RUN_NAME}-{number}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be created ({error.strerror})") from None
+            return folder
+        raise AssertionError("numbers end")
+
+    def _newest(self, index: Index) -> tuple[Path, Started] | None:
+        """The newest run on the labels of this folder, and what is known about it."""
+        for run in reversed(find_runs(self._runs)):
+            try:
+                about = json.loads(read_small(run / ABOUT_LABELS))
+            except (OSError, ValueError, RecursionError):
+                continue
+            if isinstance(about, dict) and about.get("root") == str(index.root):
+                return run, about
+        return None
+
+    def _reason(self, run: Path) -> str:
+        """Why a run ended: the last line of its output."""
+        try:
+            return last_line((run / OUTPUT).read_bytes()[-LAST_LINES:])
+        except OSError:
+            return "its process ended before the run finished"
+
+    def _compare(self, index: Index, run: Path, about: Started) -> None:
+        """Compare both models on the labels that were held out, once."""
+        try:
+            comparison = compare_models(index, self._labels().labelled(), run)
+            about = {**about, "result": asdict(comparison)}
+        except UserError as error:
+            about = {**about, "problem": one_line(str(error))}
+        write_json(run / ABOUT_LABELS, about)
+
+    def _switch(self, index: Index, run: Path) -> None:
+        """Index with the new model; the index keeps the one before until all photos are done."""
+        command = [sys.executable, "-m", "m1clip", "index", str(index.root), "--model", str(run)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.run(
+            [*command, "--when-done"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C on the server must not interrupt it
+            check=False,
+        )
+        if process.returncode:
+            raise UserError(f"the photos were not indexed: {last_line(process.stdout)}")
+        self._use_model(str(run))
+
+
+def start_options(model: str) -> Sequence[str]:
+    """Options of `m1clip train` to start from the model in use, or else from the best that is installed."""
+    if boxed_name(model) is None and not BOXED[GENERAL].towers_installed():
+        return ("--init", model)
+    return ()
+
+
+def run_or_model(model: str) -> str:
+    """The name of a model; for the best or last model of a run, which are named alike, that of the run."""
+    path = Path(model)
+    return path.parent.name if is_run(path.parent) else path.name
+
+
+def last_line(output: bytes) -> str:
+    """The last line of a program's output, which says what went wrong."""
+    lines = output[-LAST_LINES:].decode("utf-8", "replace").strip().splitlines()
+    return one_line(lines[-1].removeprefix(ERROR_START)) if lines else "no reason was given"

@@ -1,0 +1,195 @@
+"""Labels of an index: saved in captions.csv, once, whatever else happens to the photos, the disk or the process."""
+
+import os
+import threading
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from m1clip.data.caption_table import read_captions
+from m1clip.data.sources import open_sources
+from m1clip.errors import UserError
+from m1clip.io import open_for_write
+from m1clip.search.index import INDEX_FOLDER
+from m1clip.search.labels import (
+    LABELS_DATABASE,
+    Change,
+    Label,
+    Labels,
+    labels_path,
+    split_by_content,
+)
+
+EMPTY = Label(()).version
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Labels:
+    (tmp_path / INDEX_FOLDER).mkdir()
+    return Labels(tmp_path, tmp_path / INDEX_FOLDER)
+
+
+def change(name: str, *captions: str, version: str = EMPTY, skipped: bool = False) -> Change:
+    return Change(name, sha256(name.encode()).digest(), version, captions, skipped)
+
+
+def test_labels_are_a_dataset_for_training(labels: Labels) -> None:
+    (labels.root / "a").mkdir()
+    for number in range(60):
+        name = f"a/{number}.jpg"
+        (labels.root / name).write_bytes(b"x")
+        labels.change([change(name, f"photo {number}", "dog, beach")])
+    source = open_sources([str(labels.root)])
+    assert {split: len(samples) for split, samples in source.by_split.items()} == {
+        split: sum(label.split == split for label in labels.labelled().values())
+        for split in ("train", "val", "test")
+    }
+    assert 6 <= len(source.by_split["test"]) <= 20
+    assert source.by_split["train"][0].captions[1] == "dog, beach"
+    assert not source.problems
+
+
+def test_change_of_another_page_is_a_conflict_and_a_repeated_request_is_none(
+    labels: Labels,
+) -> None:
+    first = change("a.jpg", "a dog")
+    assert not labels.change([first])[0].conflict
+    assert not labels.change([first])[0].conflict  # sent twice
+    (outcome,) = labels.change([change("a.jpg", "a cat")])
+    assert outcome.conflict
+    assert outcome.label.captions == ("a dog",)
+    assert labels.labelled()["a.jpg"].captions == ("a dog",)
+    (outcome,) = labels.change([change("a.jpg", "a dog", "a cat", version=outcome.label.version)])
+    assert outcome.label.captions == ("a dog", "a cat")
+    (outcome,) = labels.change([change("a.jpg", version=outcome.label.version)])  # undone
+    assert labels.labelled() == {}
+    assert outcome.label.version == EMPTY
+
+
+def test_skipped_photo_can_be_labelled_later(labels: Labels) -> None:
+    (outcome,) = labels.change([change("a.jpg", skipped=True)])
+    assert outcome.label.skipped
+    assert labels.skipped() == {change("a.jpg").sha256}
+    assert not labels.path.exists()
+    labels.change([change("a.jpg", "a dog", version=outcome.label.version)])
+    assert labels.skipped() == set()
+    assert list(labels.labelled()) == ["a.jpg"]
+
+
+def test_split_belongs_to_the_content_or_to_the_group(labels: Labels) -> None:
+    copies = [replace(change("a.jpg", "one"), path=name) for name in ("a.jpg", "b/a.jpg", "c.jpg")]
+    splits = {outcome.label.split for outcome in labels.change(copies)}
+    assert splits == {split_by_content(copies[0].sha256)}
+    group = [replace(change(f"{number}.jpg", "one"), split="val") for number in range(9)]
+    assert {outcome.label.split for outcome in labels.change(group)} == {"val"}
+
+
+@pytest.mark.parametrize(
+    ("name", "captions", "message"),
+    [
+        ("a.jpg", ("x" * 10_000,), "at most 1,000 characters"),
+        ("a.jpg", ("half \ud83d",), "lone surrogate"),
+        ("a.jpg", tuple(map(str, range(21))), "at most 20 captions"),
+        ("a\nb.jpg", ("a dog",), "its name cannot be written into a table"),
+        (os.fsdecode(b"\xff.jpg"), ("a dog",), "its name cannot be written into a table"),
+    ],
+)
+def test_bad_label_is_explained_and_changes_nothing(
+    labels: Labels, name: str, captions: tuple[str, ...], message: str
+) -> None:
+    digest = sha256(os.fsencode(name)).digest()
+    with pytest.raises(UserError, match=message):
+        labels.change([change("good.jpg", "a dog"), Change(name, digest, EMPTY, captions)])
+    assert labels.labelled() == {}
+    labels.change([change("good.jpg", "a dog\x00 on\n a beach")])
+    assert labels.labelled()["good.jpg"].captions == ("a dog on a beach",)
+
+
+def test_full_disk_loses_no_label(labels: Labels, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels.change([change("a.jpg", "a dog")])
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="the disk is full"):
+            labels.change([change("b.jpg", "a cat")])
+        assert list(labels.labelled()) == ["a.jpg"]
+    labels.change([change("b.jpg", "a cat")])
+    assert list(Labels(labels.root, labels.path.parent / INDEX_FOLDER).labelled()) == [
+        "a.jpg",
+        "b.jpg",
+    ]
+
+
+def test_pages_and_programs_at_the_same_time_lose_nothing(labels: Labels) -> None:
+    others = [labels, Labels(labels.root, labels.root / INDEX_FOLDER)]
+    conflicts = []
+
+    def label(page: int) -> None:
+        for number in range(8):
+            own = change(f"{page}-{number}.jpg", "a dog")
+            shared = change(f"shared-{number}.jpg", f"by {page}")
+            outcomes = others[page % 2].change([own, shared])
+            conflicts.extend(outcome for outcome in outcomes if outcome.conflict)
+
+    threads = [threading.Thread(target=label, args=(page,)) for page in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(labels.labelled()) == 4 * 8 + 8
+    assert len(conflicts) == 3 * 8
+    rows = read_captions(labels.path).rows
+    assert len(rows) == 40  # no label twice
+
+
+def test_edited_table_and_lost_database_are_read_again(labels: Labels) -> None:
+    labels.change([change("a.jpg", "a dog"), change("b.jpg", "a cat")])
+    text = labels.path.read_text(encoding="utf-8-sig").replace("a cat", "a black cat")
+    labels.path.write_text(text, encoding="utf-8")
+    (labels.root / INDEX_FOLDER / LABELS_DATABASE).write_bytes(b"no database")
+    assert labels.labelled()["b.jpg"].captions == ("a black cat",)
+    with pytest.raises(UserError, match="delete it: captions stay"):
+        labels.skipped()
+    (labels.root / INDEX_FOLDER / LABELS_DATABASE).unlink()
+    assert labels.skipped() == set()
+
+
+def test_renamed_photo_keeps_its_label(labels: Labels) -> None:
+    labels.change([change("a.jpg", "a dog", "dog, grass"), change("b.jpg", "a cat")])
+    assert labels.contents()["a.jpg"] == change("a.jpg").sha256
+    labels.follow({"a.jpg": "2024/a.jpg", "b.jpg": "2024/bad\nname.jpg"})
+    assert {name: label.captions for name, label in labels.labelled().items()} == {
+        "2024/a.jpg": ("a dog", "dog, grass"),
+        "b.jpg": ("a cat",),
+    }
+
+
+def test_labels_are_in_the_index_folder_if_they_would_hide_another_table(tmp_path: Path) -> None:
+    place = tmp_path / INDEX_FOLDER
+    place.mkdir()
+    assert labels_path(tmp_path, place) == tmp_path / "captions.csv"
+    assert labels_path(tmp_path, tmp_path.parent / "elsewhere").parent.name == "elsewhere"
+    (tmp_path / "captions.jsonl").write_text('{"image": "a.jpg", "caption": "mine"}\n')
+    assert labels_path(tmp_path, place) == place / "captions.csv"
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    labels = Labels(tmp_path, place)
+    labels.change([change("a.jpg", "a dog")])
+    assert list(labels.labelled()) == ["a.jpg"]
+    (sample,) = (
+        each for part in open_sources([str(labels.path)]).by_split.values() for each in part
+    )
+    assert str(sample.image) == str(tmp_path / "a.jpg")
+
+
+def test_database_that_is_a_link_is_not_written(labels: Labels, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    os.close(open_for_write(target, os.O_CREAT | os.O_WRONLY))
+    (labels.root / INDEX_FOLDER / LABELS_DATABASE).symlink_to(target)
+    with pytest.raises(UserError, match="symbolic link"):
+        labels.change([change("a.jpg", skipped=True)])
+    assert target.read_bytes() == b""
