@@ -16,7 +16,7 @@ from m1clip.inference.model import Model
 from m1clip.search.labels import Label
 from m1clip.search.query import Index, Photo
 
-MAX_OTHERS = 500  # photos without a label among which those with one must be found
+MAX_UNLABELLED = 500  # photos without a label among which those with one must be found
 SHOWN_METRICS = ("mean_recall", "text_to_image/recall@1", "text_to_image/recall@10")
 GAIN_AT = 10  # the rank up to which a photo counts as found in the gain
 RESAMPLES = 2000
@@ -85,9 +85,9 @@ def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -
 def _others(index: Index, named: Mapping[str, Photo]) -> list[Photo]:
     """Some photos without a label, drawn at random."""
     rng = np.random.default_rng(COMPARE_SEED)
-    drawn = rng.permutation(len(index.vectors))[: MAX_OTHERS + len(named)]
+    drawn = rng.permutation(len(index.vectors))[: MAX_UNLABELLED + len(named)]
     known = {photo.row for photo in named.values()}
-    return [photo for photo in index.photos_at(drawn) if photo.row not in known][:MAX_OTHERS]
+    return [photo for photo in index.photos_at(drawn) if photo.row not in known][:MAX_UNLABELLED]
 
 
 def _encode(model: Model, index: Index, photos: list[Photo]) -> tuple[np.ndarray, list[int]]:

@@ -50,8 +50,8 @@ CREATE TABLE seen (sha256 BLOB PRIMARY KEY, path BLOB, skipped INTEGER, time REA
 VALID_SEEN = "typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(path) = 'blob' AND skipped IN (0, 1)"
 MAX_CAPTIONS = 20  # of one photo
 # Held-out labels are never trained on. More than by default, as a user has few labels.
-TEST_FRACTION, VALIDATION_FRACTION = 0.2, 0.1
-MIN_LABELS = 30  # photos with a label before the first training: six of them are held out
+HELD_OUT_FRACTION, VALIDATION_FRACTION = 0.2, 0.1
+LABELS_TO_TRAIN = 30  # photos with a label before the first training: six of them are held out
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Outcome:
 def split_by_content(sha256: bytes) -> str:
     """The split of a photo: the same for every copy of it, however it is named."""
     unit = splits.hash_unit(sha256.hex())
-    if unit < TEST_FRACTION:
+    if unit < HELD_OUT_FRACTION:
         return "test"
-    return "val" if unit < TEST_FRACTION + VALIDATION_FRACTION else "train"
+    return "val" if unit < HELD_OUT_FRACTION + VALIDATION_FRACTION else "train"
 
 
 def can_be_named(path: str) -> bool:

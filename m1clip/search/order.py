@@ -1,7 +1,7 @@
 """The order in which labels help most: photos that stand for many others, and of which the model is unsure.
 
 Each photo is weighted by how unsure the model is, and photos are chosen one by one so that every photo of the library
-is similar to one with a label (facility location). Near-duplicates of a chosen photo add nothing: they come last.
+is similar to one with a label (facility location). Near-duplicates of a chosen photo add nothing: they are left out.
 A large library is represented by a random sample, which bounds time and memory.
 """
 
@@ -11,9 +11,7 @@ import numpy as np
 
 ORDER_SAMPLE = 4096  # photos among which the next ones are chosen: 64 MiB of similarities
 COVERED_BLOCK = 1024  # labelled photos compared with the sample at a time
-NEAR_DUPLICATE = 0.97  # cosine of two photos of one scene
-UNSURE_WEIGHT = 1.0  # of the model's uncertainty; 0: all photos count alike
-FIRST_SCALE = 100.0  # of cosines of photos and words, as in the logits of CLIP models
+NEAR_DUPLICATE = 0.95  # cosine of two photos of one scene, around the mean of the library
 DUPLICATE_GAIN = -np.inf
 
 
@@ -38,7 +36,7 @@ class LabelOrder:
     def __init__(self, photos: np.ndarray, weights: np.ndarray | None = None) -> None:
         self._mean = photos.mean(axis=0)
         self._photos = photos
-        self._centered = self._around_mean(photos)
+        self._centered = around_mean(photos, self._mean)
         self._similarity = np.maximum(self._centered @ self._centered.T, 0)  # (n, n)
         count = len(photos)
         self._weights = (
@@ -52,9 +50,9 @@ class LabelOrder:
         """Count photos (m, d) as covered, also those that are not in the sample."""
         for start in range(0, len(photos), COVERED_BLOCK):
             part = photos[start : start + COVERED_BLOCK].astype(np.float32)
-            nearest = (self._centered @ self._around_mean(part).T).max(axis=1)
+            nearest = (self._centered @ around_mean(part, self._mean).T).max(axis=1)
             np.maximum(self._covered, nearest, out=self._covered)
-            self._gains[(self._photos @ part.T).max(axis=1) >= NEAR_DUPLICATE] = DUPLICATE_GAIN
+            self._gains[nearest >= NEAR_DUPLICATE] = DUPLICATE_GAIN
 
     def next(self) -> int | None:
         """The place of the next photo in the sample, which then counts as covered; None if no photo is left."""
@@ -76,8 +74,9 @@ class LabelOrder:
         added = np.maximum(self._similarity[place] - self._covered, 0)
         return float(added @ self._weights)
 
-    def _around_mean(self, photos: np.ndarray) -> np.ndarray:
-        """Unit vectors around the mean of the library: all photos share a large component."""
-        centered = photos - self._mean
-        lengths = np.linalg.norm(centered, axis=1, keepdims=True)
-        return np.asarray(centered / np.maximum(lengths, 1e-6), np.float32)
+
+def around_mean(photos: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """(n, dim) unit vectors around the mean of the library: all photos share a large component."""
+    centered = photos - mean
+    lengths = np.linalg.norm(centered, axis=1, keepdims=True)
+    return np.asarray(centered / np.maximum(lengths, 1e-6), np.float32)

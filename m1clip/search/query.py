@@ -59,7 +59,7 @@ RETRY_SECONDS = 0.01  # between two attempts to read a database that is locked
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\*(.+)", re.DOTALL)
 MAX_WEIGHT = 1000.0  # of a part of a query
-MAX_VALUES = 500  # in one statement; SQLite allows a limited number
+SQL_VALUES = 500  # in one statement; SQLite allows a limited number
 DATE = re.compile(r"[0-9]{4}(-[0-9]{2}(-[0-9]{2})?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
 VALID = f"{VALID_FILE} AND {VALID_IMAGE}"
@@ -606,8 +606,8 @@ class Index:
         """The files whose column has one of these values, sorted by path."""
         files: list[Photo] = []
         with self._reading() as db:
-            for start in range(0, len(values), MAX_VALUES):
-                part = values[start : start + MAX_VALUES]
+            for start in range(0, len(values), SQL_VALUES):
+                part = values[start : start + SQL_VALUES]
                 query = (
                     f"SELECT files.id, path, sha256, row {LIVE} "
                     f"AND {column} IN ({','.join('?' * len(part))})"

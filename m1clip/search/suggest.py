@@ -8,7 +8,7 @@ from importlib import resources
 
 import numpy as np
 
-TEMPLATE = "a photo of {}"
+WORD_TEMPLATE = "a photo of {}"
 TEXTS = 64  # encoded at a time
 MAX_OWN_WORDS = 200  # captions and tags of the user that are suggested again
 MAX_OWN_CHARACTERS = 80  # a longer caption is about one photo only
@@ -56,7 +56,7 @@ class Suggester:
         new = [word for word in dict.fromkeys(words) if word not in known]
         if not new:
             return
-        texts = [TEMPLATE.format(word) for word in new]
+        texts = [WORD_TEMPLATE.format(word) for word in new]
         # In small batches: a search meanwhile waits for one of them at most.
         self._parts += [self._encode(texts[at : at + TEXTS]) for at in range(0, len(texts), TEXTS)]
         self._words += new

@@ -15,8 +15,15 @@ import numpy as np
 
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.search.labels import MIN_LABELS, Change, Label, Labels, can_be_named, split_by_content
-from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, uncertainty
+from m1clip.search.labels import (
+    LABELS_TO_TRAIN,
+    Change,
+    Label,
+    Labels,
+    can_be_named,
+    split_by_content,
+)
+from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, around_mean, uncertainty
 from m1clip.search.query import Index, Photo
 from m1clip.search.suggest import Suggester, own_words
 
@@ -30,7 +37,7 @@ SIMILAR = 24  # photos that are shown as similar to one
 ORDER_SEED = 0
 REORDER_SECONDS = 30.0  # between two orders while photos are being indexed
 LABELS_SHOWN = 24  # labelled photos that can be corrected
-UNSURE = 1.0  # additional weight of the photo that the model is most unsure of
+UNSURE_WEIGHT = 1.0  # additional weight of the photo that the model is most unsure of
 NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
 
 
@@ -49,7 +56,7 @@ class Queue:
         photos = [each for each in index.photos_at(chosen) if can_be_named(each.path)]
         self.photos = photos
         self.vectors = _rows(index, photos)
-        weights = 1 + UNSURE * uncertainty(self.vectors, suggester.vectors)
+        weights = 1 + UNSURE_WEIGHT * uncertainty(self.vectors, suggester.vectors)
         self.order = LabelOrder(self.vectors, weights) if photos else None
 
     def is_outdated(self, index: Index) -> bool:
@@ -258,14 +265,15 @@ class LabelPage:
         Otherwise the model would be tested on photos that it was trained on in all but name.
         """
         labels, _ = self._state(index)
-        vectors = _rows(index, photos)
+        mean = index.library_stats[0]
+        vectors = around_mean(_rows(index, photos), mean)
         done = list(index.photos_named(labels).values())
         if done and len(photos):
-            known = _rows(index, done)
-            places = (known @ vectors.mean(axis=0)).argsort()[::-1][:1]
-            for place in places:
-                if float((known[place] @ vectors.T).max()) >= NEAR_DUPLICATE:
-                    return labels[done[place].path].split or None
+            known = around_mean(_rows(index, done), mean)
+            similarity = (known @ vectors.T).max(axis=1)
+            nearest = int(similarity.argmax())
+            if similarity[nearest] >= NEAR_DUPLICATE:
+                return labels[done[nearest].path].split or None
         if len(photos) > 1:
             return split_by_content(photos[0].sha256)
         return None
@@ -290,8 +298,8 @@ class LabelPage:
         return {
             "labelled": len(labels),
             "held_out": held_out,
-            "needed": max(0, MIN_LABELS - len(labels)),
-            "least": MIN_LABELS,
+            "needed": max(0, LABELS_TO_TRAIN - len(labels)),
+            "least": LABELS_TO_TRAIN,
             "images": len(index),
             "table": one_line(str(self.labels().path)),
         }

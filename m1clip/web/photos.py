@@ -91,7 +91,7 @@ class Photos:
         """Search with another model from the next request on."""
         if self._model is not None:
             self._model = Path(model)
-            self._index = None
+        self._index = None
 
     def warm_up(self) -> None:
         """Load the model, so that the first search is fast."""

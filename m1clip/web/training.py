@@ -19,12 +19,12 @@ from typing import Any
 
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.io import read_small, write_json
+from m1clip.io import open_regular, read_small, write_json
 from m1clip.model.named import BOXED, GENERAL, boxed_name
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
-from m1clip.search.labels import MIN_LABELS, Labels
+from m1clip.search.labels import LABELS_TO_TRAIN, Labels
 from m1clip.search.query import Index
 from m1clip.training.process import OUTPUT, start_in_background
 from m1clip.web.server import key_of
@@ -85,9 +85,9 @@ class TrainPage:
         index = self._opened()
         labels = self._labels()
         count = len(labels.labelled())
-        if count < MIN_LABELS:
+        if count < LABELS_TO_TRAIN:
             raise UserError(
-                f"{MIN_LABELS - count} more labels are needed before the first training"
+                f"{LABELS_TO_TRAIN - count} more labels are needed before the first training"
             )
         found = self._newest(index)
         if found is not None and status_of(History(found[0]).poll()).state in (
@@ -178,7 +178,10 @@ class TrainPage:
     def _reason(self, run: Path) -> str:
         """Why a run ended: the last line of its output."""
         try:
-            return last_line((run / OUTPUT).read_bytes()[-LAST_LINES:])
+            with open_regular(run / OUTPUT) as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - LAST_LINES))
+                return last_line(log.read(LAST_LINES))
         except OSError:
             return "its process ended before the run finished"
 

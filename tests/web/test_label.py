@@ -1,0 +1,251 @@
+"""Labelling and training over HTTP: pages at once, photos that go away, bad requests, a run from start to switch."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_sets import image
+from photos import make_photos, save_model
+
+from m1clip.data.caption_table import read_captions
+from m1clip.search.index import update_index
+from m1clip.search.labels import Labels
+from m1clip.web import label as label_module
+from m1clip.web import training
+from m1clip.web.photos import Photos
+from m1clip.web.server import Server, Store
+from web.client import ask, running
+from web.test_photos import post, read
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    photos = make_photos(tmp_path / "photos", COUNT)
+    update_index(photos, model)
+    return photos
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    runs = folder.parent / "runs"
+    with running(Server(Store([runs.parent]), 0, Photos(folder, runs=runs))) as made:
+        yield made
+
+
+def label(server: Server, photos: list[dict[str, Any]], *captions: str, **more: Any) -> Any:
+    wanted = [{"id": photo["id"], "version": photo["version"]} for photo in photos]
+    body = {"photos": wanted, "captions": captions, "page": "test", **more}
+    return post(server, "/api/label", json.dumps(body).encode())
+
+
+def queue(server: Server, page: str = "test", count: int = 5) -> list[dict[str, Any]]:
+    return list(read(server, "/api/label/queue", page=page, count=count)["photos"])
+
+
+def until(server: Server, **expected: Any) -> dict[str, Any]:
+    """Wait until the training has these values."""
+    deadline = time.monotonic() + 120
+    while True:
+        found = read(server, "/api/train")
+        if all(found.get(name) == value for name, value in expected.items()):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def test_pages_get_different_photos_and_labelled_ones_do_not_come_back(server: Server) -> None:
+    first = queue(server)
+    assert [photo["id"] for photo in queue(server)] == [photo["id"] for photo in first]
+    other = queue(server, "other", 60)
+    ids = {photo["id"] for photo in first} | {photo["id"] for photo in other}
+    assert len(ids) == len(first) + len(other) == COUNT
+    assert len(first[0]["suggestions"]) == 9
+    assert all(isinstance(word, str) for word in first[0]["suggestions"])
+    status, answer = label(server, first[:1], "a dog")
+    assert status == 200
+    assert (answer["labelled"], answer["needed"]) == (1, 29)
+    status, answer = label(server, first[1:2], skip=True)
+    left = [photo["id"] for photo in queue(server)]
+    assert left == [photo["id"] for photo in first[2:]]
+    shown = read(server, "/api/label/labelled")["photos"]
+    assert [(photo["id"], photo["captions"]) for photo in shown] == [(first[0]["id"], ["a dog"])]
+    similar = read(server, "/api/label/similar", id=first[2]["id"])["photos"]
+    assert not {photo["id"] for photo in similar} & {photo["id"] for photo in first[:3]}
+
+
+def test_photos_of_a_closed_page_go_to_another(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue(server, "closed", 60)
+    assert queue(server, "open") == []
+    monkeypatch.setattr(label_module, "RESERVED_SECONDS", 0.0)
+    assert len(queue(server, "open", 60)) == COUNT
+
+
+def test_two_pages_at_once_conflict_and_are_not_mixed(server: Server, folder: Path) -> None:
+    photos = queue(server)
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda text=text: answers.append(label(server, photos[:1], text)[1])
+        )
+        for text in ("a dog", "a cat")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    conflicts = [answer["photos"][0]["conflict"] for answer in answers]
+    assert sorted(conflicts) == [False, True]
+    assert answers[0]["photos"][0]["captions"] == answers[1]["photos"][0]["captions"]
+    assert len(read_captions(folder / "captions.csv").rows) == 1
+
+
+def test_photo_deleted_or_renamed_meanwhile_keeps_its_label(server: Server, folder: Path) -> None:
+    renamed, deleted, *_ = queue(server)
+    new = folder / "renamed.jpg"
+    (folder / renamed["path"]).rename(new)
+    (folder / deleted["path"]).unlink()
+    for photo in (renamed, deleted):
+        status, answer = label(server, [photo], f"label of {photo['path']}")
+        assert status == 200
+        assert answer["note"].startswith(f"{photo['path']} is no longer there. Its label is saved")
+    update_index(folder)
+    queue(server)
+    labels = Labels(folder, folder / ".m1clip-index").labelled()
+    assert labels["renamed.jpg"].captions == (f"label of {renamed['path']}",)
+    assert labels[deleted["path"]].captions == (f"label of {deleted['path']}",)
+    status, answer = label(server, [deleted], "again")
+    assert status == 400
+    assert "no longer in the index" in answer["error"]
+
+
+def test_same_split_for_photos_that_are_labelled_together_and_for_near_duplicates(
+    server: Server, folder: Path
+) -> None:
+    photos = queue(server, count=8)
+    label(server, photos, "a dog")
+    splits = {row[-1] for row in read_captions(folder / "captions.csv").rows}
+    assert len(splits) == 1
+    image(int(Path(photos[0]["path"]).stem)).save(folder / "again.png")
+    update_index(folder)
+    (twin,) = (
+        photo
+        for photo in read(server, "/api/label/similar", id=photos[0]["id"])["photos"]
+        if photo["path"] == "again.png"
+    )
+    label(server, [twin], "the same dog")
+    assert {row[-1] for row in read_captions(folder / "captions.csv").rows} == splits
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[" * 100_000,
+        b"{}",
+        b'{"photos": [], "captions": [], "page": ""}',
+        b'{"photos": [{"id": true, "version": ""}], "captions": [], "page": ""}',
+        b'{"photos": [{"id": 1, "version": ""}], "captions": [1], "page": ""}',
+        b'{"photos": [{"id": 1e99, "version": ""}], "captions": ["a"], "page": ""}',
+        b'{"photos": [{"id": 99999999999, "version": ""}], "captions": ["a"], "page": ""}',
+    ],
+)
+def test_bad_request_is_one_line_and_changes_nothing(
+    server: Server, folder: Path, body: bytes
+) -> None:
+    status, answer = post(server, "/api/label", body)
+    assert status == 400
+    assert "\n" not in answer["error"]
+    assert not (folder / "captions.csv").exists()
+
+
+def test_bad_captions_are_explained_over_http(server: Server, folder: Path) -> None:
+    photos = queue(server)
+    for text, expected in (
+        ("x" * 10_000, "at most 1,000 characters, this one 10,000"),
+        ("half \ud83d", "lone surrogate"),
+    ):
+        status, answer = label(server, photos[:1], text)
+        assert status == 400
+        assert expected in answer["error"]
+    status, answer = label(server, photos[:1], "=HYPERLINK()\x1b[2J\u202e\n<script>")
+    assert answer["photos"][0]["captions"] == ["=HYPERLINK() [2J\u202e <script>"]
+    assert ask(server, "/api/label", b"{}")[0] == 403
+    assert ask(server, "/api/label/queue", Host="evil.example")[0] == 403
+    for path in ("/api/train/start", "/api/train/stop", "/api/train/switch"):
+        assert ask(server, path, b"{}")[0] == 403
+    assert post(server, "/api/label", b"x" * 2**19)[0] == 413
+
+
+def test_damaged_table_is_one_line_and_stays(server: Server, folder: Path) -> None:
+    photos = queue(server)
+    (folder / "captions.csv").write_bytes(b"PK\x03\x04 a spreadsheet")
+    status, answer = label(server, photos[:1], "a dog")
+    assert status == 400
+    assert "captions.csv: is a zip archive" in answer["error"]
+    assert (folder / "captions.csv").read_bytes() == b"PK\x03\x04 a spreadsheet"
+
+
+def test_no_training_without_labels(server: Server) -> None:
+    status, answer = post(server, "/api/train/start", b"{}")
+    assert status == 400
+    assert answer["error"] == "30 more labels are needed before the first training"
+    assert post(server, "/api/train/stop", b"{}")[1]["error"] == "there is no run to stop"
+    assert post(server, "/api/train/switch", b"{}")[0] == 400
+    assert read(server, "/api/train")["state"] == "none"
+
+
+@pytest.mark.slow
+def test_train_compare_and_switch(
+    server: Server, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos = queue(server, count=36)
+    for photo in photos:
+        label(server, [photo], f"a dog number {photo['id']}")
+    options = (
+        "--init",
+        str(model),
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--steps",
+        "2",
+        "--batch-size",
+        "8",
+    )
+    monkeypatch.setattr(training, "start_options", lambda _: (*options, "--no-such-option"))
+    post(server, "/api/train/start", b"{}")
+    error = until(server, work="", state="none")["error"]
+    assert "did not start" in error
+    assert "--no-such-option" in error
+    monkeypatch.setattr(training, "start_options", lambda _: options)
+    post(server, "/api/train/start", b"{}")
+    until(server, state="finished")
+    done = until(server, work="", state="finished")
+    assert done["problem"] == ""
+    result = done["result"]
+    held_out = read(server, "/api/label")["held_out"]
+    assert (result["photos"], result["candidates"]) == (held_out, COUNT)
+    low, high = result["gain"][1:]
+    assert low <= result["gain"][0] <= high
+    run = Path(folder.parent / "runs/labels")
+    trained = json.loads((run / "labels.json").read_text(encoding="utf-8"))
+    assert trained["labels"] == len(photos)
+    assert not done["in_use"]
+    post(server, "/api/train/switch", b"{}")
+    until(server, in_use=True)
+    assert read(server, "/api/library")["model"] == "labels"
+    assert read(server, "/api/search", text="a dog")["searched"] == COUNT
