@@ -5,6 +5,7 @@ A photo that one page shows is not given to another page until that page is sile
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from m1clip.search.labels import (
 from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, around_mean, uncertainty
 from m1clip.search.query import Index, Photo
 from m1clip.search.suggest import Suggester, own_words
+from m1clip.training.learning_curve import MIN_LABELS, learning_curve
 
 QUEUE_LENGTH = 24  # photos that a page gets at a time
 MAX_QUEUE = 60
@@ -38,6 +40,8 @@ ORDER_SEED = 0
 REORDER_SECONDS = 30.0  # between two orders while photos are being indexed
 LABELS_SHOWN = 24  # labelled photos that can be corrected
 UNSURE_WEIGHT = 1.0  # additional weight of the photo that the model is most unsure of
+CURVE_STEP = 20  # labels after which the learning curve is computed again
+MORE_LABELS = (100, 200)  # for which the gain is predicted
 NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
 
 
@@ -83,6 +87,7 @@ class LabelPage:
         self._ahead: list[tuple[Photo, np.ndarray]] = []  # chosen, but not shown by any page now
         self._reserved: dict[str, tuple[float, dict[int, tuple[Photo, np.ndarray]]]] = {}
         self._known: tuple[tuple[int, ...], dict[str, Label], set[bytes]] | None = None
+        self._curve: tuple[int, list[str]] = 0, []  # what more labels add, with so many labels
 
     def labels(self) -> Labels:
         """The labels of the index that is open."""
@@ -99,6 +104,7 @@ class LabelPage:
                     self._labels = Labels(index.root, index.place)
                 self._index, self._suggester, self._queue = index, None, None
                 self._ahead, self._reserved, self._known = [], {}, None
+                self._curve = 0, []
         return index
 
     def _state(self, index: Index) -> tuple[dict[str, Label], set[bytes]]:
@@ -302,7 +308,33 @@ class LabelPage:
             "least": LABELS_TO_TRAIN,
             "images": len(index),
             "table": one_line(str(self.labels().path)),
+            "more": self._more_labels(index, labels),
         }
+
+    def _more_labels(self, index: Index, labels: dict[str, Label]) -> list[str]:
+        """What more labels are predicted to add to the model in use; computed in a thread, now and then."""
+        count = len(labels)
+        if count < MIN_LABELS or abs(count - self._curve[0]) < CURVE_STEP:
+            return self._curve[1] if count >= MIN_LABELS else []
+        self._curve = count, self._curve[1]
+
+        def compute() -> None:
+            with contextlib.suppress(UserError):  # too few of the labelled photos are indexed
+                photos = list(index.photos_named(labels).values())
+                texts = [
+                    (text, at)
+                    for at, each in enumerate(photos)
+                    for text in labels[each.path].captions
+                ]
+                vectors = index.encode_texts([text for text, _ in texts])
+                rows = np.array([at for _, at in texts])
+                curve = learning_curve(
+                    _rows(index, photos), vectors, rows, aligned=True, more=MORE_LABELS
+                )
+                self._curve = count, [str(gain) for gain in curve.gains]
+
+        threading.Thread(target=compute, daemon=True).start()
+        return self._curve[1]
 
 
 def _rows(index: Index, photos: Sequence[Photo]) -> np.ndarray:

@@ -225,6 +225,7 @@ function showProgress(found) {
     ? `${count(labelled)} of ${least} labels until the first training.`
     : `${plural(labelled, "photo")} of ${count(images)} labelled; ${count(heldOut)} of them are held out to measure the model.`;
   $("goal").textContent = labelled ? `${goal} Saved in ${table}` : `${goal} Start with the large photo: press a digit for a word, or type a caption.`;
+  $("curve").textContent = found.more.length ? `Prediction for this model: ${found.more.join("; ")}.` : "";
   document.dispatchEvent(new Event("labels"));
 }
 function message(head, text) {

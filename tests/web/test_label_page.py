@@ -1,0 +1,172 @@
+"""The Label page in a real browser, where Playwright and Chromium are installed."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from photos import make_photos, save_model
+
+from m1clip.data.caption_table import read_captions
+from m1clip.search.index import update_index
+from m1clip.web.photos import Photos
+from m1clip.web.server import Server, Store
+from web.test_page import TIMEOUT, browser, pytestmark, until
+
+__all__ = ["browser", "pytestmark"]
+COUNT = 34
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    photos = make_photos(tmp_path / "photos", COUNT)
+    update_index(photos, save_model(tmp_path / "model"))
+    return photos
+
+
+@contextmanager
+def opened(browser: Any, folder: Path, **options: Any) -> Iterator[tuple[Any, Server]]:
+    """The page; any error, warning or request to another server fails the test."""
+    server = Server(Store([]), 0, Photos(folder, runs=folder.parent / "runs"))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    context = browser.new_context(
+        locale="en-US", viewport={"width": 1200, "height": 800}, **options
+    )
+    page, problems = context.new_page(), list[str]()
+    page.set_default_timeout(1000 * TIMEOUT)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    expected = ("400 (Bad Request)", "403 (Forbidden)", "404 (Not Found)")
+
+    def note(message: Any) -> None:
+        if message.type == "error" and not message.text.endswith(expected):
+            problems.append(message.text)
+
+    page.on("console", note)
+    page.on(
+        "request",
+        lambda each: (
+            None if each.url.startswith((server.url, "data:")) else problems.append(each.url)
+        ),
+    )
+    page.goto(f"{server.url}label")
+    until(page, "state.photos.length > 0 && !state.loading")
+    yield page, server
+    context.close()
+    server.shutdown()
+    server.server_close()
+    assert problems == []
+
+
+def captions(folder: Path) -> dict[str, list[str]]:
+    table = read_captions(folder / "captions.csv")
+    return {name: [each.text for each in table.of(name)] for name in table.images()}
+
+
+def labelled(page: Any, count: int) -> None:
+    until(page, f"state.progress.labelled === {count} && !state.busy")
+
+
+def test_label_by_keyboard_skip_undo_several_and_correct(browser: Any, folder: Path) -> None:
+    with opened(browser, folder) as (page, _):
+        paths = page.evaluate("state.photos.map((photo) => photo.path)")
+        words = page.evaluate("state.photos[0].suggestions")
+        for key in ("1", "3", "Enter"):
+            page.keyboard.press(key)
+        labelled(page, 1)
+        page.keyboard.press("c")
+        page.keyboard.type("a dog on a beach")
+        page.keyboard.press("Enter")
+        labelled(page, 2)
+        assert captions(folder) == {
+            paths[0]: [f"{words[0]}, {words[2]}"],
+            paths[1]: ["a dog on a beach"],
+        }
+        page.keyboard.press("Escape")
+        assert page.evaluate("current().path") == paths[2]
+        page.keyboard.press("n")
+        until(page, f"current().path === {paths[3]!r}")
+        page.keyboard.press("u")
+        until(page, f"current().path === {paths[2]!r}")
+        page.keyboard.press("u")
+        until(page, f"current().path === {paths[1]!r} && state.progress.labelled === 1")
+        assert list(captions(folder)) == paths[:1]
+        page.keyboard.press("x")
+        boxes = page.locator("#queue input")
+        boxes.nth(1).check()
+        boxes.nth(2).check()
+        assert page.inner_text("#save") == "Save for 3 photos"
+        page.keyboard.press("Escape")
+        page.fill("#caption", "people")
+        page.click("#save")
+        labelled(page, 4)
+        page.click("#labelled")
+        until(page, "state.view === 'labelled' && state.kept.length === 1")
+        page.locator("#kept button").first.click()
+        page.fill("#caption", "two people")
+        page.click("#save")
+        until(page, "!state.busy && state.photos[0].captions.join() === 'two people'")
+        assert sorted(captions(folder).values())[-1] == ["two people"]
+        page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
+        until(page, "state.view === 'next'")
+
+
+def test_error_keeps_what_was_typed_and_a_restarted_server_takes_it(
+    browser: Any, folder: Path
+) -> None:
+    with opened(browser, folder) as (page, server):
+        page.fill("#caption", "x" * 1001)
+        page.click("#save")
+        until(page, "document.querySelector('#error').textContent.includes('at most 1,000')")
+        assert page.input_value("#caption") == "x" * 1001
+        page.fill("#caption", "a <b>dog</b>")
+        page.reload()
+        until(page, "state.photos.length > 0 && !state.loading")
+        # The page before still holds its photos; its draft is there when its photo is.
+        drafts = page.evaluate("Object.values(sessionStorage)")
+        assert "a <b>dog</b>" in drafts
+        server.photos.token = "another"  # as after a restart
+        page.fill("#caption", "a <b>cat</b>")
+        page.keyboard.press("Enter")
+        labelled(page, 1)
+        page.keyboard.press("Escape")
+        page.keyboard.press("l")
+        until(page, "state.view === 'labelled'")
+        assert page.inner_text("#kept li").startswith("a <b>cat</b>")
+
+
+def test_conflict_with_another_page_is_shown_and_nothing_is_lost(
+    browser: Any, folder: Path
+) -> None:
+    with opened(browser, folder) as (page, _):
+        path = page.evaluate("current().path")
+        page.evaluate(
+            "send('/api/label', {photos: [{id: current().id, version: current().version}], "
+            "captions: ['theirs'], page: 'x'})"
+        )
+        until(page, "!state.busy")
+        page.fill("#caption", "mine")
+        page.click("#save")
+        until(page, "document.querySelector('#error').textContent.startsWith('Another page')")
+        assert page.input_value("#caption") == "mine"
+        page.click("#save")
+        labelled(page, 1)
+        assert captions(folder) == {path: ["theirs", "mine"]}
+
+
+def test_phone_shows_all_and_train_says_how_many_labels_are_needed(
+    browser: Any, folder: Path
+) -> None:
+    phone = {"has_touch": True, "color_scheme": "dark"}
+    with opened(browser, folder, **phone) as (page, _):
+        page.set_viewport_size({"width": 360, "height": 700})
+        until(page, "document.documentElement.scrollWidth <= 360")
+        until(page, "document.querySelector('#train-text').textContent !== ''")
+        assert page.inner_text("#train-text") == "30 more labels needed before the first training."
+        assert page.is_disabled("#train-start")
+        page.tap("#words button >> nth=0")
+        page.tap("#save")
+        labelled(page, 1)
+        assert page.inner_text("#goal").startswith("1 of 30 labels until the first training.")
