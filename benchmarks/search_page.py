@@ -43,7 +43,7 @@ def make_library(folder: Path, model: str, images: int) -> Path:
     with open(place / file_name(1, generation), "ab") as file:
         file.write(vectors.astype(np.float16).tobytes())
     look_size, thumb_size = (
-        len(each) for each in db.execute("SELECT look, thumb FROM images").fetchone()
+        len(each) for each in db.execute("SELECT perceptual_hash, thumb FROM images").fetchone()
     )
     for number in range(2, images + 1):
         look, thumb = rng.bytes(look_size), rng.bytes(thumb_size)

@@ -53,13 +53,13 @@ class TrainPage:
         self._use_model = use_model  # called when another model is to be searched
         self._lock = threading.Lock()
         self._work = ""  # what a thread does now: starting, comparing, stopping or switching
-        self._error = ""  # of the last thing that was asked for
+        self._failure = ""  # of the last thing that was asked for
 
     def status(self, values: dict[str, str]) -> dict[str, Any]:
         """The newest run on labels of this folder, what it gained, and whether its model is searched."""
         index = self._opened()
         found = self._newest(index)
-        state = {"work": self._work, "error": self._error, "progress": index.progress()}
+        state = {"work": self._work, "failure": self._failure, "progress": index.progress()}
         if found is None:
             return {**state, "state": "none"}
         run, about = found
@@ -138,15 +138,15 @@ class TrainPage:
                 if always:
                     raise UserError(f"{self._work} now; wait until it is done")
                 return
-            self._work, self._error = work, ""
+            self._work, self._failure = work, ""
 
         def target() -> None:
             try:
                 function()
             except UserError as error:
-                self._error = one_line(str(error))
+                self._failure = one_line(str(error))
             except (OSError, RuntimeError, ValueError, sqlite3.Error) as error:
-                self._error = one_line(f"{work}: {type(error).__name__}: {error}")[:300]
+                self._failure = one_line(f"{work}: {type(error).__name__}: {error}")[:300]
             finally:
                 self._work = ""
 

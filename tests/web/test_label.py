@@ -228,7 +228,7 @@ def test_train_compare_and_switch(
     )
     monkeypatch.setattr(training, "start_options", lambda _: (*options, "--no-such-option"))
     post(server, "/api/train/start", b"{}")
-    error = until(server, work="", state="none")["error"]
+    error = until(server, work="", state="none")["failure"]
     assert "did not start" in error
     assert "--no-such-option" in error
     monkeypatch.setattr(training, "start_options", lambda _: options)

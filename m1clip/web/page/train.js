@@ -49,6 +49,8 @@ function showResult({ result, before, in_use: inUse, state: is, work }) {
   $("result-rows").replaceChildren(...result.metrics.map((metric) => el("tr", {}, el("th", {}, RECALLS[metric.name] || metric.name), el("td", {}, rate(metric.before)), el("td", {}, rate(metric.after)))));
   $("result-text").textContent = `${plural(result.captions, "caption")} of ${plural(result.photos, "photo")} that the new model was not trained on, each searched among ${plural(result.candidates, "photo")}; 95% intervals. Before: ${before}.`;
   $("switch").hidden = inUse || Boolean(work);
+  $("switch").className = high < 0 ? "" : "main";
+  $("switch").textContent = high < 0 ? "Search with the new model anyway" : "Search with the new model";
 }
 function showStatus(status, found) {
   const busy = Boolean(status.work), active = ["preparing", "running"].includes(status.state), needed = state.progress?.needed ?? 1;
@@ -57,7 +59,7 @@ function showStatus(status, found) {
   $("train-state").className = `badge ${status.state}`;
   $("train-text").textContent = words(status, found) || (needed ? `${plural(needed, "more label")} needed before the first training.` : "A run in the background, of about a minute. You can go on labelling, or close the page.");
   if (needed && status.state !== "none" && !active && !busy) $("train-text").textContent += ` ${plural(needed, "more label")} needed to train again.`;
-  $("train-error").textContent = status.error || status.problem || (status.state === "died" ? status.message : "");
+  $("train-error").textContent = status.failure || status.problem || (status.state === "died" ? status.message : "");
   $("train-start").disabled = busy || active || needed > 0;
   $("train-start").textContent = status.state === "none" ? "Train" : "Train again";
   $("train-start").hidden = active;
