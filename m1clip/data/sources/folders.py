@@ -21,6 +21,12 @@ from m1clip.io import read_small
 
 TEMPLATE = "a photo of a {}."
 _CLASSES_NOTED = 5
+# 2023, 2023-05-12 Birthday, 20230512, Photos from 2023 (Google), 100CANON and DCIM (cameras).
+_ALBUM = re.compile(
+    r"^(?:(?:photos from )?(?:19|20)\d\d(?:$|[-_. ]?(?:0[1-9]|1[0-2])(?!\d{3}))|"
+    r"\d{3}[A-Z0-9_]{5}$|DCIM$)",
+    re.IGNORECASE,
+)
 _COUNTER = re.compile(r"[\s_.-]*\(?\d*\)?$")  # of files with otherwise equal names
 
 
@@ -52,8 +58,12 @@ def _text_file(root: Path, name: str) -> str | None:
 
 
 def is_class_folders(path: Path) -> bool:
-    """Images in at least two folders that are not splits; a single class has nothing to distinguish."""
-    labels = filter(None, map(_class_of, walk_images(path)))
+    """Images in at least two folders that are not splits; a single class has nothing to distinguish.
+
+    Albums, such as 2023/, are not classes unless the user says so.
+    """
+    names = (name for name in walk_images(path) if not any(map(_ALBUM.match, _folders(name))))
+    labels = filter(None, map(_class_of, names))
     first = next(labels, None)
     return any(label != first for label in labels)
 

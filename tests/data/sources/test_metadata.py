@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,10 @@ from source_helpers import everything, image_bytes
 from m1clip.data.lint import lint
 from m1clip.data.sources import DataSource, open_source
 from m1clip.data.sources.base import MAX_CAPTION, MAX_TEXT_BYTES
-from m1clip.data.sources.metadata import (
-    CAPTION_KINDS,
-    clean_caption,
-    file_name_caption,
-    parse_xmp,
-    takeout_names,
-)
+from m1clip.data.sources.metadata import CAPTION_KINDS
+from m1clip.data.sources.photo_metadata.sidecars import takeout_names
+from m1clip.data.sources.photo_metadata.text import clean_caption, file_name_caption
+from m1clip.data.sources.photo_metadata.xmp import parse_xmp
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
@@ -469,6 +467,76 @@ def test_files_of_exiftool(images: Write, option: str, kind: str) -> None:
     source = read(root)
     assert everything(source)["a.jpg"].captions == ("Käse am Meer",)
     assert source.caption_kinds[kind] == 1
+
+
+@pytest.mark.skipif(shutil.which("exiftool") is None, reason="exiftool is not installed")
+def test_png_of_exiftool_has_its_metadata_behind_the_pixels(tmp_path: Path) -> None:
+    photo = save(tmp_path / "a.png")
+    options = ("-XMP-dc:Description=Käse am Meer", "-EXIF:UserComment=by the sea", "-keywords=x")
+    command = ["exiftool", "-overwrite_original", *options, str(photo)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert captions(tmp_path, "a.png")[0] == "Käse am Meer"
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_xmp_behind_the_pixels_of_a_png(tmp_path: Path, is_compressed: bool) -> None:
+    packet = xmp(description("Straße am Meer")).encode()
+    text = zlib.compress(packet) if is_compressed else packet
+    payload = b"XML:com.adobe.xmp\0" + bytes((is_compressed, 0)) + b"\0\0" + text
+    chunk = b"iTXt" + payload
+    chunk = len(payload).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    data = save(tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(data[:-12] + chunk + data[-12:])  # before IEND
+    assert captions(tmp_path, "a.png") == ("Straße am Meer",)
+
+
+def test_compressed_bomb_in_a_png_is_a_problem(images: Write) -> None:
+    root = images(["b.png"])
+    (root / "b.xmp").write_text(xmp(description("fine")))
+    data = save(root / "a.png").read_bytes()
+    bomb = zlib.compress(b" " * (MAX_TEXT_BYTES + 1))
+    payload = b"XML:com.adobe.xmp\0\1\0\0\0" + bomb
+    chunk = b"iTXt" + payload
+    chunk = len(payload).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    (root / "a.png").write_bytes(data[:-12] + chunk + data[-12:])
+    (problem,) = read(root).problems
+    assert "larger than 1,048,576 bytes" in str(problem)
+
+
+def test_description_and_keywords_may_be_of_different_kinds(images: Write) -> None:
+    """A description of a lower kind is not lost to the keywords of a higher one."""
+    root = images(["a.jpg"])
+    exif = exif_of({0x010E: "A dog on a beach"})
+    save(root / "a.jpg", exif=exif, xmp=xmp(bag("dc:subject", "dog", "sea")).encode())
+    assert captions(root) == ("A dog on a beach", "dog, sea")
+    assert read(root).caption_kinds["EXIF"] == 1
+    (root / "a.jpg.json").write_text('{"description": "from Takeout"}')
+    assert captions(root) == ("A dog on a beach", "dog, sea")
+
+
+@pytest.mark.parametrize(
+    "albums",
+    [
+        ("2023", "2024"),
+        ("2023/05", "2023/06"),
+        ("2023-05-12 Beach", "2023-06-01 Party"),
+        ("Photos from 2022", "Photos from 2023"),
+        ("DCIM/100CANON", "DCIM/101CANON"),
+        ("20230512", "20230601"),
+    ],
+)
+def test_albums_are_not_classes(images: Write, albums: tuple[str, str]) -> None:
+    root = images([f"{album}/IMG_{number}.jpg" for number, album in enumerate(albums)])
+    for photo in root.rglob("*.jpg"):
+        save(photo, exif=exif_of({0x010E: f"A dog on {photo.stem[-1]} beaches"}))
+    assert open_source(str(root)).format == "metadata"
+    assert open_source(f"classes:{root}").format == "classes"
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("2001 a film", "dogs"), ("1999999", "2000000")])
+def test_numbers_and_other_names_are_classes(images: Write, names: tuple[str, str]) -> None:
+    root = images([f"{name}/a.jpg" for name in names])
+    assert open_source(str(root)).format == "classes"
 
 
 def test_folder_is_recognized_whatever_the_order_of_its_captions(images: Write) -> None:
