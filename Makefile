@@ -1,7 +1,7 @@
 # Each target makes the virtual environment by itself, once, and then needs no network.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-mlx test-long lint bench speedrun setup parity clean help
+.PHONY: demo test test-mlx test-long lint docs bench speedrun setup parity clean help
 
 # A relative path: folder names with spaces would break a prerequisite, never a relative one.
 VENV := .venv
@@ -14,6 +14,7 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic images and show what it finds (3 to 6 minutes on 2 cores)"
 	@echo "make test   ruff, mypy, import-linter, bandit, pytest, and which fraction of each package the tests execute"
+	@echo "make docs   the site in site/, from docs/; fails for a broken link"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make test-export  exported models in transformers.js, Chromium, sentence-transformers, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
@@ -37,7 +38,7 @@ $(DEV): $(READY)
 setup: $(DEV)
 
 demo: $(READY)
-	@$(BIN)/m1clip train --preset demo
+	@$(BIN)/m1clip demo
 
 lint: $(DEV)
 	@$(BIN)/ruff check .
@@ -50,6 +51,13 @@ lint: $(DEV)
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: lint
 	@$(BIN)/pytest -n $(WORKERS) --dist worksteal --cov m1clip --cov-report= $(PYTEST)
+
+# The site, without the network. NO_MKDOCS_2_WARNING: an advertisement of the theme.
+docs: $(READY)
+	@$(PIP) -e '.[docs]'
+	@$(BIN)/python tools/reference.py --check
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "written: site/index.html"
 
 test-mlx: $(DEV)
 	@$(PIP) -e '.[mlx]'

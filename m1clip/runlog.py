@@ -57,6 +57,12 @@ def selection_name(record: Record) -> str:
     return next((name for name in SELECTION if name in record), MEAN_RECALL)
 
 
+def _last_byte(handle: int) -> bytes:
+    """The last byte of an open file that is not empty; Windows has no os.pread."""
+    os.lseek(handle, -1, os.SEEK_END)
+    return os.read(handle, 1)
+
+
 class RunLog:
     """Appends to a run's log. Each line is one write, so readers see complete lines."""
 
@@ -65,7 +71,7 @@ class RunLog:
         handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
         size = os.fstat(handle).st_size
-        if size and os.pread(handle, 1, size - 1) != b"\n":
+        if size and _last_byte(handle) != b"\n":
             os.write(handle, b"\n")  # ends a partial line left by a killed process
         self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 

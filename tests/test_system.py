@@ -16,7 +16,7 @@ msvcrt = types.ModuleType("msvcrt")
 msvcrt.LK_NBLCK = 2
 msvcrt.locking = lambda handle, mode, count: locked.append(os.lseek(handle, 0, os.SEEK_CUR))
 sys.modules |= {"fcntl": None, "resource": None, "msvcrt": msvcrt}
-for name in ("O_NOFOLLOW", "geteuid", "getuid", "sched_getaffinity"):
+for name in ("O_NOFOLLOW", "geteuid", "getuid", "sched_getaffinity", "pread", "pwrite"):
     if hasattr(os, name):
         delattr(os, name)
 for name in ("SIGHUP", "pthread_sigmask"):

@@ -3,13 +3,15 @@
 Names, types, help texts and defaults come from m1clip.config.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import functools
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import App, Group, Parameter, Token
 
@@ -17,6 +19,9 @@ import m1clip.config
 from m1clip.cli.app import app as m1clip_app
 from m1clip.config import COMMON, DESCRIBED, NAMES, SECTIONS, Config, recipe_defaults
 from m1clip.formatting import number
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Command = TypeVar("Command", bound=Callable[..., None])
 # The part of --help for each section of the settings.
@@ -54,7 +59,9 @@ def with_settings(
     return decorate
 
 
-def print_all_options(command: Callable[..., None], name: str, details: str) -> None:
+def print_all_options(
+    command: Callable[..., None], name: str, details: str, console: Console | None = None
+) -> None:
     """Print the help of a command with every option, and with `details` at the end."""
 
     def complete(**settings: Any) -> None:
@@ -68,7 +75,7 @@ def print_all_options(command: Callable[..., None], name: str, details: str) -> 
         help_flags=(),
         version_flags=(),
         help_epilogue=details,
-        console=m1clip_app.console,
+        console=console or m1clip_app.console,
     )
     app.default(complete)
     app.help_print([])
