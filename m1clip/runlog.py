@@ -265,6 +265,7 @@ FIELDS = _by_name(
     LogField(name="not_measured", schema={str: str}),
     LogField(name="peak", schema=float),
     LogField(name="peak_bytes", schema=float),
+    LogField(name="time_use", schema={str: float}),
     LogField(name="gradient_difference"),
     LogField(name=TOP1, schema=float),
     LogField(name=MEAN_RECALL, schema=float),

@@ -202,7 +202,7 @@ class DecodePool:
                 f"a process that decodes images cannot be started (exit code {code}); its messages are above"
             )
         blocks = list(dead.blocks)
-        during = f" while decoding {blocks[0].items[0]}" if blocks else ""
+        during = f" while decoding {_name(blocks[0].items[0])}" if blocks else ""
         if blocks and len(blocks[0].items) > 1:
             during += f" or one of the next {len(blocks[0].items) - 1}"
         self.on_restart(
@@ -220,7 +220,7 @@ class DecodePool:
             self.tries[block.number] = self.tries.get(block.number, 0) + 1
             if self.tries[block.number] >= MAX_KILLS:
                 raise UserError(
-                    f"{block.items[0]}: {MAX_KILLS} processes that decoded it were killed (exit code {code}): "
+                    f"{_name(block.items[0])}: {MAX_KILLS} processes that decoded it were killed (exit code {code}): "
                     f"remove the image if it is damaged, or close other programs if memory is short, then run again"
                 )
             return [block]
@@ -232,6 +232,10 @@ class DecodePool:
             self.parts[number] = block.number, place
             parts.append(Block(number, [item], [row]))
         return parts
+
+
+def _name(item: Any) -> str:
+    return os.fsdecode(item) if isinstance(item, bytes) else str(item)
 
 
 class SharedRows:

@@ -26,6 +26,7 @@ from m1clip.data.decode_pool import (
 from m1clip.data.decode_worker import Late
 from m1clip.data.failures import Failure
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
+from m1clip.data.nvjpeg import DecodeBatch, GpuBatches, decode_on_gpu, gpu_decoder
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.hardware.machine_info import MachineInfo, decode_threads, local_ranks, usable_cpus
@@ -166,11 +167,14 @@ class DecodeOptions:
     threads: int
     memory_bytes: int
     cpus: int = 1  # for processes
+    gpu: DecodeBatch | None = None  # decodes JPEG; rows decoded by it are cached apart
 
 
-def decode_options(machine: MachineInfo) -> DecodeOptions:
-    """Image decoding settings for a machine."""
-    return DecodeOptions(decode_threads(), machine.memory_bytes, usable_cpus() // local_ranks())
+def decode_options(machine: MachineInfo, device: str = "cpu") -> DecodeOptions:
+    """Image decoding settings for a machine, and the kind of device that may decode."""
+    gpu = gpu_decoder() if device == "cuda" else None
+    cpus = max(1, usable_cpus() // local_ranks())
+    return DecodeOptions(decode_threads(), machine.memory_bytes, cpus, gpu)
 
 
 def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:
@@ -188,13 +192,17 @@ def decode_images(
     threads: int = 1,
     timeout: float = READ_TIMEOUT,
     processes: int = 0,
+    gpu: DecodeBatch | None = None,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(places, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
 
-    Decoded in `processes`, or if that is 0 in threads of this process.
+    Decoded on the GPU, in `processes`, or if there are none in threads of this process.
     """
     refresh = console.current_progress()
-    if processes:
+    if gpu is not None:
+        on_cpu = functools.partial(_decode, side=side, resize=resize)
+        chunks = decode_on_gpu(refs, GpuBatches(side, resize, gpu, on_cpu), timeout)
+    elif processes:
         work, shape = DecodeSquare(side, resize), (side, side, 3)
         chunks = decode_in_order(work, refs, processes, shape, timeout)
     else:
@@ -239,9 +247,11 @@ def decode_to_rows(
     timeout: float = READ_TIMEOUT,
 ) -> Computed:
     """Write the pixels of all images to their rows, in any order; yields the places that are written."""
-    processes = processes_for(refs, options.cpus)
+    processes = 0 if options.gpu else processes_for(refs, options.cpus)
     if not processes:
-        blocks = decode_images(refs, side, resize, failures, options.threads, timeout)
+        blocks = decode_images(
+            refs, side, resize, failures, options.threads, timeout, gpu=options.gpu
+        )
         for places, pixels in blocks:
             writer.write(places, pixels)
             yield places

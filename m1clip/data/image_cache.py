@@ -111,7 +111,7 @@ def cache_split(
         cache = RowCache(
             cache_folder(config.cache_dir, folders),
             "images",
-            f"{side}|{resize}",
+            f"{side}|{resize}{'|nvjpeg' if options.gpu else ''}",
             (side, side, 3),
             np.uint8,
         )

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -514,7 +514,7 @@ def map_with_timeout(
     work: Callable[[Item], Result],
     timeout: float = READ_TIMEOUT,
     threads: int = 1,
-) -> Iterator[Result | None]:
+) -> Generator[Result | None]:
     """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
 
     A thread that hangs in a read cannot be stopped: it is abandoned and replaced.

@@ -36,6 +36,7 @@ from m1clip.monitor.resources import (
 )
 from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION, label, plotted_fields
+from m1clip.time_use import describe as describe_time
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
 PLOT_COLORS, PLOT_GRAY = (
@@ -295,6 +296,7 @@ def costs(histories: Sequence[History]) -> str:
         "state": lambda h: status_of(h).message,
         "steps": lambda h: f"{h.step:,} of {h.total:,}",
         "training time": lambda h: clock(elapsed(h)),
+        "command": lambda h: describe_time(h.end["time_use"]) if "time_use" in h.end else "-",
         "images per second, median": lambda h: median(
             h, "images_per_second", lambda value: f"{value:,.0f}"
         ),

@@ -19,9 +19,9 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,12 +33,15 @@ from PIL import Image
 
 import m1clip
 from m1clip import console
+from m1clip.data.decode_pool import decode_in_order, decode_processes
+from m1clip.data.decode_worker import Late
 from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
 from m1clip.data.images import (
     READ_TIMEOUT,
     SUFFIXES,
     BadImage,
     FileImage,
+    Preprocess,
     decode,
     map_with_timeout,
     one_line,
@@ -46,7 +49,8 @@ from m1clip.data.images import (
 )
 from m1clip.errors import UserError
 from m1clip.extras import require
-from m1clip.hardware.machine_info import decode_threads
+from m1clip.hardware.machine_info import decode_threads, usable_cpus
+from m1clip.inference.inputs import square
 from m1clip.io import first_writable, open_regular, read_small, unlink_beneath, write_bytes
 from m1clip.model.listing import MIN_INDEXED, keep_speed
 from m1clip.model.named import BOXED, boxed_name, default_model, model_name, require_towers, resolve
@@ -605,22 +609,70 @@ def _update(
 def _pipeline(
     root: Path, wanted: Sequence[bytes], writer: _Writer, model: Any, refresh: console.Refresh
 ) -> Iterator[list[_Read]]:
-    """Read and decode in threads while the caller encodes."""
-    threads, start = max(2, min(decode_threads(), (os.cpu_count() or 2) // 2)), os.fsencode(root)
-    reads = map_with_timeout(
-        wanted, lambda name: _read(start, name, writer.known, model), READ_TIMEOUT, threads
-    )
+    """Read and decode on half of the cores while the caller encodes."""
+    start, cpus = os.fsencode(root), max(1, usable_cpus() // 2)
+    # Moved files have known images, whose bytes are only hashed: threads see what is known.
+    moved = writer.report.removed > 0
+    processes = 0 if moved else decode_processes(len(wanted), cpus)
+    if processes:
+        reads = _read_in_processes(start, wanted, model, processes)
+    else:
+        reads = map_with_timeout(
+            wanted,
+            lambda name: _read(start, name, writer.known, model),
+            READ_TIMEOUT,
+            max(2, min(decode_threads(), cpus)),
+        )
     late = f"the read did not finish within {READ_TIMEOUT:g} s"
     done, names = 0, iter(wanted)
     refresh(0, len(wanted))
-    while chunk := list(itertools.islice(reads, ENCODED_BATCH)):
-        both = zip(chunk, names, strict=False)
-        yield [
-            _Read(name, problem=late, kind="unreadable") if read is None else read
-            for read, name in both
-        ]
-        done += len(chunk)
-        refresh(done, len(wanted))
+    with closing(reads):
+        while chunk := list(itertools.islice(reads, ENCODED_BATCH)):
+            both = zip(chunk, names, strict=False)
+            yield [
+                _Read(name, problem=late, kind="unreadable") if read is None else read
+                for read, name in both
+            ]
+            done += len(chunk)
+            refresh(done, len(wanted))
+
+
+@dataclass(frozen=True)
+class _ReadPhoto:
+    """Work for `DecodePool`: the name of a file -> its pixels, and what else was read."""
+
+    root: bytes
+    model: _Squares
+
+    def __call__(self, path: bytes) -> tuple[np.ndarray | None, _Read]:
+        read = _read(self.root, path, {}, self.model)
+        return read.pixels, replace(read, pixels=None)
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """The preprocessing of a model, without the model."""
+
+    preprocess: Preprocess
+
+    def square(self, image: Image.Image) -> np.ndarray:
+        return square(image, self.preprocess)
+
+
+def _read_in_processes(
+    root: bytes, wanted: Sequence[bytes], model: Any, processes: int
+) -> Generator[_Read | None]:
+    """What was read from each file, in order; None for one that took too long."""
+    side = model.preprocess.image_size
+    work = _ReadPhoto(root, _Squares(model.preprocess))
+    blocks = decode_in_order(work, wanted, processes, (side, side, 3), READ_TIMEOUT)
+    with closing(blocks):
+        for reports, pixels in blocks:
+            for report, row in zip(reports, pixels, strict=True):
+                if isinstance(report, Late):
+                    yield None
+                else:
+                    yield report if report.problem else replace(report, pixels=row.copy())
 
 
 class _Writer:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator
 
-from m1clip import console
+from m1clip import console, time_use
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
 from m1clip.io import write_text
@@ -21,6 +21,7 @@ from m1clip.training.validation import BestSoFar, evaluate
 ENDLESS = 2**40  # steps
 
 
+@time_use.counted("training")
 def train(run: RunContext) -> None:
     """Train from the step of `run.state` to the end of the run; raises Stopped after a signal, once all is saved."""
     if _out_of_patience(run):
@@ -115,6 +116,7 @@ def _between_steps(run: RunContext) -> bool:
     return early
 
 
+@time_use.counted("evaluation")
 def _evaluate(run: RunContext) -> BestSoFar | None:
     """Evaluate on the validation split; None without one, or after a signal, when the evaluation stays due."""
     began = time.perf_counter()
@@ -135,6 +137,7 @@ def _evaluate(run: RunContext) -> BestSoFar | None:
     return evaluation
 
 
+@time_use.counted("saving")
 def _save(run: RunContext) -> None:
     run.state = state_to_save(run)
     write_checkpoint(run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from m1clip import __version__, console
+from m1clip import __version__, console, time_use
 from m1clip.config import NAMES, Config, load_config, make_config
 from m1clip.data.failures import FailureLog
 from m1clip.data.prepare import open_data
@@ -153,6 +153,7 @@ def resume(
     each record of run.jsonl from here on, as in `train`.
     """
     began = time.perf_counter()
+    time_use.begin()
     folder = Path(run)
     changes = {
         name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None
@@ -284,7 +285,8 @@ def _train_and_finish(
     for line in session.warnings:
         log.write("warning", step=state.step, text=line)
     inputs.training.report = _failure_log(inputs, folder, log)
-    parity = check_parity(inputs, train_step)
+    with time_use.part("checks"):
+        parity = check_parity(inputs, train_step)
     if parity is not None:
         skipped = {"skipped": parity.skipped} if parity.skipped else {}
         log.write("parity", gradient_difference=parity.difference, **skipped)
@@ -319,6 +321,7 @@ def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
     return failures
 
 
+@time_use.counted("evaluation")
 def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
     inputs, train_step, folder = run.inputs, run.train_step, run.folder
@@ -328,7 +331,8 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
 
     def save_and_load() -> CLIPConfig:
         run.log.check_folder()
-        inputs.to_model(last).save(folder / "model")
+        with time_use.part("saving"):
+            inputs.to_model(last).save(folder / "model")
         if inputs.config.transfer.wise_ft != "off":
             interpolate_weights(inputs, folder, run.log.write)
         found.append(load(folder, device=inputs.device.torch.type, precision=inputs.precision))
@@ -343,6 +347,7 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     )
 
 
+@time_use.counted("report")
 def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> Run:
     inputs, state, folder = run.inputs, run.state, run.folder
     split, grid = evaluator.split, folder / "retrieval.png"
@@ -363,6 +368,8 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
         if matches_schema(record.get("data_fraction"), float)
     ]
     use = ResourceUse()
+    seconds_by_part = time_use.by_part()
+    console.print(f"time       {time_use.describe(seconds_by_part)}")
     for record in steps:
         use.add(record)
     epochs = state.step / inputs.training.plan.steps_per_epoch
@@ -372,6 +379,7 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
         split=split,
         best_step=state.best_step,
         seconds=state.seconds,
+        time_use=seconds_by_part,
         data_fraction=sum(fractions) / max(len(fractions), 1),
         peak_bytes=inputs.device.peak_bytes(),
         **energy_figures(use, epochs, selection_metric(scores).value),
@@ -487,6 +495,7 @@ def train(
     record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
     """
     began = time.perf_counter()
+    time_use.begin()
     options |= {
         name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None
     }

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from m1clip import console
+from m1clip import console, time_use
 from m1clip.config import Config
 from m1clip.data.captions import tokenize_captions
-from m1clip.data.decoding import decode_options
+from m1clip.data.decoding import DecodeOptions, decode_options
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import (
@@ -120,7 +120,6 @@ class Workbench:
     ) -> None:
         """`saved` is the folder of a run that is resumed; `source` is the data if it is open already."""
         self.facts = read_machine_info()
-        self.decode = decode_options(self.facts)
         self.ranks = ranks or Ranks()
         self.budget = budget
         self.costs = Costs()  # of an evaluation and of what follows the last step, if calibrated
@@ -204,6 +203,7 @@ class Workbench:
         source = self._open(config)
         return self.ranks.on_rank0(lambda: dataset_facts(source, config))
 
+    @time_use.counted("data")
     def _open(self, config: Config) -> Source:
         """The data; a model to start from is read first, because that is faster."""
         if not self._is_checked:
@@ -256,9 +256,10 @@ class Workbench:
             if config.train.device in HYBRIDS:
                 self.ranks.on_all_ranks(lambda: hybrid.check_supported(config, model_init))
             if not is_synthetic(config.data):
-                self._record["lint"] = self.ranks.on_rank0(
-                    lambda: quick_check(source, model_init.config.context_length)
-                )
+                with time_use.part("checks"):
+                    self._record["lint"] = self.ranks.on_rank0(
+                        lambda: quick_check(source, model_init.config.context_length)
+                    )
             captions = [
                 caption for sample in source.sampled("train") for caption in sample.captions
             ]
@@ -275,12 +276,14 @@ class Workbench:
             char_tokens=isinstance(self.tokenizer, CharTokenizer),
         )
 
+    @time_use.counted("checks")
     def _fastest(self, config: Config) -> Choice:
         torch.set_num_threads(threads(config.train.threads, self.facts))
         model_init = self._load_model_init(config)
         tokens = self._text_tokens
         return self.ranks.on_rank0(lambda: fastest(config, model_init, self.facts, tokens))
 
+    @time_use.counted("checks")
     def _memory(self, config: Config) -> MemoryFacts:
         model_init = self._load_model_init(config)
         source = self._open(config)
@@ -307,6 +310,7 @@ class Workbench:
         self.ranks.check_same({"the number of training images": count})
         return count
 
+    @time_use.counted("checks")
     def _steps_in_time(self, config: Config) -> Length:
         assert config.train.minutes is not None
         budget = self.budget or TimeBudget(60 * config.train.minutes)
@@ -322,6 +326,9 @@ class Workbench:
     def _device(self, config: Config) -> Device:
         return Device(choose_device(config.train.device, self.facts), self.facts)
 
+    def _decoding(self, device: Device) -> DecodeOptions:
+        return decode_options(self.facts, device.kind)
+
     def _load(self, config: Config) -> None:
         """Cache the images of all splits, or the features of frozen towers."""
         if not self._splits:
@@ -330,6 +337,7 @@ class Workbench:
             self._splits = self._rank0_first(lambda: self._load_splits(config))
             self._record["cache"] = {name: split.cache for name, split in self._splits.items()}
 
+    @time_use.counted("decoding")
     def _load_splits(self, config: Config) -> dict[str, Split]:
         model_init = self._load_model_init(config)
         source = self._open(config)
@@ -341,7 +349,9 @@ class Workbench:
         if is_frozen:
             self.model = seeded_build(model_init, config.seed)
         parts = (self.model, model_init, self.tokenizer, self.preprocess)
-        cache = open_feature_cache(*parts, config, source, device, precision, self.decode)
+        cache = open_feature_cache(
+            *parts, config, source, device, precision, self._decoding(device)
+        )
         if is_frozen:
             self._record["features"] = str(cache.folder)
         # Else not measured.
@@ -366,7 +376,9 @@ class Workbench:
         if config.transfer.teacher is not None:
             precision = choose_precision(config.train.precision, device.name, self.facts)
             teacher = self._rank0_first(
-                lambda: load_teacher(config, source, train, device, precision, self.decode)
+                lambda: load_teacher(
+                    config, source, train, device, precision, self._decoding(device)
+                )
             )
             temperature = 1 / teacher.scale
             console.print(

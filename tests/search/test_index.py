@@ -192,6 +192,22 @@ def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -
         assert os.fsencode(found.nearest[0].path) == name
 
 
+def test_index_with_decoding_processes_equals_that_with_threads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos = make_photos(tmp_path / "photos", 40)
+    (photos / "bad.jpg").write_bytes(b"no image")
+    other = tmp_path / "other"
+    shutil.copytree(photos, other)  # modification times are kept
+    in_threads = update_index(photos, model)
+    monkeypatch.setattr(module, "decode_processes", lambda items, cpus: 2)
+    monkeypatch.setattr(module, "_read", None)  # not read in this process
+    report = update_index(other, model)
+    assert report.indexed == 40
+    assert [(name, "not an image" in why) for name, why in report.problems] == [("bad.jpg", True)]
+    close(in_threads.place, report.place)
+
+
 def test_exif_date_and_orientation(model: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

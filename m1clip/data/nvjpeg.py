@@ -1,0 +1,231 @@
+"""JPEG decoding on a CUDA GPU with nvJPEG, where torchvision has it. What it cannot decode is left to the CPU.
+
+nvJPEG rounds differently from libjpeg-turbo, and interpolates colors differently, so its rows are cached apart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import struct
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from m1clip.data.images import (
+    MAX_DECODED_ASPECT,
+    MAX_PIXELS,
+    READ_TIMEOUT,
+    BadImage,
+    map_with_timeout,
+)
+from m1clip.data.types import ImageRef
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+GPU_BATCH = 256  # images that are decoded together
+READERS = 4  # threads that read files; more would compete for the GIL
+GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
+START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
+SIZED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
+WITHOUT_LENGTH = (0x01, *range(0xD0, 0xD8))
+# (data of each JPEG, as uint8 tensors on the host) -> (3, height, width) uint8 on the device, each.
+DecodeBatch = Callable[[list[Any]], list[Any]]
+
+
+@cache
+def gpu_decoder() -> DecodeBatch | None:
+    """The function that decodes JPEG on the GPU; None if there is no GPU, or torchvision cannot do it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        vision = importlib.import_module("torchvision.io")
+    except (ImportError, RuntimeError):  # RuntimeError: of another version of torch
+        return None
+
+    def decode(batch: list[Tensor]) -> list[Tensor]:
+        return list(vision.decode_jpeg(batch, mode=vision.ImageReadMode.RGB, device="cuda"))
+
+    try:
+        pixels = decode([torch.frombuffer(bytearray(_tiny_jpeg()), dtype=torch.uint8)])
+    except RuntimeError:  # built without nvJPEG
+        return None
+    return decode if pixels[0].shape == (3, 8, 8) else None
+
+
+def _tiny_jpeg() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a JPEG that the GPU may decode; None for anything that needs care.
+
+    That is: what is not a complete JPEG in gray or YCbCr, what is rotated, very large or very long.
+    """
+    if data[:2] != b"\xff\xd8" or data[-64:].rstrip(b"\0")[-2:] != END_OF_IMAGE:
+        return None
+    place, size = 2, None
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker == START_OF_SCAN:
+            break
+        if marker in WITHOUT_LENGTH:
+            place += 2
+            continue
+        (length,) = struct.unpack_from(">H", data, place + 2)
+        segment = data[place + 4 : place + 2 + length]
+        if marker == 0xEE or (marker == 0xE1 and _is_rotated(segment)):  # 0xEE: Adobe's colors
+            return None
+        if marker in SIZED_FRAMES and length >= 8:
+            depth, height, width, colors = struct.unpack_from(">BHHB", data, place + 4)
+            if depth != 8 or colors not in (1, 3):
+                return None
+            size = width, height
+        place += 2 + length
+    if size is None or min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
+        return None
+    return None if max(size) > MAX_DECODED_ASPECT * min(size) else size
+
+
+def _is_rotated(segment: bytes) -> bool:
+    """Whether EXIF data or XMP may ask to rotate or mirror the image."""
+    if not segment.startswith(b"Exif\0\0"):
+        return b"Orientation" in segment  # in XMP
+    exif = Image.Exif()
+    try:
+        exif.load(segment)
+        return exif.get(0x0112, 1) != 1
+    except Exception:  # noqa: BLE001  whatever damaged EXIF data raises; the CPU decides
+        return True
+
+
+def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
+    """(n, side, side, 3) uint8 of decoded images, as `to_square` makes them; images of one size together."""
+    import torch
+
+    device = images[0].device
+    found = torch.empty((len(images), side, side, 3), dtype=torch.uint8, device=device)
+    by_size: dict[torch.Size, list[int]] = {}
+    for place, image in enumerate(images):
+        by_size.setdefault(image.shape, []).append(place)
+    for shape, places in by_size.items():
+        height, width = shape[1:]
+        if resize == "squash":
+            wide = high = side
+        elif width <= height:
+            wide, high = side, max(side, int(side * height / width))
+        else:
+            wide, high = max(side, int(side * width / height)), side
+        pixels = torch.stack([images[place] for place in places]).float()
+        if (width, height) != (wide, high):
+            pixels = torch.nn.functional.interpolate(
+                pixels, (high, wide), mode="bicubic", antialias=True, align_corners=False
+            )
+        halved = (
+            int(margin / 2) if resize == "shortest-floor" else round(margin / 2)
+            for margin in (high - side, wide - side)
+        )
+        top, left = halved
+        cut = pixels[:, :, top : top + side, left : left + side]
+        rows = cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        found[torch.tensor(places, device=device)] = rows
+    return found
+
+
+def read_bytes(ref: ImageRef) -> bytes | BadImage:
+    """The encoded bytes of an image, or why they cannot be read."""
+    try:
+        return ref.read()
+    except BadImage as error:
+        return error
+
+
+@dataclass(frozen=True)
+class GpuBatches:
+    """Decodes batches of encoded images to squares, on the GPU where it can."""
+
+    side: int
+    resize: str
+    decode: DecodeBatch
+    fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
+
+    def __call__(
+        self, refs: Sequence[ImageRef], data: Sequence[bytes | BadImage | None]
+    ) -> tuple[list[str | None], np.ndarray]:
+        """(why each image failed, or None; pixels)."""
+        pixels = np.zeros((len(refs), self.side, self.side, 3), np.uint8)
+        left = set(range(len(refs)))
+        for places in _groups(data):
+            encoded = [_tensor(data[place]) for place in places]
+            try:
+                made = squares(self.decode(encoded), self.side, self.resize)
+            except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
+                continue
+            pixels[places] = made.cpu().numpy()
+            left -= set(places)
+        reasons: list[str | None] = [None] * len(refs)
+        for place in left:
+            found = self.fallback(refs[place])
+            if isinstance(found, str):
+                reasons[place] = found
+            else:
+                pixels[place] = found
+        return reasons, pixels
+
+
+def _groups(data: Sequence[bytes | BadImage | None]) -> list[list[int]]:
+    """The places of images for the GPU, in groups with a limited number of pixels."""
+    groups: list[list[int]] = []
+    pixels = GROUP_PIXELS
+    for place, each in enumerate(data):
+        size = jpeg_size(each) if isinstance(each, bytes) else None
+        if size is None:
+            continue
+        area = size[0] * size[1]
+        if pixels + area > GROUP_PIXELS:
+            groups.append([])
+            pixels = 0
+        groups[-1].append(place)
+        pixels += area
+    return groups
+
+
+def _tensor(data: bytes | BadImage | None) -> Tensor:
+    import torch
+
+    assert isinstance(data, bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # read-only: nothing writes to it
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def decode_on_gpu(
+    refs: Sequence[ImageRef], batches: GpuBatches, timeout: float = READ_TIMEOUT
+) -> Generator[tuple[list[str | None], np.ndarray]]:
+    """(why each image failed, or None; pixels) of batches in order; two are in work while one is used."""
+    reads = map_with_timeout(refs, read_bytes, timeout, READERS)
+    coming: deque[Future[tuple[list[str | None], np.ndarray]]] = deque()
+    with closing(reads), ThreadPoolExecutor(2, "nvjpeg") as threads:
+        for start in range(0, len(refs), GPU_BATCH):
+            chunk = refs[start : start + GPU_BATCH]
+            data = list(itertools.islice(reads, len(chunk)))
+            coming.append(threads.submit(batches, chunk, data))
+            if len(coming) > 2:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()

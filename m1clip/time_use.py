@@ -1,0 +1,120 @@
+"""Where the time of a command goes: seconds by part, from the start of the process. Inner parts count once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import ParamSpec, TypeVar
+
+import psutil
+
+from m1clip.formatting import clock
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+# In the order in which they are printed; "other" is the rest.
+PARTS = {
+    "imports": "starting Python and importing torch",
+    "data": "finding the images and reading the captions",
+    "decoding": "decoding and caching images, or computing the features of frozen towers",
+    "checks": "checking the data, measuring devices and memory, comparing gradients",
+    "training": "steps, and waiting for batches",
+    "evaluation": "validation during the run, and the test split at its end",
+    "saving": "checkpoints and model folders",
+    "report": "the retrieval examples and tables at the end",
+}
+OTHER = "other"
+
+
+class TimeUse:
+    """Seconds by part since a start; one thread counts, other threads are ignored."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.seconds: dict[str, float] = {}
+        self.stack: list[str] = []
+        self.thread = threading.get_ident()
+        self.began = self.changed = now()
+        self.earlier = 0.0  # seconds before the start, which are counted already
+
+    def _count(self) -> None:
+        now = self.now()
+        part = self.stack[-1] if self.stack else OTHER
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.changed
+        self.changed = now
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of a block for a part, except for the parts within it."""
+        if threading.get_ident() != self.thread:
+            yield
+            return
+        self._count()
+        self.stack.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self.stack.pop()
+
+    def add_earlier(self, name: str, seconds: float) -> None:
+        """Count seconds that passed before the start."""
+        self.earlier += seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def by_part(self) -> dict[str, float]:
+        """Seconds of each part so far, in the order of PARTS."""
+        self._count()
+        names = [name for name in (*PARTS, OTHER) if name in self.seconds]
+        return {name: round(self.seconds[name], 3) for name in names}
+
+
+_current = TimeUse()
+
+
+def begin() -> None:
+    """Start to count anew: for a command, from the start of the process."""
+    global _current  # noqa: PLW0603  one command runs at a time
+    first = _current.began == _started
+    _current = TimeUse()
+    if first:
+        with contextlib.suppress(psutil.Error):
+            _current.add_earlier("imports", max(0.0, time.time() - psutil.Process().create_time()))
+
+
+_started = _current.began
+
+
+def part(name: str) -> contextlib.AbstractContextManager[None]:
+    """Count a block for a part of the present command."""
+    assert name in PARTS
+    return _current.part(name)
+
+
+def counted(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Count the calls of a function for a part."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with part(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def by_part() -> dict[str, float]:
+    """Seconds of each part of the present command so far."""
+    return _current.by_part()
+
+
+def describe(seconds: Mapping[str, float]) -> str:
+    """`1:05 in all: training 21.4 s, decoding 12.0 s`: the largest first, without those below 0.05 s."""
+    parts = sorted(seconds.items(), key=lambda each: -each[1])
+    words = ", ".join(f"{name} {value:.1f} s" for name, value in parts if value >= 0.05)
+    return f"{clock(sum(seconds.values()))} in all: {words}"
