@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GPU_BATCH = 256  # images that are decoded together
-READERS = 4  # threads that read files; more would compete for the GIL
+READ_THREADS = 4  # threads that read files; more would compete for the GIL
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 SIZED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
@@ -218,7 +218,7 @@ def decode_on_gpu(
     refs: Sequence[ImageRef], batches: GpuBatches, timeout: float = READ_TIMEOUT
 ) -> Generator[tuple[list[str | None], np.ndarray]]:
     """(why each image failed, or None; pixels) of batches in order; two are in work while one is used."""
-    reads = map_with_timeout(refs, read_bytes, timeout, READERS)
+    reads = map_with_timeout(refs, read_bytes, timeout, READ_THREADS)
     coming: deque[Future[tuple[list[str | None], np.ndarray]]] = deque()
     with closing(reads), ThreadPoolExecutor(2, "nvjpeg") as threads:
         for start in range(0, len(refs), GPU_BATCH):

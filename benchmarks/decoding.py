@@ -1,0 +1,180 @@
+"""Images per second of decoding 500 x 375 JPEG files to squares: threads, processes, simplejpeg, nvJPEG, and batches.
+
+    python benchmarks/decoding.py --json docs/results/decoding.json
+    python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/scale.md
+
+The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds alternate; files are in
+the page cache. `batches` are those of `m1clip train --cache off --workers N`, with captions, over two epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from photo_set import caption, write_set
+from sides import figures, machine, spread, write
+
+from m1clip.data import images as image_module
+from m1clip.data.augment import Augmentation
+from m1clip.data.cache import RowWriter
+from m1clip.data.captions import tokenize_captions
+from m1clip.data.decoding import DecodeOptions, LazyImages, decode_images, decode_to_rows
+from m1clip.data.images import FileImage
+from m1clip.data.loader import BatchPlan, TrainingSet, batches
+from m1clip.data.nvjpeg import gpu_decoder
+from m1clip.hardware.device import Device, rules
+from m1clip.hardware.machine_info import decode_threads, read_machine_info, usable_cpus
+from m1clip.text.tokenizers import make_tokenizer
+
+SIDE = 224
+
+
+def through(refs: list[FileImage], **how: Any) -> float:
+    """Images per second of decoding to the calling process."""
+    begin = time.perf_counter()
+    count = sum(len(places) for places, _ in decode_images(refs, SIDE, "shortest", {}, **how))
+    assert count == len(refs)
+    return count / (time.perf_counter() - begin)
+
+
+def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path) -> float:
+    """Images per second of filling rows of a file, as the cache does; with the time to write them to disk."""
+    path = folder / "rows.bin"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        rows = range(len(refs))
+        writer = RowWriter(handle, SIDE * SIDE * 3, np.dtype(np.uint8), rows)
+        begin = time.perf_counter()
+        done = sum(map(len, decode_to_rows(refs, SIDE, "shortest", {}, writer, options)))
+        os.fsync(handle)
+        seconds = time.perf_counter() - begin
+        assert done == len(refs)
+    finally:
+        os.close(handle)
+        path.unlink()
+    return len(refs) / seconds
+
+
+def loader(refs: list[FileImage], batch: int, workers: int) -> dict[str, float]:
+    """Seconds to the first batch, and images per second over two epochs with that wait."""
+    texts = [(caption(number),) for number in range(len(refs))]
+    tokens = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 77)
+    plan = BatchPlan(len(refs), min(batch, len(refs)), 0)
+    data = TrainingSet(LazyImages(refs, SIDE), tokens, plan, Augmentation(crop_min=0.6, flip=0.5))
+    facts = read_machine_info()
+    kind = "cuda" if facts.cuda else "cpu"
+    rule = rules(kind, facts)
+    Device(kind, facts)
+    steps = 2 * plan.steps_per_epoch
+    begin = time.perf_counter()
+    feed = batches(data, 0, steps, workers, rule.worker_start, rule.pin_memory)
+    next(feed)
+    first = time.perf_counter() - begin
+    count = 1 + sum(1 for _ in feed)
+    assert count == steps
+    return {
+        "first_batch_seconds": first,
+        "images_per_second": steps * plan.batch / (time.perf_counter() - begin),
+    }
+
+
+def difference(refs: list[FileImage], gpu: Any) -> dict[str, float]:
+    """How far the squares of nvJPEG are from those of the CPU, in levels of 255."""
+    own = np.concatenate([p for _, p in decode_images(refs, SIDE, "shortest", {}, gpu=gpu)])
+    cpu = np.concatenate([p for _, p in decode_images(refs, SIDE, "shortest", {}, 4)])
+    levels = np.abs(own.astype(np.int16) - cpu)
+    shares = {f"above {limit}": float((levels > limit).mean()) for limit in (1, 4, 16)}
+    return {"mean": float(levels.mean()), "max": float(levels.max()), **shares}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--images", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--workers", type=int, default=usable_cpus())
+    parser.add_argument(
+        "--photos", type=Path, help="folder of the set; made there if it is missing"
+    )
+    parser.add_argument("--few", action="store_true", help="only what the product does")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "options": vars(options) | {"json": None}}
+    result["options"]["photos"] = None
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        files = write_set(options.photos or folder / "photos", options.images)
+        refs = [FileImage(str(path)) for path in files]
+        some = refs[: max(500, len(refs) // 8)]  # of what is slow
+        cpus, gpu = usable_cpus(), gpu_decoder()
+        with_jpeg = image_module._simplejpeg() is not None
+
+        def without_simplejpeg(work: Callable[[], float]) -> float:
+            """As if it was not installed, in processes too: they get this process's path."""
+            (folder / "simplejpeg.py").write_text("raise ImportError('not used here')")
+            sys.path.insert(0, str(folder))
+            sys.modules.pop("simplejpeg", None)
+            image_module._simplejpeg.cache_clear()
+            try:
+                return work()
+            finally:
+                sys.path.remove(str(folder))
+                image_module._simplejpeg.cache_clear()
+
+        name = "simplejpeg" if with_jpeg else "Pillow"
+        cpu_options = DecodeOptions(decode_threads(), 0, cpus)
+        gpu_options = dataclasses.replace(cpu_options, gpu=gpu)
+        work: dict[str, Callable[[], float]] = {}
+        if not options.few:
+            work["Pillow, 1 thread"] = lambda: without_simplejpeg(lambda: through(some, threads=1))
+            work[f"Pillow, {decode_threads()} threads, as before"] = lambda: without_simplejpeg(
+                lambda: through(some, threads=decode_threads())
+            )
+            work[f"{name}, 1 thread"] = lambda: through(some, threads=1)
+            work[f"{name}, {cpus} threads"] = lambda: through(some, threads=cpus)
+            work[f"Pillow, {cpus} processes"] = lambda: without_simplejpeg(
+                lambda: through(refs, processes=cpus)
+            )
+            work[f"{name}, {cpus} processes, to the caller"] = lambda: through(refs, processes=cpus)
+        work[f"{name}, {cpus} processes, to the cache"] = lambda: to_cache(
+            refs, cpu_options, folder
+        )
+        if gpu is not None:
+            work["nvJPEG, to the caller"] = lambda: through(refs, gpu=gpu)
+            work["nvJPEG, to the cache"] = lambda: to_cache(refs, gpu_options, folder)
+            result["difference of nvJPEG"] = difference(some[:500], gpu)
+        rates: dict[str, list[float]] = {key: [] for key in work}
+        for _ in range(options.rounds):
+            for key, measure in work.items():
+                rates[key].append(measure())
+        result["images_per_second"] = {key: figures(values) for key, values in rates.items()}
+        result["batches"] = loader(refs, options.batch_size, options.workers)
+    command = f"python benchmarks/decoding.py --images {options.images} --rounds {options.rounds}"
+    result["rows"] = [
+        {"what": f"decode 500 x 375 JPEG to 224 px: {key}",
+         "figure": f"{spread(values, ',.0f')} images/s", "n": str(options.rounds), "command": command}
+        for key, values in result["images_per_second"].items()
+    ]  # fmt: skip
+    for row in result["rows"]:
+        print(f"  {row['what']}: {row['figure']}")
+    b = result["batches"]
+    print(f"  batches of {options.batch_size} without a cache, {options.workers} workers: first after "
+          f"{b['first_batch_seconds']:.2f} s, {b['images_per_second']:,.0f} images/s over two epochs")  # fmt: skip
+    if "difference of nvJPEG" in result:
+        print(f"  difference of nvJPEG from libjpeg-turbo: {result['difference of nvJPEG']}")
+    if options.json:
+        write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()
