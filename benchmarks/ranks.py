@@ -4,6 +4,8 @@
     python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model original --batch-size 32
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
     python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
+    python benchmarks/ranks.py --independent                    # as many processes without communication: the ceiling
+    python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
 
 The batch of a rank is the same for any number of ranks (--total: the batch of all). Rounds with each number of ranks
@@ -16,7 +18,9 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +31,7 @@ from sides import machine, set_up, spread, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from m1clip.formatting import plural
+from m1clip.hardware.machine_info import environment
 from m1clip.hardware.timing import timing
 from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
@@ -63,15 +68,25 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         )
     ).for_rank(ranks)
     step, seconds, exchanges = job.make_step(), [], []
+    parts: dict[str, float] = {}
     for number in range(WARMUP + options.steps * (1 + options.overlap)):
         overlapping[0] = not options.overlap or (number - WARMUP) % 2 == 0
         begin = time.perf_counter()
         step.run(job.training[number], number)
         job.device.synchronize()
         seconds.append(time.perf_counter() - begin)
-        exchanges.append(step.phases.take().get("exchange", 0.0))
+        phases = step.phases.take()
+        exchanges.append(phases.get("exchange", 0.0))
+        if number >= WARMUP:
+            for name, value in phases.items():
+                parts[name] = parts.get(name, 0.0) + value / options.steps
     steps = slice(WARMUP, None, 1 + options.overlap)
-    found = {"batch": batch, "seconds": seconds[steps], "exchange": exchanges[steps]}
+    found = {
+        "batch": batch,
+        "seconds": seconds[steps],
+        "exchange": exchanges[steps],
+        "parts": parts,
+    }
     if options.overlap:
         found["overlap"] = [
             late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)
@@ -81,6 +96,68 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
     return found if ranks.rank == 0 else None
+
+
+def wrapped(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of one process without ranks, with the exchange of gradients, and with FSDP2, on a group of one rank.
+
+    A run of one rank exchanges nothing: here the parts are built as for several, so that every call is made.
+    """
+    import torch.distributed as dist
+
+    from m1clip.training.compose import compose_step
+    from m1clip.training.distributed import Ranks
+    from m1clip.training.step import make_parts
+
+    cuda = options.device == "cuda"
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    jobs = {}
+    for name in ("no ranks", "exchange", "fsdp"):
+        config = Config(
+            model=ModelConfig(name=options.model, cuda_graph=False),
+            data=DataConfig(
+                synthetic_images=max(256, options.batch_size), captions_per_step=1, patch_dropout=0.0
+            ),
+            optim=OptimConfig(optimizer="adamw"),
+            train=TrainConfig(
+                batch_size=options.batch_size, steps=100, device=options.device, precision="bf16",
+                threads=0 if cuda else options.cores, fsdp="on" if name == "fsdp" else "off",
+            ),
+        )  # fmt: skip
+        ranks = Ranks(0, 1, store, ("this process",))
+        job = set_up(config).for_rank(ranks)
+        ranks.size = 1 if name == "no ranks" else 2
+        parts = make_parts(
+            job.build_model(), job.config, job.device, job.precision, job.model.preprocess,
+            ranks=ranks,
+        )  # fmt: skip
+        ranks.size = 1
+        jobs[name] = job, compose_step(parts)
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    losses: dict[str, list[float]] = {name: [] for name in jobs}
+    for number in range(WARMUP + options.steps):
+        for name, (job, step) in jobs.items():
+            batch = job.training[number]
+            job.device.synchronize()
+            begin = time.perf_counter()
+            result = step.run(batch, number)
+            job.device.synchronize()
+            seconds[name].append(time.perf_counter() - begin)
+            losses[name].append(float(result.loss))
+    dist.destroy_process_group()
+    own = {name: values[WARMUP:] for name, values in seconds.items()}
+    return {
+        "wrapped": {name: dataclasses.asdict(timing(values)) for name, values in own.items()},
+        "ratio": {
+            name: dataclasses.asdict(
+                timing([one / two for one, two in zip(own["no ranks"], values, strict=True)])
+            )
+            for name, values in own.items()
+        },
+        "last_loss": {name: values[-1] for name, values in losses.items()},
+    }
 
 
 def nccl_seconds(parameters: list[Any], rounds: int) -> list[float]:
@@ -116,8 +193,13 @@ def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
     for rank in range(size):
         own = set(cpus[rank * options.cores : (rank + 1) * options.cores])
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": options.cores}
-        variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if options.independent:
+            place = {}
+        place |= {"OMP_NUM_THREADS": options.cores}
+        # As the command sets them: threads that wait do not spin for long.
+        waiting = environment(platform.system(), os.environ) if not options.spin else {}
+        variables = {**os.environ, **waiting, **{k: str(v) for k, v in place.items()}}
         pin = None if options.device == "cuda" else lambda own=own: os.sched_setaffinity(0, own)
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         options_of_process = {"env": variables, "stdout": subprocess.PIPE, "text": True}
@@ -126,11 +208,19 @@ def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
-    return json.loads(outputs[0].splitlines()[-1])
+    found = [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
+    if options.independent:  # the mean of all, as if they were ranks
+        found[0]["batch"] *= size
+        found[0]["seconds"] = [
+            statistics.mean(each) for each in zip(*(one["seconds"] for one in found), strict=True)
+        ]
+    result: dict[str, Any] = found[0]
+    return result
 
 
 def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list[dict[str, str]]:
     """The rows for tools/results_table.py."""
+    kind = "independent rank" if options.independent else "rank"
     where = "on a GPU" if options.device == "cuda" else f"on {plural(options.cores, 'core')} each"
     images = f"{options.batch_size} images {'in all' if options.total else 'per rank'}"
     work = f"`{options.model}`, {options.optimizer}{', sharded' * (options.fsdp == 'on')}, {images}"
@@ -158,7 +248,7 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
         )
         given = [word for word in sys.argv[1:] if word != "--quick"]
         command = " ".join(["python benchmarks/ranks.py", *given]).partition(" --json")[0]
-        what, n = f"{plural(size, 'rank')} {where}: {work}", str(figures["images_per_second"]["n"])
+        what, n = f"{plural(size, kind)} {where}: {work}", str(figures["images_per_second"]["n"])
         rows.append({"what": what, "figure": ", ".join(words), "n": n, "command": command})
     return rows
 
@@ -179,6 +269,11 @@ def main() -> None:
         "--overlap", action="store_true", help="every other step exchanges after the backward pass"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--independent", action="store_true", help="processes that do not communicate: the ceiling"
+    )
+    parser.add_argument("--wrapped", action="store_true", help="one rank with exchange and FSDP2")
+    parser.add_argument("--spin", action="store_true", help="threads wait as torch lets them")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few small steps: a smoke test")
@@ -187,6 +282,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.batch_size, options.steps, options.rounds, options.ranks = 4, 2, 1, [1, 2]
+    if options.wrapped:
+        result = {
+            "machine": machine(),
+            "options": {**vars(options), "json": None},
+            **wrapped(options),
+        }
+        for name, ratio in result["ratio"].items():
+            step_ms = 1e3 * result["wrapped"][name]["median"]
+            print(f"  {name}: {step_ms:.1f} ms, speed {spread(ratio, '.3f')} of no ranks, "
+                  f"last loss {result['last_loss'][name]:.4f}")  # fmt: skip
+        if options.json:
+            write(options.json, result)
+        return
     if options.worker:
         found = work(options)
         if found is not None:
@@ -213,7 +321,7 @@ def main() -> None:
         size: [row["batch"] / timing(row["seconds"]).median for row in each]
         for size, each in rows.items()
     }
-    result["ranks"] = {}
+    result["ranks"], result["parts"] = {}, {}
     for size, each in rows.items():
         efficiency = [
             own / (size * one) for own, one in zip(speeds[size], speeds[sizes[0]], strict=True)
@@ -232,11 +340,15 @@ def main() -> None:
         result["ranks"][size] = {
             name: dataclasses.asdict(timing(values)) for name, values in figures.items()
         }
+        result["parts"][size] = each[0]["parts"]
     result["rows"] = table(options, result["ranks"])
     place = result["machine"]
     print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")
     for row in result["rows"]:
         print(f"  {row['what']}: {row['figure']}, n={row['n']}")
+    for size, parts in result["parts"].items():
+        words = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in parts.items())
+        print(f"  {size} rank(s), ms of a step: {words}")
     if options.json:
         write(options.json, result)
 
