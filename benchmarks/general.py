@@ -62,7 +62,7 @@ class Towers:
     def images(self, refs: Sequence[Any]) -> Tensor:
         rows: dict[int, Tensor] = {}
         failures: dict[int, str] = {}
-        for indices, vectors in self.runner.files(refs, failures, lambda done, total: None):
+        for indices, vectors in self.runner.files(refs, failures):
             rows |= dict(zip(indices, vectors, strict=True))
         if failures:
             raise SystemExit(f"{len(failures)} unreadable images: {failures}")

@@ -8,6 +8,7 @@ huggingface_hub use it. Large files are redirected to another address, as the Hu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -21,6 +22,12 @@ LARGE_BYTES = 20_000  # from which a file is one of LFS
 TOKEN = "hf_of_a_test"
 
 
+@functools.cache
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
 def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -43,8 +50,7 @@ class Repository:
         body = self.files[name]
         entry: dict[str, object] = {"rfilename": name, "size": len(body), "blobId": git_hash(body)}
         if len(body) >= LARGE_BYTES:
-            sha256 = hashlib.sha256(body).hexdigest()
-            entry["lfs"] = {"sha256": sha256, "size": len(body), "pointerSize": 134}
+            entry["lfs"] = {"sha256": sha256(body), "size": len(body), "pointerSize": 134}
         return entry
 
 
@@ -84,6 +90,9 @@ class FakeHub(ThreadingHTTPServer):
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, *args: object) -> None:
+        """Print nothing when a client closes the connection."""
 
     def stop(self) -> None:
         self.shutdown()
@@ -163,19 +172,19 @@ class Handler(BaseHTTPRequestHandler):
         if "lfs" not in entry:
             self.send(200, repository.files[file], headers)
             return
-        sha256 = entry["lfs"]["sha256"]  # type: ignore[index]
-        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(entry["size"])}
+        digest = sha256(repository.files[file])
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(entry["size"])}
         # Another host name than the Hub's: a token must not be sent there.
-        cdn = f"http://localhost:{self.server.server_port}/cdn/{sha256}"
+        cdn = f"http://localhost:{self.server.server_port}/cdn/{digest}"
         self.send(302, b"", headers | {"Location": cdn})
 
-    def send_large(self, sha256: str) -> None:
+    def send_large(self, digest: str) -> None:
         hub = self.server
         bodies = [
             body
             for repository in hub.repositories.values()
             for body in repository.files.values()
-            if hashlib.sha256(body).hexdigest() == sha256
+            if sha256(body) == digest
         ]
         if not bodies:
             self.send(404, b"")
@@ -183,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         body = bodies[0] if hub.tampered is None else hub.tampered
         wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and hub.ranges else 0
-        headers = {"ETag": f'"{sha256}"'}
+        headers = {"ETag": f'"{digest}"'}
         status = 200
         if wanted and hub.ranges:
             status = 206

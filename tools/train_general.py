@@ -1,12 +1,15 @@
 """Train the heads of the model `general` and write them to m1clip/models/general (docs/models.md).
 
-    python tools/train_general.py --captions flickr8k-112 coco --classes caltech101 \
-        --names imagenet_names.txt --cache features
+    python tools/general_data.py --clones clones --out data
+    python tools/train_general.py --captions flickr8k-112 data/coco --classes data/caltech101 \
+        --names data/imagenet_names.txt --cache features
 
 --captions: folders with captions.csv (image, caption, split); rows of split `train` are used.
---classes: a folder with one folder of images per class, of which HELD_OUT are not used.
+--classes: a folder with one folder of images per class, of which HELD_OUT are not used; may be left out.
 --names: the 1,000 class names of ImageNet, one per line, in the order of the classifiers in the towers' packages.
 --cache: where features are stored, so that a second run does not compute them again.
+
+The same data gives the same file on the same kind of machine: all random numbers have a fixed seed.
 
 The towers are frozen. Both heads start from a canonical correlation analysis (CCA) of images and captions, and are then
 trained with a contrastive loss on captions, on class folders, and on synthetic features of the ImageNet classes: the
@@ -34,10 +37,10 @@ from torch import Tensor
 from m1clip.data.images import FileImage
 from m1clip.inference.batches import TowerRunner, in_order
 from m1clip.model.clip import CLIP, build_clip
-from m1clip.model.folder import TOWERS, write_boxed
+from m1clip.model.folder import TOWER_PREFIXES, write_boxed
 from m1clip.model.named import BOXED, CONFIG, GENERAL, HEADS
 from m1clip.model.presets import CLIPConfig, HeadConfig
-from m1clip.model.pretrained.efficientnet import HEAD as CLASSIFIER_WIDTH
+from m1clip.model.pretrained.efficientnet import HEAD_CHANNELS
 from m1clip.model.pretrained.packages import PACKAGES, package_file
 from m1clip.model.pretrained.registry import (
     build_image_tower,
@@ -162,7 +165,7 @@ class Towers:
         refs = [FileImage(str(path)) for path in paths]
         rows = np.zeros((len(paths), self.image.width), np.float16)
         failures: dict[int, str] = {}
-        for indices, vectors in self.runner.files(refs, failures, lambda done, total: None):
+        for indices, vectors in self.runner.files(refs, failures):
             rows[indices] = vectors.numpy()
         if failures:
             raise SystemExit(
@@ -178,8 +181,9 @@ class Towers:
             return torch.from_numpy(rows).float()
         tokens = self.tokenizer.tokenize(texts, CONTEXT)
         vectors = in_order(self.runner.tokens(tokens, self.tokenizer.lengths(tokens)))
-        np.save(file, vectors.numpy().astype(np.float16))
-        return vectors
+        rows = vectors.numpy().astype(np.float16)  # also the first time, when nothing is cached
+        np.save(file, rows)
+        return torch.from_numpy(rows).float()
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ def class_logits(features: Tensor, towers: Towers) -> Tensor:
     total = torch.zeros(len(features), 1)
     for package, end in zip(PACKAGES[image_name], ends, strict=True):
         weight = read_checkpoint(package_file(package, image_name))["_fc.weight"]
-        total = total + features[:, end - CLASSIFIER_WIDTH : end] @ weight.T
+        total = total + features[:, end - HEAD_CHANNELS : end] @ weight.T
     return total - total.mean(dim=1, keepdim=True)
 
 
@@ -293,7 +297,7 @@ def train(
     model: CLIP,
     stage: Stage,
     captioned: Captioned,
-    folders: Classes,
+    folders: Classes | None,
     names: Tensor,
     directions: Tensor,
 ) -> None:
@@ -339,17 +343,21 @@ def train(
                 scale,
                 torch.arange(stage.batch)[:, None] == torch.from_numpy(owner),
             )
-            # Half of the class images are real, and as many again are synthetic.
-            real = rng.integers(0, len(folders.images), stage.class_batch // 2)
             made = rng.integers(0, len(directions), stage.class_batch)
             behind = standard_images[rng.integers(0, len(standard_images), stage.class_batch)]
             strength = torch.from_numpy(rng.uniform(0.7, 1.5, (stage.class_batch, 1))).float()
             synthetic = SYNTHETIC_SIGMA * strength * directions[made] + BACKGROUND * behind
-            images = torch.cat([folders.images[real], synthetic * deviation + mean])
-            labels = torch.cat([folders.labels[real], torch.from_numpy(made) + len(folders.names)])
+            images = synthetic * deviation + mean
+            labels = torch.from_numpy(made)
+            class_names = names
+            if folders is not None:  # half as many real images of classes
+                real = rng.integers(0, len(folders.images), stage.class_batch // 2)
+                images = torch.cat([images, folders.images[real]])
+                labels = torch.cat([labels, folders.labels[real] + len(names)])
+                class_names = torch.cat([names, folders.names])
             classes = torch.unique(labels)
             template = torch.from_numpy(rng.integers(0, len(TEMPLATES), len(classes)))
-            texts = torch.cat([folders.names, names])[classes, template]
+            texts = class_names[classes, template]
             loss = loss + stage.class_weight * contrastive(
                 encode(model.image_head, images, rng),
                 encode(model.text_head, texts, rng),
@@ -366,10 +374,26 @@ def train(
         model.logit_scale.copy_(log_scale.clamp(max=math.log(100)))
 
 
+def train_mean(
+    model: CLIP, captioned: Captioned, folders: Classes | None, names: Tensor, directions: Tensor
+) -> None:
+    """Train once for each of STAGES, from the same start, and take the weighted mean."""
+    initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
+    total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
+    for stage in STAGES:
+        model.load_state_dict(initial, strict=False)
+        train(model, stage, captioned, folders, names, directions)
+        for name, tensor in heads_of(model).items():
+            total[name] += stage.share * tensor
+    model.load_state_dict(total, strict=False)
+
+
 def heads_of(model: CLIP) -> dict[str, Tensor]:
     """The weights of both heads, their statistics, and the logit scale."""
     return {
-        name: tensor for name, tensor in model.state_dict().items() if not name.startswith(TOWERS)
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(TOWER_PREFIXES)
     }
 
 
@@ -385,7 +409,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--captions", type=Path, nargs="+", required=True)
-    parser.add_argument("--classes", type=Path, required=True)
+    parser.add_argument("--classes", type=Path)
     parser.add_argument("--names", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=BOXED[GENERAL].folder)
@@ -398,12 +422,14 @@ def main() -> None:
         torch.cat([part.captions for part in parts]),
         torch.cat([part.image_index + at for part, at in zip(parts, offsets, strict=False)]),
     )
-    folders = read_classes(options.classes, towers)
+    folders = None if options.classes is None else read_classes(options.classes, towers)
     names = named(options.names.read_text(encoding="utf-8").splitlines(), "imagenet", towers)
+    class_images = [] if folders is None else [folders.images]
     print(
         f"{len(captioned.images):,} images with {len(captioned.captions):,} captions, "
-        f"{len(folders.images):,} images of {len(folders.names):,} classes"
+        f"{sum(map(len, class_images)):,} images of classes"
     )
+    torch.manual_seed(0)  # the hidden layers of the heads start from random weights
     head = HeadConfig(kind="adapter", hidden=HIDDEN, dropout=DROPOUT)
     model = build_clip(
         CLIPConfig(
@@ -415,16 +441,9 @@ def main() -> None:
         )
     )
     initialize(model, captioned)
-    seen = torch.cat([captioned.images, folders.images])
+    seen = torch.cat([captioned.images, *class_images])
     directions = class_directions(model.image_head.standardized(seen), class_logits(seen, towers))
-    initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
-    total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
-    for stage in STAGES:
-        model.load_state_dict(initial, strict=False)
-        train(model, stage, captioned, folders, names, directions)
-        for name, tensor in heads_of(model).items():
-            total[name] += stage.share * tensor
-    model.load_state_dict(total, strict=False)
+    train_mean(model, captioned, folders, names, directions)
     options.out.mkdir(parents=True, exist_ok=True)
     write_boxed(options.out, model, towers.preprocess)
     for file in (CONFIG, HEADS):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 PROBLEMS_SHOWN = 5  # problems on screen
+NEAREST_SHOWN = 3  # results of a search that found nothing likely
 
 
 @app.command(group=PHOTOS, sort_key=1, usage="Usage: m1clip index FOLDER [OPTIONS]")
@@ -194,8 +195,8 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
             "no image passes the filters" if filtered else "no image is left in the indexed folder"
         )
     elif not found.possible:
-        nearest = ":" if listed else f" is {one_line(found.nearest[0].path)} (--all lists more)"
-        print(f"nothing here matches, in {images}; the nearest{nearest}")
+        print(f"nothing here matches, in {images}; the nearest, all unlikely:")
+        listed = listed or found.nearest[:NEAREST_SHOWN]
     elif not found.matches:
         print(f"no sure match in {images}; perhaps:")
     matches = len(found.matches)
@@ -206,7 +207,7 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
         more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
         print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
     unlisted = len(found) - len(listed)
-    if found.possible and unlisted:
+    if unlisted:
         print(
             f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)"
         )

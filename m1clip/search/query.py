@@ -47,6 +47,7 @@ from m1clip.search.index import (
     vectors_of,
 )
 from m1clip.search.nearest import SAMPLE, nearest
+from m1clip.search.short_queries import common_vector, is_short, short_vectors
 from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted on the validation
@@ -204,6 +205,7 @@ class Index:
         self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
+        self._common: tuple[int, np.ndarray] | None = None  # `common_vector` of that model
         self._file: Vectors | None = None
         self._known_statistics: tuple[int, tuple[np.ndarray, LibraryStats]] | None = (
             None  # with their version
@@ -647,7 +649,7 @@ class Index:
             vectors, rest = self._taught(phrase, examples)
             taught = taught or bool(vectors)
             if rest or not vectors:
-                vectors = [*vectors, *self.encode_texts([rest])]
+                vectors = [*vectors, *self._query_vectors([rest])]
             parts += [(weight, vector) for vector in vectors]
         if not parts:
             raise UserError("an empty query: give a text, or an image with --like")
@@ -661,7 +663,7 @@ class Index:
         if not names:
             return [], phrase
         vectors = {}
-        for name, vector in zip(names, self.encode_texts(names), strict=True):
+        for name, vector in zip(names, self._query_vectors(names), strict=True):
             fitted, choice = fit_concept(*examples[name], self.library_stats, vector, self.sample)
             if choice is not TEXT_ONLY:
                 vectors[name] = fitted
@@ -674,6 +676,17 @@ class Index:
         """(n, dim) unit vectors of texts, by the model of the index."""
         with self._encoder:
             return self._of_index(self.model.encode_text(texts))
+
+    def _query_vectors(self, texts: list[str]) -> np.ndarray:
+        """(n, dim) unit vectors to search with; see `short_queries` for those of one or two words."""
+        vectors = self.encode_texts(texts).copy()
+        short = [place for place, text in enumerate(texts) if is_short(text)]
+        if short:
+            if self._common is None or self._common[0] != self.set_id:
+                self._common = (self.set_id, common_vector(self.encode_texts))
+            chosen = [texts[place] for place in short]
+            vectors[short] = short_vectors(self.encode_texts, chosen, self._common[1])
+        return vectors
 
     def _of_index(self, encoded: Any) -> np.ndarray:
         """(n, dim) float32 vectors of the model; UserError if those of the index have another length."""

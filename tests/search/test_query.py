@@ -40,8 +40,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_search_equals_brute_force(photos: Path) -> None:
     index = m1clip.Index(photos)
-    query = np.asarray(index.model.encode_text("a dog"))[0]
-    found = index.search("a dog", k=5, collapse=False)
+    query = np.asarray(index.model.encode_text("a dog on a beach"))[0]
+    found = index.search("a dog on a beach", k=5, collapse=False)
     paths = sorted(path for path in photos.rglob("*.*") if path.suffix in (".jpg", ".png"))
     scores = np.asarray(index.model.encode_image(paths)) @ query
     best = [paths[place] for place in np.argsort(-scores)[:5]]
@@ -325,7 +325,14 @@ LESS = "1 nearest image of less than 20% not listed (--all lists them)"
                 LESS,
             ],
         ),
-        ((0.1,), ["nothing here matches, in 9 images; the nearest is 0.jpg (--all lists more)"]),
+        (
+            (0.1, 0.1, 0.1, 0.1),
+            [
+                "nothing here matches, in 9 images; the nearest, all unlikely:",
+                *(f" 10%   0.500  {number}.jpg" for number in range(3)),
+                LESS,
+            ],
+        ),
         ((None,), [" 0.500  0.jpg"]),
     ],
 )
