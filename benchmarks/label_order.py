@@ -71,7 +71,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--test", action="store_true", help="measure on the test split")
     parser.add_argument("--json", type=Path, default=RESULTS / "label_order.json")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the figures of the file there, and measure nothing"
+    )
     options = parser.parse_args()
+    if options.plot:
+        plot(json.loads(options.json.read_text(encoding="utf-8"))["test"]["table"], options.plot)
+        return
     began = time.time()
     split = "test" if options.test else "val"
     train, evaluated = (
@@ -352,6 +358,31 @@ def summary(runs: list[dict[str, object]]) -> list[dict[str, object]]:
                 }
             )
     return table
+
+
+def plot(table: list[dict[str, object]], path: Path) -> None:
+    """Recall against the number of labels, for both users."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    titles = {"new": "no model yet", "adapt": "a model of other photos, adapted"}
+    colors = {"random": "#868e96", "diverse": "#b58100", "cover": "#d9480f", "page": "#0b7285"}
+    for axis, (user, title) in zip(axes, titles.items(), strict=True):
+        for order, color in colors.items():
+            rows = [row for row in table if (row["user"], row["order"]) == (user, order)]
+            if rows:
+                labels = [row["labels"] for row in rows]
+                recall = [row["mean_recall"] for row in rows]
+                axis.plot(labels, recall, "o-", color=color, label=order, markersize=3.5)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("labelled photos")
+        axis.set_ylabel("mean recall, %")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,13 @@ LIVE = (
     "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image "
     f"WHERE model = ? AND {VALID_ROW} AND {VALID}"
 )
-
+# Starting with the table that is asked for: given many values, SQLite would go through all vectors.
+JOINED_FROM = {
+    "files.id": "FROM files CROSS JOIN images CROSS JOIN vectors",
+    "path": "FROM files CROSS JOIN images CROSS JOIN vectors",
+    "sha256": "FROM images CROSS JOIN files CROSS JOIN vectors",
+    "row": "FROM vectors CROSS JOIN images CROSS JOIN files",
+}
 NO_ROWS = np.zeros(0, np.int64)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
@@ -611,8 +617,9 @@ class Index:
             for start in range(0, len(values), SQL_VALUES):
                 part = values[start : start + SQL_VALUES]
                 query = (
-                    f"SELECT files.id, path, sha256, row {LIVE} "
-                    f"AND {column} IN ({','.join('?' * len(part))})"
+                    f"SELECT files.id, path, sha256, row {JOINED_FROM[column]} "
+                    "WHERE files.image = images.id AND vectors.image = images.id AND model = ? "
+                    f"AND {VALID_ROW} AND {VALID} AND {column} IN ({','.join('?' * len(part))})"
                 )
                 for id_, path, digest, row in db.execute(query, (self.set_id, *part)):
                     if row < len(self.vectors):

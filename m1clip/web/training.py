@@ -20,7 +20,6 @@ from typing import Any
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import open_regular, read_small, write_json
-from m1clip.model.named import BOXED, GENERAL, boxed_name
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
@@ -95,13 +94,17 @@ class TrainPage:
             "running",
         ):
             raise UserError(f"{found[0].name} is still running; wait for it, or stop it")
+        # All labels are trained on again, from the model that the first run on labels started from.
+        in_use = found is not None and Path(index.model_path).is_relative_to(found[0])
+        start = found[1].get("start") if found is not None and in_use else None
+        start = start if isinstance(start, str) else index.model_path
         about: Started = {
             "root": str(index.root),
             "labels": count,
-            "before": index.model_path,
+            "start": start,
             "before_name": run_or_model(index.model_path),
         }
-        words = ["train", str(labels.path), *start_options(index.model_path)]
+        words = ["train", str(labels.path), *start_options(start)]
 
         def begin() -> None:
             run = self._new_folder()
@@ -213,10 +216,8 @@ class TrainPage:
 
 
 def start_options(model: str) -> Sequence[str]:
-    """Options of `m1clip train` to start from the model in use, or else from the best that is installed."""
-    if boxed_name(model) is None and not BOXED[GENERAL].towers_installed():
-        return ("--init", model)
-    return ()
+    """Options of `m1clip train` to adapt the heads of a model to a few labels; its towers stay as they are."""
+    return ("--init", model, "--recipe", "frozen")
 
 
 def run_or_model(model: str) -> str:
