@@ -44,11 +44,12 @@ function words(status, found) {
 function showResult({ result, before, in_use: inUse, state: is, work }) {
   $("result").hidden = !result || is !== "finished";
   if (!result) return;
+  const same = result.metrics.every((metric) => String(metric.before) === String(metric.after));
   const [value, low, high] = result.gain, sure = low > 0 ? "The new model is better." : high < 0 ? "The new model is worse: keep the one before." : "So few held-out labels do not show which model is better.";
-  $("result-head").textContent = `${points(value)} points of recall@10 [${points(low)}, ${points(high)}]. ${sure}`;
+  $("result-head").textContent = same ? "Training on these labels did not improve the model: it is as it was." : `${points(value)} points of recall@10 [${points(low)}, ${points(high)}]. ${sure}`;
   $("result-rows").replaceChildren(...result.metrics.map((metric) => el("tr", {}, el("th", {}, RECALLS[metric.name] || metric.name), el("td", {}, rate(metric.before)), el("td", {}, rate(metric.after)))));
   $("result-text").textContent = `${plural(result.captions, "caption")} of ${plural(result.photos, "photo")} that the new model was not trained on, each searched among ${plural(result.candidates, "photo")}; 95% intervals. Before: ${before}.`;
-  $("switch").hidden = inUse || Boolean(work);
+  $("switch").hidden = inUse || same || Boolean(work);
   $("switch").className = high < 0 ? "" : "main";
   $("switch").textContent = high < 0 ? "Search with the new model anyway" : "Search with the new model";
 }
