@@ -216,8 +216,8 @@ class TrainPage:
 
 
 def start_options(model: str) -> Sequence[str]:
-    """Options of `m1clip train` to adapt the heads of a model to a few labels; its towers stay as they are."""
-    return ("--init", model, "--recipe", "frozen")
+    """Options of `m1clip train` to adapt a model to labels."""
+    return ("--init", model)
 
 
 def run_or_model(model: str) -> str:
