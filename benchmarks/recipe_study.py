@@ -84,6 +84,8 @@ class Job:
     patch_dropout: float = 0.0
     cutmix: float = 0.0  # probability that an image of a batch gets a box of another
     mixup: float = 0.0
+    paste: float = 0.0  # as cutmix, but the targets stay those of the first image
+    paste_area: float = 0.5  # of the largest box of `paste`, `cutmix` and `erase`
     erase: float = 0.0  # probability that an image gets a gray box
     text_swap: float = 0.0  # probability that a token is replaced by a random token of the batch
     feature_dropout: float = 0.0  # before the heads
@@ -281,7 +283,7 @@ class Trainer:
 
     def _boxes(self, count: int) -> Tensor:
         """(n, 1, size, size) bool, boxes whose area is uniform from 0 to the half of the image."""
-        side = (0.5 * self._random(count)).sqrt()
+        side = (self.job.paste_area * self._random(count)).sqrt()
         center = self._random(count, 2)
         line = (torch.arange(IMAGE_SIZE, device=self.device) + 0.5) / IMAGE_SIZE
         rows = (line[None] - center[:, :1]).abs() < side[:, None] / 2
@@ -377,6 +379,10 @@ class Trainer:
         if job.erase:
             hit = self._random(len(x)) < job.erase
             x.mul_(~(self._boxes(len(x)) & hit[:, None, None, None]))
+        if job.paste:
+            hit = self._random(len(x)) < job.paste
+            box = self._boxes(len(x)) & hit[:, None, None, None]
+            x.copy_(torch.where(box, x.roll(1, dims=0), x))
         if not (job.cutmix or job.mixup):
             return target
         other = x.roll(1, dims=0)

@@ -213,6 +213,8 @@ class TrainConfig(Section):
     "Train for this many passes over the images."
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
+    max_epochs: Annotated[float | None, Range(0, above=True)] = None
+    "With --minutes: at most this many passes over the images, then end early. Default: by recipe and number of images."
     batch_size: Annotated[
         int | Literal["auto"] | None,
         Parameter(group=COMMON, metavar="INT|auto", show_choices=False),

@@ -219,9 +219,13 @@ def planned_steps(
 class Pacer:
     """Keeps a run within its time budget: compares the clock with the plan and corrects the plan."""
 
-    def __init__(self, budget: TimeBudget, costs: Costs, step: int) -> None:
+    def __init__(
+        self, budget: TimeBudget, costs: Costs, step: int, max_steps: int | None = None
+    ) -> None:
+        """`max_steps` is the number of steps after which more time would not help; None: there is none."""
         self.budget = budget
         self.costs = costs
+        self.max_steps = max_steps
         self._intervals: deque[tuple[int, float]] = deque(maxlen=MAX_INTERVALS)  # (steps, seconds)
         self._last_step = step
         self._last_time = time.perf_counter()
@@ -290,9 +294,14 @@ class Pacer:
         tolerated = max(TOLERATED_ERROR * self.budget.seconds, TOLERATED_OF_LEFT * left)
         if abs(expected - left) <= tolerated:
             return plan
+        if expected < left and self.max_steps is not None and plan.total_steps >= self.max_steps:
+            return plan  # the time that is left is given back
         final_steps = int(FINAL_FRACTION * self.budget.seconds / step_seconds)
         final_steps = max(1, min(MAX_FINAL_STEPS, final_steps))
-        total = max(step + final_steps, planned_steps(plan, step, left, step_seconds, self.costs))
+        total = planned_steps(plan, step, left, step_seconds, self.costs)
+        if self.max_steps is not None:
+            total = min(total, self.max_steps)
+        total = max(step + final_steps, total)
         if steps_left <= 0 and total <= step + final_steps:
             return plan  # the run is over, as planned
         if steps_left <= final_steps and total < plan.total_steps + final_steps:

@@ -21,6 +21,7 @@ from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import CLIPConfig
 from m1clip.text.base import Tokenizer
+from m1clip.training.budget import steps_of_epochs
 from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
 from m1clip.training.spec import DecidedConfig, RunSpec
@@ -70,6 +71,14 @@ class RunInputs:
     def shards(self) -> bool:
         """Whether weights are divided among the ranks."""
         return self.config.train.fsdp == "on" and self.ranks.size > 1
+
+    @property
+    def max_steps(self) -> int | None:
+        """The number of steps after which more of the time of --minutes would not help; None: there is none."""
+        epochs = self.config.train.max_epochs
+        return (
+            None if epochs is None else steps_of_epochs(epochs, self.training.plan.steps_per_epoch)
+        )
 
     def build_model(self) -> CLIP:
         """The initialized model on its device or devices, or on the CPU if only a part of it will be on the device."""

@@ -23,6 +23,13 @@ from m1clip.hardware.machine_info import MachineInfo
 from m1clip.model.presets import CLIPConfig, model_config
 from m1clip.model.pretrained.packages import remedy
 from m1clip.optimizers import OPTIMIZERS
+from m1clip.training.budget import (
+    MILD,
+    Strength,
+    augmentation_strength,
+    max_epochs,
+    steps_of_epochs,
+)
 from m1clip.training.duration import EVALUATIONS
 from m1clip.training.measure import Choice
 from m1clip.training.memory import power_of_two
@@ -153,12 +160,14 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_batch(draft, dataset, model)
     _decide_device(draft, machine, measured)
     _decide_memory(draft, dataset, machine, measured)
+    undecided = {name for name in Strength._fields if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
     _limit_batch(draft, settings.config, images)
     _decide_fsdp(draft, machine)
     _decide_length(draft, images, machine)
+    _decide_strength(draft, images, model, undecided)
     if settings.changed_run is not None:
         console.print(describe_changes(settings.changed_run, draft))
     return RunSpec(DecidedConfig.of(draft.config), draft.chosen_by, measured)
@@ -480,6 +489,7 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
     elif train.minutes is not None:
         origin = "measurement"
         length = machine.measure.steps_in_time(draft.config)
+        length = _limit_length(draft, length, images)
     else:
         if draft.chosen_by.get("epochs") not in ("user", "preset"):
             origin = "recipe"  # nobody asked for a duration
@@ -492,6 +502,52 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
     draft.decide(origin, steps=length.steps, minutes=None, epochs=None)
     for name in ("minutes", "epochs"):
         draft.chosen_by.pop(name, None)
+
+
+def _limit_length(draft: Draft, length: Length, images: int) -> Length:
+    """No more steps than help: the rest of the time of --minutes is given back."""
+    train = draft.config.train
+    if train.max_epochs is None:
+        if is_synthetic(draft.config.data):
+            return length  # not measured
+        draft.decide("rule", max_epochs=max_epochs(draft.config.transfer.recipe))
+    limit = draft.config.train.max_epochs
+    assert limit is not None
+    steps_per_epoch = images // train.batch_size_or(1)
+    most = steps_of_epochs(limit, steps_per_epoch)
+    if length.steps <= most:
+        return length
+    console.print(
+        f"budget     {train.minutes:g} minutes are enough for {length.steps / steps_per_epoch:.0f} epochs of "
+        f"{plural(images, 'image')}; more than {limit:g} do not help, so the run will end early "
+        f"(to choose otherwise: --max-epochs, or --epochs)"
+    )
+    return Length(most, length.evaluations)
+
+
+def _decide_strength(draft: Draft, images: int, model: InitialModel, undecided: set[str]) -> None:
+    """Stronger augmentation for a run from random weights that sees each image often.
+
+    Only what neither the user nor the data decided: an augmentation that is off (synthetic images,
+    captions that mention sides) stays off.
+    """
+    train = draft.config.train
+    usual = Strength(*(setting(draft.config, name) for name in Strength._fields))
+    if model.is_pretrained or train.steps is None:
+        return
+    epochs = train.steps / (images // train.batch_size_or(1))
+    stronger = augmentation_strength(epochs)
+    changes = {
+        name: getattr(stronger, name)
+        for name in Strength._fields
+        if name in undecided and getattr(usual, name) == getattr(MILD, name)
+    }
+    if changes and stronger != MILD:
+        draft.decide("rule", **changes)
+        shown = ", ".join(
+            f"--{name.replace('_', '-')} {value:g}" for name, value in changes.items()
+        )
+        console.print(f"augment    {shown}, because each image is seen {epochs:.0f} times")
 
 
 def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:

@@ -126,7 +126,7 @@ def train_config(
             if ranks.rank == 0:
                 process.remove_unused_folder(folder)
             raise
-        pacer = None if budget is None else Pacer(budget, workbench.costs, 0)
+        pacer = None if budget is None else Pacer(budget, workbench.costs, 0, inputs.max_steps)
         return _train_and_finish(session, inputs, workbench.model, pacer)
 
 
@@ -191,7 +191,9 @@ def resume(
         _describe(inputs)
         minutes = ranks.on_rank0(lambda: _promised_minutes(folder))
         pacer = (
-            None if minutes is None else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0)
+            None
+            if minutes is None
+            else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0, inputs.max_steps)
         )
         return _train_and_finish(session, inputs, workbench.model, pacer, resumed=True)
 

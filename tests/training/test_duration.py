@@ -198,6 +198,29 @@ def test_a_pause_of_the_machine_is_not_part_of_the_time(monkeypatch: pytest.Monk
     assert pacer.budget.left == pytest.approx(89)
 
 
+def test_a_faster_machine_does_not_exceed_the_steps_that_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time that is left over is given back; a slower machine still gets fewer steps."""
+    clock = SimulatedTime()
+    clock.install(monkeypatch, duration)
+    pacer = Pacer(TimeBudget(100), Costs(), 0, max_steps=40)
+    plan = plan_of((0, 40))
+    for step in range(1, 11):
+        clock.work(1.0)
+        pacer.record(step)
+        plan = pacer.check(plan, step)
+    assert plan.total_steps == 40
+    for step in range(11, 31):
+        clock.work(6.0)
+        pacer.record(step)
+        plan = pacer.check(plan, step)
+        if step >= plan.total_steps:
+            break
+    assert plan.total_steps < 40
+    assert clock.now <= 110
+
+
 # A real run, whose steps and evaluations take time on a simulated clock.
 
 

@@ -25,6 +25,7 @@ from m1clip.model.presets import (
     VisionTowerConfig,
 )
 from m1clip.optimizers import OPTIMIZERS
+from m1clip.training.budget import MILD, augmentation_strength, max_epochs
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -539,3 +540,59 @@ def test_decided_config_has_only_final_values() -> None:
     with pytest.raises(UserError, match="--flip must be a finite number"):
         spec.config.changed(flip=2.0)
     assert DecidedConfig.of(spec.config.as_config()) == spec.config
+
+
+def limited(minutes: float, recipe: str = "scratch", **options: Any) -> tuple[RunSpec, str]:
+    """A run of 1,000 images with a time, and what it prints."""
+    settings = Settings({"data": ("photos",), "recipe": recipe, "minutes": minutes, **options})
+    with console.capture() as output:
+        spec = resolve(settings, Dataset(1_000, median_captions=5), machine(images=1_000))
+    return spec, output.getvalue()
+
+
+def test_time_that_would_not_help_is_given_back() -> None:
+    steps_per_epoch = 1_000 // 64
+    most = round(max_epochs("scratch") * steps_per_epoch)
+    short, printed = limited(2)
+    assert (short.config.train.steps, "budget" in printed) == (201, False)
+    long, printed = limited(1_000)
+    assert (long.config.train.steps, long.config.train.max_epochs) == (most, max_epochs("scratch"))
+    assert "1000 minutes are enough for" in printed
+    assert "the run will end early" in printed
+    chosen, printed = limited(1_000, max_epochs=1_000.0)
+    assert chosen.config.train.steps == 1_000 * steps_per_epoch
+    unlimited, printed = limited(1_000, data=("synthetic",))
+    assert unlimited.config.train.steps == 100_001, "not measured on synthetic images"
+    by_steps = resolve(
+        Settings({"data": ("photos",), "recipe": "scratch", "steps": 10**6}),
+        Dataset(1_000),
+        machine(images=1_000),
+    )
+    assert by_steps.config.train.steps == 10**6, "the user's own number is never limited"
+
+
+def test_long_runs_from_random_weights_are_augmented_more() -> None:
+    short, printed = limited(1)
+    assert (short.config.data.crop_min, short.config.data.word_dropout) == MILD
+    assert "augment" not in printed
+    long, printed = limited(1_000)
+    strength = augmentation_strength(max_epochs("scratch"))
+    assert (long.config.data.crop_min, long.config.data.word_dropout) == strength
+    assert "because each image is seen" in printed
+    assert long.chosen_by["crop_min"] == "rule"
+
+    chosen, _ = limited(1_000, crop_min=0.9)
+    assert (chosen.config.data.crop_min, chosen.config.data.word_dropout) == (
+        0.9,
+        strength.word_dropout,
+    )
+    frozen, _ = limited(1_000, recipe="frozen")
+    assert frozen.config.data.crop_min == 1.0, "frozen towers see complete images"
+    synthetic, _ = limited(1_000, data=("synthetic",))
+    assert synthetic.config.data.crop_min == 1.0
+    sides = resolve(
+        Settings({"data": ("photos",), "recipe": "scratch", "minutes": 1_000.0}),
+        Dataset(1_000, mentions_sides=True),
+        machine(images=1_000),
+    )
+    assert sides.config.data.crop_min == 1.0, "off stays off"

@@ -1,0 +1,54 @@
+"""How long a run should be and how strongly it should be regularized, given its data and its time.
+
+Pure functions, fitted on our own runs (docs/recipe.md, "More time"). A model that sees an image many times overfits,
+so the more epochs a run has, the stronger its augmentation; and beyond some number of epochs, more do not help.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+
+class Strength(NamedTuple):
+    """How strongly images and captions are augmented."""
+
+    crop_min: float  # minimum area fraction of random crops
+    word_dropout: float  # fraction of caption tokens dropped
+
+
+MILD = Strength(crop_min=0.6, word_dropout=0.3)
+# Epochs of a run from random weights -> the best augmentation of those that were measured.
+STRENGTHS = {
+    12.0: MILD,
+    18.0: Strength(crop_min=0.5, word_dropout=0.4),
+    74.0: Strength(crop_min=0.35, word_dropout=0.45),
+}
+# Passes over the images, by recipe, after which more time does not give a better model.
+MAX_EPOCHS = {"scratch": 18.0, "frozen": 8.0, "finetune": 20.0}
+
+
+def max_epochs(recipe: str) -> float:
+    """The passes over the images after which more time does not give a better model."""
+    return MAX_EPOCHS[recipe]
+
+
+def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+    """The steps of so many passes over the images, at least one."""
+    return max(1, round(epochs * steps_per_epoch))
+
+
+def augmentation_strength(epochs: float) -> Strength:
+    """The augmentation of a run from random weights: interpolated over the logarithm of its epochs."""
+    measured = list(STRENGTHS)
+    epochs = min(max(epochs, measured[0]), measured[-1])
+    for low, high in itertools.pairwise(measured):
+        if epochs <= high:
+            part = math.log(epochs / low) / math.log(high / low)
+            mixed = [
+                round(weaker + part * (stronger - weaker), 2)
+                for weaker, stronger in zip(STRENGTHS[low], STRENGTHS[high], strict=True)
+            ]
+            return Strength(*mixed)
+    raise AssertionError("epochs are within the measured range")

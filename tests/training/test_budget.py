@@ -1,0 +1,50 @@
+"""The rules of docs/recipe.md for long runs: epochs and augmentation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m1clip.config import RECIPES, DataConfig, read_recipe
+from m1clip.data.prepare import choose_augmentation
+from m1clip.training.budget import (
+    MILD,
+    STRENGTHS,
+    augmentation_strength,
+    max_epochs,
+    steps_of_epochs,
+)
+
+EPOCHS = st.floats(0.001, 1e6)
+
+
+@given(EPOCHS, EPOCHS)
+def test_more_epochs_never_weaken_the_augmentation(first: float, second: float) -> None:
+    fewer, more = (augmentation_strength(epochs) for epochs in sorted((first, second)))
+    assert more.crop_min <= fewer.crop_min
+    assert more.word_dropout >= fewer.word_dropout
+
+
+def test_augmentation_is_the_measured_one_at_measured_epochs() -> None:
+    for epochs, strength in STRENGTHS.items():
+        assert augmentation_strength(epochs) == strength
+    assert augmentation_strength(0.1) == MILD
+    assert augmentation_strength(1e9) == STRENGTHS[max(STRENGTHS)]
+
+
+def test_short_runs_have_the_default_augmentation() -> None:
+    usual = choose_augmentation(DataConfig(source=("photos",)))
+    assert (usual.crop_min, usual.word_dropout) == MILD
+    default_epochs = read_recipe("scratch").settings["train"]["epochs"]
+    assert augmentation_strength(default_epochs) == MILD
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_time_allows_at_least_the_default_epochs_of_a_recipe(recipe: str) -> None:
+    assert max_epochs(recipe) >= read_recipe(recipe).settings["train"]["epochs"]
+
+
+def test_steps_of_epochs_is_at_least_one() -> None:
+    assert steps_of_epochs(0.001, 10) == 1
+    assert steps_of_epochs(2.5, 10) == 25
