@@ -36,7 +36,12 @@ from m1clip.training.duration import StepPlan, step_plan
 # Who chose a value: the user (options or a file), a preset, a recipe, a rule, or a measurement on this machine.
 # A value that is not listed is the default.
 Origin = Literal["user", "preset", "recipe", "rule", "measurement"]
-LENGTH = ("steps", "plan", "evaluations", "max_epochs")  # settings that make up the length of a decided run
+LENGTH = (
+    "steps",
+    "plan",
+    "evaluations",
+    "max_epochs",
+)  # settings that make up the length of a decided run
 
 
 class DecidedSection:
