@@ -1,0 +1,110 @@
+"""Plot time against recall: the rule of m1clip/training/budget.py, no rule, and open_clip.
+
+    python benchmarks/plot_time.py          # writes docs/images/time-recall.png from docs/results
+
+Steps are converted to minutes of two CPU cores: 115 steps of `tiny` a minute (docs/recipe.md). It needs
+matplotlib (pip install 'm1clip[plot]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from sides import RESULTS
+
+STEPS_PER_MINUTE = 115
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+BATCH = 64
+TRAINING_IMAGES = 6_000
+# What a run of so many minutes is: by the rule, and with the settings of a short run.
+BUDGETS = (2, 5, 10, 15, 30, 60)
+COLORS = {"rule": "#1f77b4", "none": "#999999", "peer": "#d62728"}
+
+
+def matching(runs: list[dict[str, Any]], steps: int, **settings: Any) -> list[float]:
+    """Final validation recall of the runs with exactly these settings, over seeds."""
+    found = []
+    for run in runs:
+        own = {name: v for name, v in run.get("settings", {}).items() if name != "seed"}
+        if run["steps"] == steps and own == settings:
+            found.append(run["validation"][-1][1])
+    return found
+
+
+def points(runs: list[dict[str, Any]]) -> dict[str, list[tuple[float, list[float]]]]:
+    """Minutes and values of each line."""
+    plain: list[tuple[float, list[float]]] = []
+    for minutes in BUDGETS:
+        values = matching(runs, round(minutes * STEPS_PER_MINUTE))
+        if values:
+            plain.append((minutes, values))
+    eighteen = matching(runs, 15 * STEPS_PER_MINUTE, crop_min=0.5, word_dropout=0.4)
+    rule = [point for point in plain if point[0] <= 10]
+    # From here on the run ends early: more time changes nothing.
+    rule += [(minutes, eighteen) for minutes in BUDGETS if minutes >= 15]
+    return {"rule": rule, "none": plain}
+
+
+def peer() -> list[float]:
+    """Validation recall@10 of open_clip's entry of the speedrun, ten minutes of two cores."""
+    runs = json.loads((RESULTS / "speedrun.json").read_text(encoding="utf-8"))["runs"]
+    own = [
+        run
+        for run in runs
+        if (run["entry"], run["data"]) == ("open_clip-muon", "flickr8k-112") and run.get("val")
+    ]
+    directions = ("text_to_image/recall@10", "image_to_text/recall@10")
+    return [100 * statistics.fmean(run["val"][name] for name in directions) for run in own]
+
+
+def main() -> None:
+    """Draw the lines with the range of seeds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=IMAGES / "time-recall.png")
+    options = parser.parse_args()
+    runs = json.loads((RESULTS / "recipe_budget.json").read_text(encoding="utf-8"))["runs"]
+    lines = points(runs)
+    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
+    names = {
+        "none": "m1clip, augmentation of a short run, all the time used",
+        "rule": "m1clip: more augmentation, ends after 18 epochs (15 minutes)",
+    }
+    for key in ("none", "rule"):
+        minutes = [point[0] for point in lines[key]]
+        means = [statistics.fmean(point[1]) for point in lines[key]]
+        style = "o--" if key == "none" else "o-"
+        axes.plot(minutes, means, style, color=COLORS[key], label=names[key])
+        for x, values in lines[key]:
+            if len(values) > 1:
+                axes.plot([x, x], [min(values), max(values)], color=COLORS[key], lw=3, alpha=0.4)
+    other = peer()
+    if other:
+        label = "open_clip 4.2 with Muon, tuned for ten minutes"
+        axes.plot([10] * len(other), other, "s", color=COLORS["peer"], label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(BUDGETS, [str(minutes) for minutes in BUDGETS])
+    axes.minorticks_off()
+    axes.set_ylim(0, 40)
+    axes.set_xlabel("minutes of two CPU cores")
+    axes.set_ylabel("recall@10, validation (%)")
+    axes.set_title("Flickr8k (6,000 images) from random weights, 112 px", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(options.out)
+    for key, line in lines.items():
+        print(key, [(minutes, [round(value, 1) for value in values]) for minutes, values in line])
+    print("open_clip", other)
+
+
+if __name__ == "__main__":
+    main()
