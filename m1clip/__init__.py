@@ -10,10 +10,12 @@ __all__ = [
     "Index",
     "Model",
     "__version__",
+    "caption_photos",
     "compare",
     "download",
     "evaluate",
     "export",
+    "how_many",
     "list_models",
     "list_presets",
     "load",
@@ -24,6 +26,7 @@ __all__ = [
 if TYPE_CHECKING:
     from m1clip.bench.compare import compare
     from m1clip.config import Config
+    from m1clip.data.captioning.photos import caption_photos
     from m1clip.evaluation.evaluate import evaluate
     from m1clip.export.layouts import export
     from m1clip.inference import load
@@ -32,15 +35,18 @@ if TYPE_CHECKING:
     from m1clip.model.listing import list_models
     from m1clip.model.presets import list_presets
     from m1clip.search.query import Index
+    from m1clip.training.how_many import how_many
     from m1clip.training.run import resume, train
 
 _MODULES = {
     "Config": "m1clip.config",
     "Index": "m1clip.search.query",
     "Model": "m1clip.inference.model",
+    "caption_photos": "m1clip.data.captioning.photos",
     "compare": "m1clip.bench.compare",
     "download": "m1clip.model.hub",
     "evaluate": "m1clip.evaluation.evaluate",
+    "how_many": "m1clip.training.how_many",
     "list_models": "m1clip.model.listing",
     "list_presets": "m1clip.model.presets",
     "load": "m1clip.inference",

@@ -35,7 +35,7 @@ EMBED_DIM = 256
 ALIGNED_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 OUTLIER = 8.0  # of a standardized feature
 # The resampled curves do not contain that the next captions may be better or worse than these.
-WIDENING = 1.5  # of the interval of a gain; by benchmarks/how_many.py
+WIDENING = 1.25  # of the interval of a gain; by benchmarks/how_many.py
 LOW_QUANTILE, HIGH_QUANTILE = 0.025, 0.975
 
 

@@ -104,6 +104,7 @@ class CaptionReport:
     faults: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # of each fault
     failures: list[str] = field(default_factory=list)
+    rejected_before: int = 0  # photos whose answer was not used in an earlier run
     unnamed: int = 0  # photos whose names a table cannot contain
 
     def __str__(self) -> str:
@@ -117,6 +118,11 @@ class CaptionReport:
         for fault, count in self.faults.most_common():
             example = one_line(self.examples.get(fault, ""))[:100]
             lines.append(f"not used   {plural(count, 'answer')}: {fault}, such as {example!r}")
+        if self.rejected_before:
+            lines.append(
+                f"not asked  {plural(self.rejected_before, 'photo')} whose answer was of no use before; "
+                f"another --prompt or --model asks again"
+            )
         if self.failures:
             lines.append(
                 f"failed     {plural(len(self.failures), 'photo')}, such as {self.failures[0]}; "
@@ -325,6 +331,7 @@ class _Run:
                 continue
             entry = self.journal.entries.get(name)
             if entry is not None and (entry.model, entry.prompt) == (self.model, self._prompt_key):
+                self.report.rejected_before += not entry.caption
                 continue
             photos.append(name)
         return photos[: self.settings.limit]

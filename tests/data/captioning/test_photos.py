@@ -173,7 +173,8 @@ def test_bad_answers_are_counted_and_not_asked_again(make_photos: MakePhotos) ->
         assert len(server.requests) == 4
         caption_photos(folder, server.url, settings=CaptionSettings(prompt="Another?", parallel=1))
     assert report.faults == {"refusal": 1, "markup": 1}
-    assert again.generated == 0
+    assert (again.generated, again.rejected_before) == (0, 2)
+    assert "not asked  2 photos" in str(again)
     assert "not used   1 answer: refusal, such as" in str(report)
     assert len(server.requests) == 6  # another prompt
     assert len(rows(folder)) == 4
