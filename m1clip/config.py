@@ -315,6 +315,8 @@ class TransferConfig(Section):
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
+    adapter: Literal["auto", "embeddings", "features"] = "auto"
+    "--init with --recipe frozen: adapt the embeddings or the features of both towers. auto: better on held-out images."
     lora: Annotated[int, Range(0, 4096)] = 0
     "Fine-tuning: train LoRA matrices of this rank (usual: 8) instead of the blocks: less memory. Merged when saved."
     teacher: str | None = None
@@ -331,10 +333,8 @@ class TransferConfig(Section):
                 raise UserError(
                     f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}"
                 ) from None
-        if self.init is not None and self.recipe not in ("auto", "finetune"):
-            raise UserError(
-                f"--init cannot be combined with --recipe {self.recipe}: remove one of them"
-            )
+        if self.init is not None and self.recipe == "scratch":
+            raise UserError("--init cannot be combined with --recipe scratch: remove one of them")
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -473,19 +473,17 @@ def merge_config(options: Mapping[str, Any], tables: dict[str, Any]) -> Config:
     """The flat `options`, over `tables` of a file or a preset, over the values of the recipe."""
     given = _merged(tables, nest_options(options))
     transfer = from_dict(given, "options").transfer
-    if transfer.init is not None:
-        recipe = read_recipe("finetune", clip=is_clip(Path(transfer.init)))
-        given = _merged(given, {"transfer": {"recipe": "finetune"}})
-    elif transfer.recipe != "auto":
-        recipe = read_recipe(transfer.recipe)
-    else:
+    if transfer.recipe == "auto":
         return from_dict(given, "options")
+    clip = transfer.init is not None and is_clip(Path(transfer.init))
+    recipe = read_recipe(transfer.recipe, clip, transfer.lora > 0)
     return from_dict(_merged(recipe.settings, given), "options")
 
 
 def is_clip(model: Path) -> bool:
     """Whether a model has the projections of CLIP; False for the adapter heads of --recipe frozen."""
-    for folder in (model, model / "best", model / "model"):
+    boxed = Path(__file__).parent / "models" / model.name  # a model with a name, such as general
+    for folder in (model, model / "best", model / "model", *([] if model.exists() else [boxed])):
         try:
             kind = json.loads(read_small(folder / "config.json"))["model"]["image_head"]["kind"]
         except (OSError, ValueError, RecursionError):
@@ -588,14 +586,15 @@ class Recipe(NamedTuple):
     batch_size: int  # lower for small datasets, so not among the settings
 
 
-def read_recipe(name: str, clip: bool = False) -> Recipe:
-    """Read one of RECIPES. `clip` is for fine-tuning a CLIP model, not towers with adapter heads."""
+def read_recipe(name: str, clip: bool = False, lora: bool = False) -> Recipe:
+    """Read one of RECIPES. `clip` is for a CLIP model, not for towers with adapter heads; `lora` for LoRA on it."""
     settings = _read_packaged("recipes", name)
     batch_size = settings.pop("batch_size")
-    clip_settings = settings.pop("clip", {})
-    if clip:
-        batch_size = clip_settings.pop("batch_size", batch_size)
-        settings = _merged(settings, clip_settings)
+    for variant, applies in (("clip", clip), ("lora", lora)):
+        changes = settings.pop(variant, {})
+        if applies:
+            batch_size = changes.pop("batch_size", batch_size)
+            settings = _merged(settings, changes)
     return Recipe(settings, batch_size)
 
 

@@ -147,8 +147,8 @@ MISTAKES = [
     ({"model": {"image_size": 10**6}}, ["--image-size", "at most 4,096"]),
     ({"transfer": {"wise_ft": "2"}}, ["--wise-ft is off, search, or a number from 0 to 1"]),
     (
-        {"transfer": {"init": "x", "recipe": "frozen"}},
-        ["--init cannot be combined with --recipe frozen"],
+        {"transfer": {"init": "x", "recipe": "scratch"}},
+        ["--init cannot be combined with --recipe scratch"],
     ),
     (
         {"transfer": {"init": "x", "recipe": "scratch"}},
@@ -220,8 +220,9 @@ def test_options_override_the_file_and_the_recipe(tmp_path: Path) -> None:
     frozen = make_config({"recipe": "frozen", "weight_decay": 0.2})
     assert (frozen.train.epochs, frozen.optim.optimizer, frozen.optim.wd) == (8, "adamw", 0.2)
     (tmp_path / "config.json").write_text('{"model": {"image_head": {"kind": "mlp"}}}')
-    assert make_config({"init": str(tmp_path)}).optim.layer_decay == 0.8
-    assert make_config({"init": str(tmp_path / "none")}).optim.lr == 2e-5
+    tuned = {"recipe": "finetune", "init": str(tmp_path)}
+    assert make_config(tuned).optim.layer_decay == 0.8
+    assert make_config({**tuned, "init": str(tmp_path / "none")}).optim.lr == 2e-5
     with pytest.raises(UserError, match="unknown option 'bacth_size': did you mean 'batch_size'"):
         make_config({"bacth_size": 3})
     with pytest.raises(UserError, match="not both"):
@@ -303,8 +304,8 @@ def test_recipes_are_the_choices_of_the_option() -> None:
 def test_finetuning_by_kind_of_model(clip: bool, tmp_path: Path) -> None:
     kind = "projection" if clip else "adapter"
     (tmp_path / "config.json").write_text(json.dumps({"model": {"image_head": {"kind": kind}}}))
-    config = make_config({"init": str(tmp_path)})
-    assert config.transfer.recipe == "finetune", "config.toml tells how the run was trained"
+    assert make_config({"init": str(tmp_path)}).transfer.recipe == "auto"
+    config = make_config({"init": str(tmp_path), "recipe": "finetune"})
     found = (config.optim.lr, config.train.epochs, config.transfer.unfreeze_image)
     assert found == ((2e-5, 10, -1) if clip else (1e-4, 5, 3))
     path = tmp_path / "config.toml"

@@ -59,6 +59,10 @@ class ArrayView:
     def read(self, items: np.ndarray) -> np.ndarray:
         return self.array.take(self.rows[items], axis=0)
 
+    def subset(self, items: np.ndarray) -> ArrayView:
+        """These items in this order."""
+        return ArrayView(self.array, self.rows[items], self.path)
+
     def try_read(self, items: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """Same as `read`: failed images are not in the cache."""
         return self.read(items), {}

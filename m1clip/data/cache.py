@@ -112,7 +112,9 @@ class RowCache:
         """Append rows as they are computed, and return the failures; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            wanted = self.missing(keys)  # another process may have added some
+            wanted = self.missing(keys)
+            if not wanted:  # another process has added them
+                return {}
             self._check_space(len(wanted) * self.row_bytes)
             failed: dict[int, str] = {}
             try:

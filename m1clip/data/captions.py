@@ -34,6 +34,20 @@ class CaptionTable:
         """A table with the captions of some images, and the numbers of these images in it."""
         return self, images
 
+    def subset(self, images: np.ndarray) -> CaptionTable:
+        """The captions of these images, in this order."""
+        counts = np.diff(self.first)[images]
+        rows = np.concatenate([np.arange(self.first[i], self.first[i + 1]) for i in images])
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            lengths=self.lengths[rows],
+            caption_ids=self.caption_ids[rows],
+            first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            features=None if self.features is None else self.features.subset(rows),
+            numbers=rows if self.numbers is None else self.numbers[rows],
+        )
+
     @property
     def image_index(self) -> np.ndarray:
         """(captions,) the image that each caption describes."""

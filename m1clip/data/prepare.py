@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from m1clip import console
 from m1clip.config import DataConfig
 from m1clip.data.array_view import ArrayView
@@ -48,6 +50,19 @@ class Split:
     cache: str = "ram"  # ram, disk or off
     image_features: ArrayView | None = None  # of a frozen image tower
     lazy_captions: LazyCaptions | None = None  # of streamed training images; `captions` is empty
+
+    def subset_of_features(self, rows: np.ndarray) -> Split:
+        """These images of a split whose image features are cached; their pixels cannot be read."""
+        assert self.image_features is not None
+        features = self.image_features.subset(rows)
+        return replace(
+            self,
+            images=features,
+            captions=self.captions.subset(rows),
+            samples=[self.samples[row] for row in rows],
+            failures=(),
+            image_features=features,
+        )
 
 
 def is_synthetic(config: DataConfig) -> bool:

@@ -100,14 +100,15 @@ def has_lora(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the plain model, with LoRA added to its matrices."""
+    """The tensors of the plain model, with LoRA and other adapters added to its matrices."""
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if f".{PARAMETRIZATIONS}." not in name
+        if PARAMETRIZATIONS not in name.split(".")
     }
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
             keys = cast("nn.ModuleDict", module.parametrizations)
-            state |= {f"{name}.{key}": getattr(module, key) for key in keys}
+            prefix = f"{name}." if name else ""
+            state |= {f"{prefix}{key}": getattr(module, key) for key in keys}
     return state

@@ -138,6 +138,9 @@ class RunInputs:
         trained, total = parameter_counts(model_init)
         if not model_init.weights:
             return f"{self.config.model.name}: {total:,} parameters, {self.model.tokenizer.vocab_size:,} tokens"
+        if not model_init.new_heads and not any(model_init.trainable):
+            start = f"from {self.config.transfer.init}, heads on its frozen towers"
+            return f"{start}: {trained:,} of {total:,} parameters trained"
         if not model_init.new_heads:
             return f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
         towers = f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower} (frozen)"

@@ -31,11 +31,13 @@ from m1clip.training.budget import (
     steps_of_epochs,
 )
 from m1clip.training.duration import EVALUATIONS
+from m1clip.training.head_trial import HeadTrial
 from m1clip.training.measure import Choice
 from m1clip.training.memory import power_of_two
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.spec import DecidedConfig, Origin, RunSpec, Settings, setting
 from m1clip.training.transfer import BOTH, Trainable
+from m1clip.training.tuning import ModelSize, Tuning, choose_tuning
 
 TEXT_CONTRAST = 0.5  # docs/recipe.md
 MAX_CAPTIONS_PER_IMAGE = 5  # per image and step, by default; docs/recipe.md
@@ -47,7 +49,8 @@ LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
-FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text", "lora")
+TOWER_FINETUNING = ("unfreeze_image", "unfreeze_text", "lora")
+FINETUNE_OPTIONS = ("wise_ft", *TOWER_FINETUNING)
 TOWER_OPTIONS = ("image_tower", "text_tower")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
@@ -102,6 +105,14 @@ class Length(NamedTuple):
     evaluations: int = EVALUATIONS
 
 
+class TuningFacts(NamedTuple):
+    """What decides how to adapt a trained model, beside the images and the time."""
+
+    memory: float  # bytes that a run may use
+    flops_per_second: float
+    size: ModelSize
+
+
 @dataclass(frozen=True)
 class Measurements:
     """What is read or measured for a run; each function gets the settings that are decided so far."""
@@ -113,6 +124,10 @@ class Measurements:
     fits_one_gpu: Callable[[Config, int], bool]
     readable_images: Callable[[Config], int]  # of the training split
     steps_in_time: Callable[[Config], Length]  # of --minutes
+    # How heads on cached features are trained, with the learning rate of the user, if there is one.
+    heads: Callable[[Config, float | None], HeadTrial] | None = None
+    # Of the model to start from; None where there is never one.
+    tuning: Callable[[Config], TuningFacts] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +164,7 @@ class Draft:
 
 def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     """Decide every value of a run, or raise UserError; prints what will happen and why."""
-    settings = with_recipe(settings, lambda: dataset, machine.is_installed)
+    settings = with_recipe(settings, lambda: dataset, machine.is_installed, machine.measure.tuning)
     check_transfer(settings.config.transfer)
     draft = Draft(settings)
     measured: dict[str, Any] = {}
@@ -165,6 +180,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
     _limit_batch(draft, settings.config, images)
+    _decide_heads(draft, model, machine, measured)
     _decide_fsdp(draft, machine)
     _decide_length(draft, images, machine)
     _decide_strength(draft, images, model, undecided)
@@ -185,17 +201,50 @@ def describe_changes(run: Config, draft: Draft) -> str:
 
 
 def with_recipe(
-    settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool]
+    settings: Settings,
+    dataset: Callable[[], Dataset],
+    is_installed: Callable[[str], bool],
+    tuning: Callable[[Config], TuningFacts] | None = None,
 ) -> Settings:
-    """The settings with a recipe in place of `auto`; its values are below those of the user."""
+    """The settings with a recipe in place of `auto`; its values are below those of the user.
+
+    Without `tuning`, what is trained of a model to start from stays undecided.
+    """
     transfer = settings.config.transfer
-    if transfer.recipe != "auto" or transfer.init is not None:  # a trained model is fine-tuned
+    if transfer.recipe != "auto":
         return settings
+    if transfer.init is not None:
+        return settings if tuning is None else _with_tuning(settings, dataset, tuning)
     recipe, reason = choose_recipe(settings, dataset, is_installed)
     others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
     console.print(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
     decided = settings.changed(recipe=recipe)
     decided.chosen_by["recipe"] = "rule"
+    return decided
+
+
+def _with_tuning(
+    settings: Settings, dataset: Callable[[], Dataset], tuning: Callable[[Config], TuningFacts]
+) -> Settings:
+    """The settings with what is trained of a model to start from, by its options or by the rule."""
+    option = next((name for name in FINETUNE_OPTIONS if name in settings.given), None)
+    if option is not None:
+        chosen = settings.changed(recipe="finetune")
+        chosen.chosen_by["recipe"] = "rule"
+        return chosen
+    data = dataset()
+    config = settings.config
+    if data.streamed:  # features of all images cannot be cached
+        found = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
+    else:
+        found = choose_tuning(data.images, config.train.minutes, *tuning(config))
+    other = "--recipe finetune" if found.recipe == "frozen" else "--recipe frozen"
+    console.print(
+        f"recipe     {found.recipe}, {found.what}: {found.reason} (to choose otherwise: {other}, --lora or "
+        f"--unfreeze-image and --unfreeze-text)"
+    )
+    decided = settings.changed(recipe=found.recipe, **found.settings)
+    decided.chosen_by.update(dict.fromkeys(("recipe", *found.settings), "rule"))
     return decided
 
 
@@ -236,22 +285,33 @@ def check_transfer(transfer: TransferConfig) -> None:
     default = TransferConfig()
     tuned = transfer.init is not None
     recipe = "--init" if tuned else f"--recipe {transfer.recipe}"
+    if transfer.recipe == "frozen":
+        recipe = "--recipe frozen"
+    trains_towers = transfer.recipe == "finetune" or (tuned and transfer.recipe == "auto")
     applicable = [
-        (FINETUNE_OPTIONS, tuned or transfer.recipe == "finetune", "--init or --recipe finetune"),
+        (TOWER_FINETUNING, trains_towers, "--init or --recipe finetune"),
+        (("wise_ft",), trains_towers or tuned, "--init or --recipe finetune"),
         (TOWER_OPTIONS, not tuned and transfer.recipe != "scratch", "--recipe frozen or finetune"),
     ]
     for names, allowed, where in applicable:
         for name in names:
             if not allowed and getattr(transfer, name) != getattr(default, name):
                 raise UserError(f"--{name.replace('_', '-')} works with {where}, not with {recipe}")
+    has_no_matrices = not tuned and transfer.image_tower.startswith("efficientnet")
+    # Said before the first stage, which takes minutes.
+    if transfer.lora and has_no_matrices and transfer.unfreeze_image != 0:
+        raise UserError(
+            f"--lora {transfer.lora}: {transfer.image_tower} has no linear layers, which LoRA needs; freeze it "
+            f"with --unfreeze-image 0"
+        )
 
 
 def _decide_recipe(draft: Draft) -> None:
-    """A run from a trained model is fine-tuning; without one, fine-tuning has a first stage."""
+    """Without a trained model, fine-tuning has a first stage."""
     transfer = draft.config.transfer
     if transfer.init is not None:
-        draft.decide("rule", recipe="finetune")
-    elif transfer.recipe == "finetune":
+        return
+    if transfer.recipe == "finetune":
         raise UserError(
             "--recipe finetune has two stages, each with its own settings: use m1clip.train"
         )
@@ -305,7 +365,7 @@ def largest_batch(images: int) -> int:
 
 def default_batch(model: InitialModel, images: int) -> int:
     """The batch size of the recipe, or a smaller one for few images."""
-    if model.new_heads:
+    if model.new_heads or (model.is_pretrained and not any(model.trainable)):
         recipe = read_recipe("frozen")
     elif model.is_pretrained:
         recipe = read_recipe("finetune", clip=model.shape.image_head.kind == "projection")
@@ -450,6 +510,27 @@ def _limit_batch(draft: Draft, settings: Config, images: int) -> None:
         batch = min(batch, largest_batch(images))
     draft.decide("rule", batch_size=batch, micro_batch=min(draft.config.train.micro_batch, batch))
     BatchPlan(images, batch, draft.config.seed)  # raises if the images do not fill a batch
+
+
+def _decide_heads(
+    draft: Draft, model: InitialModel, machine: Machine, measured: dict[str, Any]
+) -> None:
+    """The learning rate of heads on cached features, and where a trained model is adapted."""
+    transfer = draft.config.transfer
+    if any(model.trainable) or machine.measure.heads is None:
+        return
+    is_lr_open = draft.chosen_by.get("lr", "recipe") == "recipe"
+    is_adapter_open = transfer.init is not None and transfer.adapter == "auto"
+    if not is_lr_open and not is_adapter_open:
+        return
+    found = machine.measure.heads(draft.config, None if is_lr_open else draft.config.optim.lr)
+    console.print(f"heads      {found.chosen}: {found.reason}")
+    measured["heads"] = found._asdict() | {"chosen": str(found.chosen)}
+    origin: Origin = "measurement" if found.ranks else "rule"
+    if is_lr_open:
+        draft.decide(origin, lr=found.chosen.lr)
+    if found.chosen.adapter is not None:
+        draft.decide(origin, adapter=found.chosen.adapter)
 
 
 def _decide_fsdp(draft: Draft, machine: Machine) -> None:

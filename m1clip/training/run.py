@@ -516,7 +516,10 @@ def train(
 
 
 def decide_recipe(settings: Settings) -> tuple[Settings, Source | None]:
-    """The settings with a recipe, and the data if it was opened to choose one."""
+    """The settings with a recipe, and the data if it was opened to choose one.
+
+    What is trained of a model to start from is decided later, when the model is read.
+    """
     opened: list[Source] = []
 
     def dataset() -> Dataset:

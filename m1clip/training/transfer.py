@@ -35,6 +35,7 @@ from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.lora import add_head_lora, add_lora
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
+from m1clip.model.residual import ResidualKind, add_residual
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL_BLOCKS, unfreeze
 from m1clip.model.weights import Tensors, assign_weights, weights_hash
@@ -69,6 +70,7 @@ class ModelInit:
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL_BLOCKS, ALL_BLOCKS)  # blocks to train of each trainable tower
     lora: int = 0  # rank of the matrices that are trained instead of these blocks; 0: the blocks
+    adapter: ResidualKind | None = None  # on the heads; None: they are trained as they are
     new_heads: bool = (
         False  # on frozen towers; fitted before training, on few images they can be the best model
     )
@@ -113,6 +115,8 @@ class ModelInit:
         for head in (model.image_head, model.text_head):
             if self.lora:
                 add_head_lora(head, self.lora)
+            if self.adapter is not None:
+                add_residual(head, self.adapter)
             if isinstance(head, Head) and not self.new_heads:
                 head.spare_dead_channels()
         return model

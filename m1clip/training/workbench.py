@@ -46,16 +46,26 @@ from m1clip.hardware.memory import keep_freed_memory
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model import named
 from m1clip.model.clip import CLIP, count_parameters
-from m1clip.model.folder import read_model
+from m1clip.model.folder import SavedModel, read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
 from m1clip.model.pretrained.packages import PACKAGES, installed
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
+from m1clip.model.residual import add_residual, residual_kinds
 from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training import hybrid
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
+from m1clip.training.head_trial import (
+    HeadCandidate,
+    HeadTrial,
+    choose_heads,
+    copy_with_own_heads,
+    head_candidates,
+    run_trial,
+    split_rows,
+)
 from m1clip.training.inputs import ModelParts, RunInputs, seeded_build
 from m1clip.training.measure import (
     Choice,
@@ -73,7 +83,9 @@ from m1clip.training.resolve import (
     Machine,
     Measurements,
     MemoryFacts,
+    TuningFacts,
     describe_device,
+    largest_batch,
     resolve,
     with_recipe,
 )
@@ -94,12 +106,14 @@ from m1clip.training.transfer import (
     load_teacher,
     open_feature_cache,
 )
+from m1clip.training.tuning import flops_per_second, model_size
 
 HEAD_HIDDEN_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
 TOWER_CONTEXT, TOWER_EMBED = 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TINY_SET = 100  # images; fewer cause a warning
 SAMPLED_CAPTIONS = 20_000  # to find the longest caption
+TRIAL_EPOCHS = 8  # of a trial of the heads, unless the user gives --epochs
 UNMEASURED_STEPS = 1000  # of a run while the number that fits in its time is measured
 Result = TypeVar("Result")
 
@@ -128,6 +142,7 @@ class Workbench:
         self._source = source
         self._is_checked = False
         self._model_parts: ModelParts | None = None
+        self._initial_saved: SavedModel | None = None
         self._text_tokens = 0  # of the longest caption
         self._splits: dict[str, Split] = {}
         self._inputs: RunInputs | None = None
@@ -136,7 +151,9 @@ class Workbench:
     def resolve(self, settings: Settings) -> RunSpec:
         """Decide a run with what this machine measures."""
         try:
-            settings = with_recipe(settings, lambda: self._dataset(settings.config), installed)
+            settings = with_recipe(
+                settings, lambda: self._dataset(settings.config), installed, self._tuning
+            )
             self.ranks.on_all_ranks(lambda: self._check_before_data(settings.config))
             dataset = self._dataset(settings.config)
             return resolve(settings, dataset, self.machine())
@@ -163,6 +180,8 @@ class Workbench:
             fits_one_gpu=self._fits_one_gpu,
             readable_images=self._readable_images,
             steps_in_time=self._steps_in_time,
+            heads=self._heads,
+            tuning=self._tuning,
         )
         facts = self.ranks.on_rank0(lambda: self.facts)
         return Machine(
@@ -208,7 +227,7 @@ class Workbench:
         """The data; a model to start from is read first, because that is faster."""
         if not self._is_checked:
             size = (
-                self._parts(config).preprocess.image_size
+                config.model.image_size or self._initial(config).preprocess.image_size
                 if config.transfer.init
                 else _image_size(config)
             )
@@ -224,7 +243,8 @@ class Workbench:
         """The initial model with its tokenizer and preprocessing."""
         if self._model_parts is None:
             if config.transfer.init is not None:
-                self._model_parts = self._rank0_first(lambda: _from_model(config))
+                saved = self._initial(config)
+                self._model_parts = self.ranks.on_all_ranks(lambda: _from_model(config, saved))
             elif config.transfer.recipe == "frozen":
                 self._open(config)
                 self._model_parts = self._rank0_first(lambda: _from_towers(config))
@@ -233,6 +253,25 @@ class Workbench:
                 tokenizer = self.ranks.on_rank0(lambda: _own_tokenizer(config, source, self._saved))
                 self._model_parts = _from_random_weights(config, tokenizer)
         return self._model_parts
+
+    def _initial(self, config: Config) -> SavedModel:
+        """The model of --init as it is saved."""
+        if self._initial_saved is None:
+            self._initial_saved = self._rank0_first(lambda: _read_init(config))
+        return self._initial_saved
+
+    def _tuning(self, config: Config) -> TuningFacts:
+        """The model of --init and this machine, as far as they decide what of the model is trained."""
+        device = self._device(config)
+        shape = self._initial(config).config
+        size = model_size(shape, count_parameters(shape))
+
+        def measure() -> TuningFacts:
+            limit = memory_limit(config, device, self.facts)
+            cores = config.train.threads or self.facts.performance_cores
+            return TuningFacts(limit, flops_per_second(device.kind, cores), size)
+
+        return self.ranks.on_rank0(measure)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -323,6 +362,46 @@ class Workbench:
         )
         return Length(steps, evaluations)
 
+    def _heads(self, config: Config, lr: float | None) -> HeadTrial:
+        """Choose how heads on cached features are trained, on a part of the training images."""
+        self._load(config)
+        train = self._splits["train"]
+        model_init = self._load_model_init(config)
+        adapters = () if model_init.new_heads else residual_kinds(self.frozen_model.image_head)
+        if config.transfer.adapter != "auto":
+            adapters = (config.transfer.adapter,)
+        rows, held_out = split_rows(len(train.samples), config.seed)
+
+        def trial(candidate: HeadCandidate) -> tuple[float, float]:
+            splits = {
+                "train": train.subset_of_features(rows),
+                "val": train.subset_of_features(held_out),
+            }
+            batch = min(config.train.batch_size_or(2), largest_batch(len(rows)))
+            steps = max(1, round((config.train.epochs or TRIAL_EPOCHS) * (len(rows) // batch)))
+            values = {"lr": candidate.lr, "adapter": candidate.adapter or "auto"}
+            settings = config.changed(
+                **values, steps=steps, epochs=None, minutes=None, batch_size=batch, warmup=0.1,
+                fsdp="off", teacher=None, micro_batch=0,
+            )  # fmt: skip
+            spec = RunSpec(DecidedConfig.of(settings))
+            model = copy_with_own_heads(self.frozen_model)
+            inputs = self._make_inputs(spec, splits, model)
+            return run_trial(inputs, model)
+
+        def choose() -> HeadTrial:
+            candidates = head_candidates(adapters, lr)
+            with console.progress("trying ways to train the heads"):
+                return choose_heads(candidates, len(train.samples), trial)
+
+        return self.ranks.on_rank0(choose)
+
+    @property
+    def frozen_model(self) -> CLIP:
+        """The initial model, which is built because its towers are frozen."""
+        assert self.model is not None
+        return self.model
+
     def _device(self, config: Config) -> Device:
         return Device(choose_device(config.train.device, self.facts), self.facts)
 
@@ -366,12 +445,18 @@ class Workbench:
             if name in source.splits()
         }
 
-    def _make_inputs(self, spec: RunSpec) -> RunInputs:
+    def _make_inputs(
+        self, spec: RunSpec, splits: dict[str, Split] | None = None, model: CLIP | None = None
+    ) -> RunInputs:
+        """Of a run; or of a trial on parts of its data, with a copy of the initial model and without other ranks."""
+        is_trial = splits is not None
+        splits = self._splits if splits is None else splits
         config = spec.config
         source = self._open(config)
         device = self._device(config)
-        train = self._splits["train"]
-        model_init = self._fitted(self._load_model_init(config), train)
+        train = splits["train"]
+        model = self.model if model is None else model
+        model_init = self._fitted(self._load_model_init(config), train, config, model)
         teacher = None
         if config.transfer.teacher is not None:
             precision = choose_precision(config.train.precision, device.name, self.facts)
@@ -391,20 +476,33 @@ class Workbench:
             model=ModelParts(model_init, self.tokenizer, self.preprocess),
             source=source,
             training=_training_set(config, train, device, model_init.config.image_tower.patches),
-            splits=self._splits,
+            splits=splits,
             teacher=teacher,
         )
+        if is_trial:
+            return inputs
         if self.ranks.size > 1:
             self.ranks.check_same({"the hash of their captions": source.fingerprint(train.samples)})
         return inputs.for_rank(self.ranks)
 
-    def _fitted(self, model_init: ModelInit, train: Split) -> ModelInit:
-        """The initial model with heads or a stem that are fitted to the training images."""
+    def _fitted(
+        self, model_init: ModelInit, train: Split, config: DecidedConfig, model: CLIP | None
+    ) -> ModelInit:
+        """The initial model with heads or a stem that are fitted to the training images, or with adapters.
+
+        `model` is the initial model, if it is built already.
+        """
+        adapter = config.transfer.adapter
+        if adapter != "auto" and model_init.adapter is None:  # decided after the model was built
+            assert model is not None
+            for head in (model.image_head, model.text_head):
+                add_residual(head, adapter)
+            return dataclasses.replace(model_init, adapter=adapter)
         if model_init.new_heads:
             with console.progress("fitting the heads"):
                 heads = fit_heads(model_init.config, train)
-            if self.model is not None:
-                self.model.load_state_dict(heads, strict=False)
+            if model is not None:
+                model.load_state_dict(heads, strict=False)
             return dataclasses.replace(model_init, weights={**model_init.weights, **heads})
         if not model_init.weights:
             with console.progress("fitting the stem"):
@@ -521,10 +619,14 @@ def _training_set(config: DecidedConfig, train: Split, device: Device, patches: 
     )
 
 
-def _from_model(config: Config) -> ModelParts:
-    transfer = config.transfer
-    saved = read_model(Path(transfer.init or ""))
+def _read_init(config: Config) -> SavedModel:
+    saved = read_model(Path(config.transfer.init or ""))
     check_finite(saved.weights, saved.where)
+    return saved
+
+
+def _from_model(config: Config, saved: SavedModel) -> ModelParts:
+    transfer = config.transfer
     if saved.config.image_head.kind != "projection" and config.model.image_size not in (
         None,
         saved.config.image_size,
@@ -545,9 +647,13 @@ def _from_model(config: Config) -> ModelParts:
     model_init = ModelInit(
         saved.config,
         saved.weights,
-        Trainable(transfer.unfreeze_image != 0, transfer.unfreeze_text != 0),
+        Trainable(
+            transfer.recipe != "frozen" and transfer.unfreeze_image != 0,
+            transfer.recipe != "frozen" and transfer.unfreeze_text != 0,
+        ),
         (transfer.unfreeze_image, transfer.unfreeze_text),
         transfer.lora,
+        None if transfer.adapter == "auto" else transfer.adapter,
     )
     return ModelParts(model_init, saved.tokenizer, preprocess)
 

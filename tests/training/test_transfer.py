@@ -23,6 +23,7 @@ from small_run import (
 from tower_run import frozen_config, patch_towers
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.batches import TowerRunner
@@ -31,10 +32,13 @@ from m1clip.inference.features import encode_split
 from m1clip.losses import run_loss
 from m1clip.losses.run_loss import distillation
 from m1clip.model.clip import Features
+from m1clip.model.lora import merged_state
 from m1clip.model.pretrained import registry
 from m1clip.runlog import read_log
+from m1clip.training import head_trial
 from m1clip.training.inputs import RunInputs
 from m1clip.training.run import train_config
+from m1clip.training.spec import read_spec
 from m1clip.training.step import compute_gradients
 from m1clip.training.transfer import interpolated
 
@@ -246,6 +250,36 @@ def test_lora_saves_a_plain_model_and_resumes_exactly(
         gradients.append({n: p.grad for n, p in parts.model.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["scratch", "frozen"])
+def test_frozen_recipe_adapts_the_heads_of_a_trained_model(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters begin as the identity, are chosen on held-out images, resume exactly, and are merged."""
+    first, run = request.getfixturevalue(kind), tmp_path / "run"
+    monkeypatch.setattr(head_trial, "LEAST_IMAGES", 10)
+    changes = {"transfer.recipe": "frozen", "data.cache_dir": str(tmp_path / "cache")}
+    config = tuned(first, **changes, **{"optim.lr": 0.01, "train.eval_every": 2})
+    with console.capture() as output:
+        train_config(config, run)
+    decided = read_spec(run)
+    assert (decided.config.transfer.recipe, decided.config.transfer.init) == ("frozen", str(first))
+    adapters = {"embeddings", "features"} if kind == "scratch" else {"features"}
+    assert decided.config.transfer.adapter in adapters
+    assert decided.chosen_by["adapter"] == "measurement"
+    assert "held-out training images" in output.getvalue()
+    moved = changed(first, run)
+    assert moved
+    assert all("_head." in name or name == "logit_scale" for name in moved)
+    assert next(line["step"] for line in read_log(run) if line["kind"] == "eval") == 0
+    kept = tensors_of(run, 4)
+    assert not [name for name in kept if "_tower." in name]
+    assert_resumes_exactly(run, 4)
+    # The start is the initial model.
+    start = prepared(config).build_model()
+    for name, tensor in merged_state(start).items():
+        assert torch.equal(tensor, weights(first, "best")[name]), name
 
 
 def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:

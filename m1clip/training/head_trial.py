@@ -1,0 +1,141 @@
+"""Choose how heads on cached features are trained, by trials on a held-out part of the training images.
+
+The images of the validation and test splits take no part. A trial is a short run of the real training step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from m1clip.data import randomness as rnd
+from m1clip.data.loader import batches
+from m1clip.evaluation.retrieval import ranks
+from m1clip.formatting import number
+from m1clip.inference.features import SplitFeatures
+from m1clip.model.clip import CLIP
+from m1clip.model.residual import ResidualKind
+from m1clip.training.schedule import scheduled_lr_fraction
+from m1clip.training.validation import encode
+
+if TYPE_CHECKING:
+    from m1clip.training.inputs import RunInputs
+
+TRIAL_IMAGES = 1_500  # of the training split, at most
+HELD_OUT_FRACTION = 5  # a fifth of them is held out
+LEAST_IMAGES = 100  # with fewer, the held-out images would decide by chance
+NEW_HEAD_LRS = (3e-4, 1e-4)
+# An adapter on embeddings starts from zero, one on features from weights that are small.
+ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
+    "embeddings": (1e-3, 3e-4),
+    "features": (3e-4, 1e-4),
+}
+CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too few images
+SPLIT_STREAM = 1 << 17  # a random stream separate from the data's
+
+
+class HeadCandidate(NamedTuple):
+    """One way to train heads."""
+
+    lr: float
+    adapter: ResidualKind | None = None  # of a trained model; None: new heads
+
+    def __str__(self) -> str:
+        on = "" if self.adapter is None else f"adapters on {self.adapter}, "
+        return f"{on}lr {number(self.lr)}"
+
+
+class HeadTrial(NamedTuple):
+    """The candidate to use and why, and the mean rank of each on held-out images, of the initial heads first."""
+
+    chosen: HeadCandidate
+    reason: str
+    start: float | None = None
+    ranks: tuple[float, ...] = ()
+    held_out: int = 0
+
+
+def head_candidates(
+    adapters: Sequence[ResidualKind], lr: float | None = None
+) -> list[HeadCandidate]:
+    """What to try for new heads (no `adapters`) or for those of a trained model; `lr` is that of the user."""
+    if not adapters:
+        return [HeadCandidate(rate) for rate in ([lr] if lr is not None else NEW_HEAD_LRS)]
+    return [
+        HeadCandidate(rate, adapter)
+        for adapter in adapters
+        for rate in ([lr] if lr is not None else ADAPTER_LRS[adapter])
+    ]
+
+
+def split_rows(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows to train on, held-out rows) of the training split, both in order."""
+    draws = rnd.bits(seed, 0, np.arange(images), SPLIT_STREAM)
+    chosen = np.argsort(draws, kind="stable")[:TRIAL_IMAGES]
+    held_out = len(chosen) // HELD_OUT_FRACTION
+    return np.sort(chosen[held_out:]), np.sort(chosen[:held_out])
+
+
+def mean_log_rank(features: SplitFeatures) -> float:
+    """Mean logarithm of the rank of what is right, in both directions: smoother than recall on few images."""
+    found = ranks(*features[:4])
+    return float(np.log(found.text_to_image).mean() + np.log(found.image_to_text).mean()) / 2
+
+
+def run_trial(inputs: RunInputs, model: CLIP) -> tuple[float, float]:
+    """(score before, after) training on the trial's images, of its held-out images; lower is better."""
+    train_step = inputs.make_step(model)
+    before = mean_log_rank(encode(inputs, train_step.model, "val"))
+    steps = inputs.config.train.steps
+    for step, batch in enumerate(batches(inputs.training, 0, steps, 0, "fork", pin=False)):
+        train_step.parts.update.optimizer.set_lr(
+            scheduled_lr_fraction(inputs.config.optim, inputs.spec.plan, step)
+        )
+        train_step.run(batch, step)
+    return before, mean_log_rank(encode(inputs, train_step.model, "val"))
+
+
+def choose_heads(
+    candidates: Sequence[HeadCandidate],
+    images: int,
+    trial: Callable[[HeadCandidate], tuple[float, float]],
+) -> HeadTrial:
+    """The candidate with the lowest rank on held-out images; a careful one where none gains."""
+    lowest = min(candidate.lr for candidate in candidates)
+    careful = candidates[0]._replace(lr=CAREFUL * lowest)
+    if images < LEAST_IMAGES:
+        return HeadTrial(careful, f"{images} images are too few to compare on held-out ones")
+    scores = [trial(candidate) for candidate in candidates]
+    start = min(before for before, _ in scores)
+    after = tuple(score for _, score in scores)
+    best = int(np.argmin(after))
+    held_out = min(images, TRIAL_IMAGES) // HELD_OUT_FRACTION
+    shown = [math.exp(value) for value in (start, after[best])]
+    where = f"on {held_out} held-out training images (geometric mean)"
+    facts = (start, after, held_out)
+    if after[best] >= start:
+        return HeadTrial(
+            careful,
+            f"no trial improves the rank {shown[0]:.2f} of the initial heads {where}",
+            *facts,
+        )
+    reason = f"the rank of what is right falls from {shown[0]:.2f} to {shown[1]:.2f} {where}"
+    return HeadTrial(candidates[best], reason, *facts)
+
+
+def copy_with_own_heads(model: CLIP) -> CLIP:
+    """A model with copies of the heads and the temperature; the towers are shared."""
+    clone = copy.copy(model)
+    clone._modules = dict(model._modules)
+    clone._parameters = {
+        name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
+        for name, p in model._parameters.items()
+    }
+    for name in ("image_head", "text_head"):
+        clone._modules[name] = copy.deepcopy(model._modules[name])
+    return clone

@@ -1,0 +1,64 @@
+"""What is trained of a model to start from: a pure rule of images, time, memory and speed."""
+
+import pytest
+
+from m1clip.model.presets import preset
+from m1clip.training.tuning import (
+    ENOUGH_FOR_ALL,
+    ENOUGH_FOR_TOWERS,
+    ModelSize,
+    choose_tuning,
+    model_size,
+)
+
+VIT_B_16 = ModelSize(150_000_000, 1.2e11, True, (12, 12))
+TOWERS = ModelSize(31_000_000, 8e9, False, (0, 0))
+FAST, SLOW = 2e13, 6e10
+
+
+@pytest.mark.parametrize(
+    ("images", "minutes", "memory", "speed", "size", "what", "reason"),
+    [
+        (50, None, 64e9, FAST, VIT_B_16, "heads", "50 images are too few"),
+        (ENOUGH_FOR_ALL, None, 64e9, SLOW, VIT_B_16, "heads", "more than 30 minutes"),
+        (ENOUGH_FOR_ALL, 5, 64e9, SLOW, VIT_B_16, "heads", "more than --minutes 5"),
+        (
+            ENOUGH_FOR_TOWERS,
+            None,
+            64e9,
+            FAST,
+            VIT_B_16,
+            "the last 3 and 3 blocks",
+            "too few for all",
+        ),
+        (ENOUGH_FOR_ALL, None, 64e9, FAST, VIT_B_16, "all blocks", "are enough"),
+        (ENOUGH_FOR_ALL, None, 4e9, FAST, VIT_B_16, "the last 3 and 3 blocks", "all blocks need"),
+        (ENOUGH_FOR_ALL, None, 3e9, FAST, VIT_B_16, "LoRA of rank 8", "the last blocks need"),
+        (ENOUGH_FOR_ALL, None, 2e9, FAST, VIT_B_16, "heads", "more than 2.0 GB"),
+        (ENOUGH_FOR_TOWERS, None, 8e9, FAST, TOWERS, "the text tower", "are enough"),
+    ],
+)
+def test_choice(
+    images: int,
+    minutes: float | None,
+    memory: float,
+    speed: float,
+    size: ModelSize,
+    what: str,
+    reason: str,
+) -> None:
+    found = choose_tuning(images, minutes, memory, speed, size)
+    assert found.what.startswith(what)
+    assert reason in found.reason
+    assert (found.recipe == "frozen") == (what == "heads")
+
+
+def test_last_blocks_are_settings_of_the_run() -> None:
+    found = choose_tuning(ENOUGH_FOR_TOWERS, None, 64e9, FAST, VIT_B_16)
+    assert found.settings == {"unfreeze_image": 3, "unfreeze_text": 3}
+
+
+def test_size_of_a_model() -> None:
+    size = model_size(preset("ViT-B-16"), 150_000_000)
+    assert size.blocks == (12, 12)
+    assert 5e10 < size.flops_per_image < 3e11
