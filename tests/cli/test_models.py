@@ -184,8 +184,8 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
         ),
         (("eval", "MODEL"), "specify data with --data"),
         (
-            ("train", "--init", "nothing", "--recipe", "frozen"),
-            "--init cannot be combined with --recipe frozen",
+            ("train", "--init", "nothing", "--recipe", "scratch"),
+            "--init cannot be combined with --recipe scratch",
         ),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
     ],

@@ -64,7 +64,7 @@ def test_help_shows_the_default_that_each_recipe_uses(
 ) -> None:
     shown = shown_options(monkeypatch, capsys)
     used = {recipe: make_config({"recipe": recipe}) for recipe in ("scratch", "frozen", "finetune")}
-    used["--init"] = make_config({"init": str(tmp_path)})
+    used["--init"] = make_config({"recipe": "finetune", "init": str(tmp_path)})
     by_recipe = set()
     for name, (section, key) in NAMES.items():
         if name in ("plan", "data", "recipe", "init"):

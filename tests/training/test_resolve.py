@@ -24,8 +24,10 @@ from m1clip.model.presets import (
     PretrainedTextConfig,
     VisionTowerConfig,
 )
+from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import MILD, augmentation_strength, max_epochs
+from m1clip.training.head_trial import HeadTrial, choose_heads, head_candidates
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -35,6 +37,7 @@ from m1clip.training.resolve import (
     Machine,
     Measurements,
     MemoryFacts,
+    TuningFacts,
     augmentation_for,
     choose_recipe,
     default_batch,
@@ -53,6 +56,7 @@ from m1clip.training.spec import (
     undecided,
 )
 from m1clip.training.transfer import Trainable
+from m1clip.training.tuning import ModelSize
 
 
 @pytest.mark.parametrize(
@@ -207,8 +211,9 @@ def machine(
 
     def initial_model(config: Config) -> InitialModel:
         if config.transfer.recipe == "frozen":
+            new = config.transfer.init is None
             return InitialModel(
-                PRETRAINED, Trainable(False, False), is_pretrained=True, new_heads=True
+                PRETRAINED, Trainable(False, False), is_pretrained=True, new_heads=new
             )
         is_pretrained = config.transfer.init is not None
         trainable = Trainable(
@@ -225,6 +230,13 @@ def machine(
         measured = tuple(Candidate(*option, seconds=(1.0,)) for option in options)
         return Choice(*options[0], candidates=measured if len(options) > 1 else ())
 
+    def heads(config: Config, lr: float | None) -> HeadTrial:
+        adapters: tuple[ResidualKind, ...] = ()
+        if config.transfer.init is not None:
+            adapters = ("embeddings", "features")
+        candidates = head_candidates(adapters, lr)
+        return choose_heads(candidates, images, lambda candidate: (2.0, 1.0 - candidate.lr))
+
     measurements = Measurements(
         initial_model=initial_model,
         fastest=fastest,
@@ -232,6 +244,10 @@ def machine(
         fits_one_gpu=lambda config, rows: rows < 100,
         readable_images=lambda config: images - unreadable,
         steps_in_time=lambda config: Length(int(100 * (config.train.minutes or 0)) + 1, 3),
+        heads=heads,
+        tuning=lambda config: TuningFacts(
+            limit, 1e13, ModelSize(150_000_000, 1e11, True, (12, 12))
+        ),
     )
     return Machine(facts, measurements, ranks, is_installed=lambda tower: True)
 
@@ -434,20 +450,41 @@ def test_clock_corrects_the_steps_of_a_spec() -> None:
     assert corrected.chosen_by["plan"] == "measurement"
 
 
-def test_trained_model_is_finetuned_and_config_tells_it() -> None:
+@pytest.mark.parametrize(("images", "recipe"), [(200, "frozen"), (1000, "finetune")])
+def test_trained_model_is_adapted_by_the_rule_and_config_tells_it(images: int, recipe: str) -> None:
     for typed in ({}, {"recipe": "auto"}):
         settings = Settings({"init": "runs/x", "steps": 5, **typed})
-        spec = resolve(settings, Dataset(1000), machine())
-        assert (spec.config.transfer.recipe, spec.config.transfer.init) == ("finetune", "runs/x")
+        with console.capture() as output:
+            spec = resolve(settings, Dataset(images), machine(images=images))
+        assert (spec.config.transfer.recipe, spec.config.transfer.init) == (recipe, "runs/x")
         assert (spec.chosen_by["recipe"], spec.chosen_by["init"]) == ("rule", "user")
+        assert f"recipe     {recipe}, " in output.getvalue()
+        assert (spec.config.transfer.unfreeze_image == 3) == (recipe == "finetune")
+        assert (spec.config.transfer.adapter == "embeddings") == (recipe == "frozen")
     explicit = resolve(
         DecidedSettings(
             complete=small_config({"transfer.init": "runs/x", "transfer.recipe": "auto"})
         ),
-        Dataset(1000),
-        machine(),
+        Dataset(images),
+        machine(images=images),
     )
-    assert explicit.config.transfer.recipe == "finetune"
+    assert explicit.config.transfer.recipe == recipe
+
+
+def test_options_of_fine_tuning_decide_what_is_trained() -> None:
+    spec = resolve(Settings({"init": "runs/x", "lora": 8, "steps": 5}), Dataset(200), machine())
+    assert (spec.config.transfer.recipe, spec.config.transfer.lora) == ("finetune", 8)
+
+
+def test_learning_rate_of_heads_follows_from_held_out_images() -> None:
+    frozen = {"recipe": "frozen", "data": ("photos",)}
+    few = resolve(Settings(frozen), Dataset(50), machine(images=50))
+    assert few.config.optim.lr == pytest.approx(1e-5)
+    assert few.chosen_by["lr"] == "rule"
+    spec = resolve(Settings(frozen), Dataset(1000), machine())
+    assert (spec.config.optim.lr, spec.chosen_by["lr"]) == (3e-4, "measurement")
+    given = resolve(Settings({**frozen, "lr": 0.5}), Dataset(1000), machine())
+    assert given.config.optim.lr == 0.5
 
 
 def test_batch_is_for_the_readable_images_unless_given() -> None:
