@@ -321,6 +321,8 @@ class TransferConfig(Section):
     "Fine-tuning: train LoRA matrices of this rank (usual: 8) instead of the blocks: less memory. Merged when saved."
     teacher: str | None = None
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
+    general_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    "--init: evaluate this data too, before and after: what the model forgets. Paths as in --data."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
     "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, search tries several."
 

@@ -37,6 +37,7 @@ RECORD_KINDS = {
     "skipped": "an image that could not be read",
     "parity": "the gradients of the device were compared with the CPU's",
     "wise_ft": "--wise-ft has tried a mean of the initial and the trained weights",
+    "adaptation": "the score of the initial and of the best model on the new data, or on --general-data",
     "end": "the run is finished; scores of the best model",
 }
 # The metric that selects the best model, and its label: the first of these that an evaluation has.
@@ -274,6 +275,12 @@ FIELDS = _by_name(
     LogField(name="event", schema=str),
     LogField(name="text", schema=str),
     LogField(name="where", schema=str),
+    LogField(name="role", schema=str),
+    LogField(name="data", schema=str),
+    LogField(name="metric", schema=str),
+    LogField(name="images", schema=int),
+    LogField(name="score_before", schema=float, required_in=("adaptation",)),
+    LogField(name="score_after", schema=float, required_in=("adaptation",)),
     LogField(name="version", schema=str),
 )
 

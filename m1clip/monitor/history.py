@@ -174,6 +174,7 @@ class History:
         self.start: Record = {}
         self.end: Record = {}
         self.memory: Record = {}
+        self.adaptation: dict[str, Record] = {}  # new and general data -> scores before and after
         self.sensors: Record = {}
         self.stages: Record = {}  # the newest line with a synchronized step
         self.use = ResourceUse()
@@ -250,6 +251,8 @@ class History:
             self.memory = record
         elif kind == "sensors":
             self.sensors = record
+        elif kind == "adaptation":
+            self.adaptation[str(record.get("role"))] = record
         elif kind == "end":
             self.end = record
         if kind in EVENT_KINDS:

@@ -221,6 +221,19 @@ def epoch_table(history: History) -> str:
     return f"<h3>By epoch</h3>{note}{html_table(tables.epoch_head, rows)}"
 
 
+def adaptation_table(history: History) -> str:
+    """Scores of the initial and of the best model, on the new data and on --general-data."""
+    rows = []
+    for record in history.adaptation.values():
+        before, after = record["score_before"], record["score_after"]
+        what = f"{record.get('role')} data: {record.get('data')}, {record.get('split')} split"
+        change = f"{100 * (after - before):+.1f}"
+        rows.append(
+            [what, label(str(record.get("metric"))), percent(before), percent(after), change]
+        )
+    return html_table(["", "metric", "before", "after", "change"], rows) if rows else ""
+
+
 def phase_table(history: History) -> str:
     """The phases of the loss, and how fast it fell in each."""
     rows = history.tables().phase_cells
@@ -367,6 +380,7 @@ def _page(histories: Sequence[History]) -> bytes:
     for history in histories:
         run = f": {history.name}" if several else ""
         body += _section(f"Training{run}", epoch_table(history) + phase_table(history))
+        body += _section(f"Gained and forgotten{run}", adaptation_table(history))
         body += _section(f"Analysis{run}", rate_tables(history) + layer_tables(history))
         body += _section(f"Examples{run}", _retrieval_grid(history))
         body += _section(f"Settings{run}", _settings(history))

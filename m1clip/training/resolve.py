@@ -51,6 +51,7 @@ PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if
 # Options of fine-tuning, and of pretrained towers with new heads.
 TOWER_FINETUNING = ("unfreeze_image", "unfreeze_text", "lora")
 FINETUNE_OPTIONS = ("wise_ft", *TOWER_FINETUNING)
+INIT_OPTIONS = ("wise_ft", "general_data")  # of a trained model, also where its towers are frozen
 TOWER_OPTIONS = ("image_tower", "text_tower")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
@@ -290,7 +291,7 @@ def check_transfer(transfer: TransferConfig) -> None:
     trains_towers = transfer.recipe == "finetune" or (tuned and transfer.recipe == "auto")
     applicable = [
         (TOWER_FINETUNING, trains_towers, "--init or --recipe finetune"),
-        (("wise_ft",), trains_towers or tuned, "--init or --recipe finetune"),
+        (INIT_OPTIONS, trains_towers or tuned, "--init or --recipe finetune"),
         (TOWER_OPTIONS, not tuned and transfer.recipe != "scratch", "--recipe frozen or finetune"),
     ]
     for names, allowed, where in applicable:
@@ -529,6 +530,7 @@ def _decide_heads(
     origin: Origin = "measurement" if found.ranks else "rule"
     if is_lr_open:
         draft.decide(origin, lr=found.chosen.lr)
+        draft.chosen_by["lr"] = origin  # also if it stays: a resumed run does not try again
     if found.chosen.adapter is not None:
         draft.decide(origin, adapter=found.chosen.adapter)
 

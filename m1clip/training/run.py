@@ -46,6 +46,12 @@ from m1clip.training.checkpoint import TrainState, load_latest, restore, share_c
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.duration import Costs, Pacer, TimeBudget
+from m1clip.training.forgetting import (
+    GeneralData,
+    describe_changes,
+    measure_forgetting,
+    open_general_data,
+)
 from m1clip.training.inputs import RunInputs
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.measure import drop_contradicted
@@ -53,6 +59,7 @@ from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
 from m1clip.training.resolve import (
     FINETUNE_OPTIONS,
+    INIT_OPTIONS,
     TOWER_OPTIONS,
     Dataset,
     check_transfer,
@@ -259,6 +266,7 @@ def _train_and_finish(
     gc.collect()  # models that were built for measurements may be in reference cycles
     folder = session.folder
     ranks = inputs.ranks
+    general = open_general_data(inputs.config, inputs.shape.image_size)
     state = TrainState()
     train_step = inputs.make_step(model)
     if resumed:
@@ -300,7 +308,7 @@ def _train_and_finish(
     try:
         loop.train(run)
         evaluator, features = _best_on_test(run)
-        return ranks.on_rank0(lambda: _finish(run, evaluator, features))
+        return ranks.on_rank0(lambda: _finish(run, evaluator, features, general))
     except (process.Interrupted, RankLost) as stopped:
         log.write("event", step=run.state.step, event=str(stopped))
         raise
@@ -350,7 +358,9 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
 
 
 @time_use.counted("report")
-def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> Run:
+def _finish(
+    run: RunContext, evaluator: Evaluator, features: SplitFeatures, general: GeneralData | None
+) -> Run:
     inputs, state, folder = run.inputs, run.state, run.folder
     split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
@@ -360,6 +370,12 @@ def _finish(run: RunContext, evaluator: Evaluator, features: SplitFeatures) -> R
         console.print(
             f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%"
         )
+    if general is not None:
+        score = selection_metric(scores)
+        changes = measure_forgetting(inputs.config, general, evaluator, score, inputs.precision)
+        for change in changes:
+            run.log.write("adaptation", step=state.best_step, **change.as_record())
+        console.print(f"\n{describe_changes(changes)}\n")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     _check_choice(run, steps)
     tables = RunTables(*without_rolled_back(read_log(folder)))
@@ -542,7 +558,7 @@ def first_stage(settings: Settings) -> Settings:
 
 def is_for_first_stage(name: str) -> bool:
     """Whether a setting applies to the first stage of fine-tuning: data, heads, towers, hardware."""
-    if name in FINETUNE_OPTIONS:
+    if name in (*FINETUNE_OPTIONS, *INIT_OPTIONS):
         return False
     return NAMES[name][0] not in ("optim", "train") or name in BOTH_STAGES
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from image_sets import make_set
 from PIL import Image
 from safetensors.torch import load_file
 from small_run import (
@@ -34,6 +35,7 @@ from m1clip.losses.run_loss import distillation
 from m1clip.model.clip import Features
 from m1clip.model.lora import merged_state
 from m1clip.model.pretrained import registry
+from m1clip.monitor.report import write_report
 from m1clip.runlog import read_log
 from m1clip.training import head_trial
 from m1clip.training.inputs import RunInputs
@@ -280,6 +282,31 @@ def test_frozen_recipe_adapts_the_heads_of_a_trained_model(
     start = prepared(config).build_model()
     for name, tensor in merged_state(start).items():
         assert torch.equal(tensor, weights(first, "best")[name]), name
+
+
+def test_gain_and_forgetting_are_reported(scratch: Path, tmp_path: Path) -> None:
+    """In run.jsonl, on the console and in the report: scores of the initial and of the best model."""
+    data = make_set(tmp_path / "general", train=2, val=2, test=6)
+    changes = {"transfer.general_data": [str(data)], "optim.lr": 0.05, "transfer.wise_ft": "1.0"}
+    run = tmp_path / "run"
+    with console.capture() as output:
+        result = train_config(tuned(scratch, **changes), run)
+    new, general = (record for record in read_log(run) if record["kind"] == "adaptation")
+    assert (new["role"], general["role"], general["split"]) == ("new", "general", "test")
+    assert new["score_after"] == result.scores["mean_recall"].value
+    best, start = m1clip.load(run), m1clip.load(scratch)
+    found = [m1clip.evaluate(model, data)["mean_recall"].value for model in (start, best)]
+    assert [general["score_before"], general["score_after"]] == pytest.approx(found)
+    assert f"general data, {data}, test split" in output.getvalue()
+    page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Gained and forgotten" in page
+    assert str(data) in page
+
+
+def test_general_data_is_opened_before_training(scratch: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--general-data"):
+        train_config(tuned(scratch, **{"transfer.general_data": ["/nowhere"]}), tmp_path / "run")
+    assert not (tmp_path / "run" / "run.jsonl").exists()
 
 
 def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
