@@ -24,7 +24,7 @@ from m1clip.inference.features import encode_split
 from m1clip.inference.model import Model
 
 GENERAL_IMAGES = 5_000  # of the general set, at most
-SPLITS = ("test", "val", "train")  # the first that the data has is evaluated
+EVALUATED_SPLITS = ("test", "val", "train")  # the first that the data has is evaluated
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def open_general_data(config: Config, image_size: int) -> GeneralData | None:
             raise UserError("shards that are streamed cannot be evaluated; name local data")
     except UserError as error:
         raise UserError(f"--general-data: {error}") from None
-    split = next(name for name in SPLITS if name in source.splits())
+    split = next(name for name in EVALUATED_SPLITS if name in source.splits())
     return GeneralData(", ".join(names), source, split)
 
 
