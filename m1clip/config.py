@@ -315,6 +315,8 @@ class TransferConfig(Section):
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
+    heads: Literal["auto", "cca", "general"] = "auto"
+    "--recipe frozen: start of new heads: cca of your images, or the model general. auto: better on held-out images."
     adapter: Literal["auto", "embeddings", "features"] = "auto"
     "--init with --recipe frozen: adapt the embeddings or the features of both towers. auto: better on held-out images."
     lora: Annotated[int, Range(0, 4096)] = 0

@@ -16,20 +16,23 @@ TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
 CCA_IMAGES = 20_000  # used to estimate the covariances
 CCA_BLOCK = 1024  # images at a time
+SPANNED_IMAGES = 1_000  # images whose features are reduced to what they span
 
 
 @torch.no_grad()
 def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     """Set both projections to the canonical directions, each multiplied by its correlation."""
-    wx, wy = image_head.project.weight, text_head.project.weight  # (embed_dim, width)
+    wx = image_head.project.weight  # (embed_dim, width)
+    bases = _bases(image_head, text_head, train)
+    widths = [basis.shape[1] for basis in bases]
     xx, yy, xy = (
-        torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
-        for a, b in ((wx, wx), (wy, wy), (wx, wy))
+        torch.zeros(widths[a], widths[b], dtype=torch.float64) for a, b in ((0, 0), (1, 1), (0, 1))
     )
     x_sum, y_sum, ybar_sum = torch.zeros(len(xx)), torch.zeros(len(yy)), torch.zeros(len(yy))
     images = captions = 0
     for x_raw, y_raw, image_index in _blocks(train):
-        x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
+        x = image_head.standardized(x_raw) @ bases[0]
+        y = text_head.standardized(y_raw) @ bases[1]
         count = torch.bincount(image_index, minlength=len(x)).clamp(min=1)[:, None]
         # Mean of an image's captions.
         ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count
@@ -48,14 +51,33 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     xx = (xx / images).addr_(x_mean, x_mean, alpha=-1)
     yy = (yy / captions).addr_(y_mean, y_mean, alpha=-1)
     xy = (xy / images).addr_(x_mean, ybar_mean, alpha=-1)
-    found = canonical(xx, yy, xy, len(wx), images)
-    sides = zip((image_head, text_head), found, (x_mean, y_mean), (xx, yy), strict=True)
-    for head, directions, mean, covariance in sides:
+    found = canonical(xx, yy, xy, len(wx), images, wx.shape[1])
+    sides = zip((image_head, text_head), found, (x_mean, y_mean), (xx, yy), bases, strict=True)
+    for head, directions, mean, covariance, basis in sides:
         norm = ((directions @ covariance) * directions).sum().sqrt().clamp(min=1e-12)
         matrix = torch.zeros(len(wx), len(covariance), dtype=torch.float64)
         matrix[: len(directions)] = directions * (OUTPUT_NORM / norm)
-        head.project.weight.copy_(matrix)
+        head.project.weight.copy_(matrix @ basis.double().T)
         head.project.bias.copy_(-matrix @ mean)
+
+
+def _bases(image_head: Head, text_head: Head, train: Split) -> tuple[Tensor, Tensor]:
+    """(width, k) an orthonormal basis of the standardized features of each side.
+
+    What is outside of it has no part in canonical directions. With few images it is a small part of the width.
+    """
+    is_small = len(train.samples) <= SPANNED_IMAGES
+    blocks = [(image, text) for image, text, _ in _blocks(train)] if is_small else []
+    found = []
+    for side, head in enumerate((image_head, text_head)):
+        width = head.project.weight.shape[1]
+        rows = sum(len(block[side]) for block in blocks)
+        if not 0 < rows < width:
+            found.append(torch.eye(width))
+            continue
+        x = head.standardized(torch.cat([block[side] for block in blocks]))
+        found.append(torch.linalg.qr(x.T.double()).Q.float())
+    return found[0], found[1]
 
 
 def canonical(

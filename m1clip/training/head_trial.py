@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from m1clip.training.inputs import RunInputs
 
 TRIAL_IMAGES = 1_500  # of the training split, at most
-HELD_OUT_FRACTION = 5  # a fifth of them is held out
-LEAST_IMAGES = 100  # with fewer, the held-out images would decide by chance
+TRIAL_PARTS = 5  # one of them is held out
+LEAST_IMAGES = 40  # with fewer, the held-out images would decide by chance
+MOST_IMAGES = (
+    4_000  # with more, new heads have the settings of the recipe, which was tuned on 6,000
+)
+GENERAL_BELOW_IMAGES = 2_000  # with fewer, new heads may start from those of the model general
 NEW_HEAD_LRS = (3e-4, 1e-4)
 # An adapter on embeddings starts from zero, one on features from weights that are small.
 ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
@@ -39,15 +43,21 @@ CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too
 SPLIT_STREAM = 1 << 17  # a random stream separate from the data's
 
 
+HeadStart = Literal["cca", "general"]
+STARTS = {"cca": "CCA of these images", "general": "the model general"}
+
+
 class HeadCandidate(NamedTuple):
     """One way to train heads."""
 
     lr: float
     adapter: ResidualKind | None = None  # of a trained model; None: new heads
+    start: HeadStart | None = None  # of new heads
 
     def __str__(self) -> str:
         on = "" if self.adapter is None else f"adapters on {self.adapter}, "
-        return f"{on}lr {number(self.lr)}"
+        start = "" if self.start is None else f"from {STARTS[self.start]}, "
+        return f"{start}{on}lr {number(self.lr)}"
 
 
 class HeadTrial(NamedTuple):
@@ -61,23 +71,27 @@ class HeadTrial(NamedTuple):
 
 
 def head_candidates(
-    adapters: Sequence[ResidualKind], lr: float | None = None
+    adapters: Sequence[ResidualKind], starts: Sequence[HeadStart] = (), lr: float | None = None
 ) -> list[HeadCandidate]:
-    """What to try for new heads (no `adapters`) or for those of a trained model; `lr` is that of the user."""
-    if not adapters:
-        return [HeadCandidate(rate) for rate in ([lr] if lr is not None else NEW_HEAD_LRS)]
-    return [
+    """What to try: the `adapters` of a trained model, or the `starts` of new heads; `lr` is that of the user."""
+    adapted = [
         HeadCandidate(rate, adapter)
         for adapter in adapters
         for rate in ([lr] if lr is not None else ADAPTER_LRS[adapter])
     ]
+    new = [
+        HeadCandidate(rate, None, start)
+        for start in starts
+        for rate in ([lr] if lr is not None else NEW_HEAD_LRS)
+    ]
+    return adapted + new
 
 
 def split_rows(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(rows to train on, held-out rows) of the training split, both in order."""
     draws = rnd.bits(seed, 0, np.arange(images), SPLIT_STREAM)
     chosen = np.argsort(draws, kind="stable")[:TRIAL_IMAGES]
-    held_out = len(chosen) // HELD_OUT_FRACTION
+    held_out = len(chosen) // TRIAL_PARTS
     return np.sort(chosen[held_out:]), np.sort(chosen[:held_out])
 
 
@@ -105,25 +119,24 @@ def choose_heads(
     images: int,
     trial: Callable[[HeadCandidate], tuple[float, float]],
 ) -> HeadTrial:
-    """The candidate with the lowest rank on held-out images; a careful one where none gains."""
-    lowest = min(candidate.lr for candidate in candidates)
-    careful = candidates[0]._replace(lr=CAREFUL * lowest)
+    """The candidate with the lowest rank on held-out images; a careful one where none gains over the best start."""
+    lowest = CAREFUL * min(candidate.lr for candidate in candidates)
     if images < LEAST_IMAGES:
-        return HeadTrial(careful, f"{images} images are too few to compare on held-out ones")
+        few = f"{images} images are too few to compare on held-out ones"
+        return HeadTrial(candidates[-1]._replace(lr=lowest), few)
+    if len(candidates) == 1:
+        return HeadTrial(candidates[0], "there is nothing to choose")
     scores = [trial(candidate) for candidate in candidates]
-    start = min(before for before, _ in scores)
-    after = tuple(score for _, score in scores)
-    best = int(np.argmin(after))
-    held_out = min(images, TRIAL_IMAGES) // HELD_OUT_FRACTION
-    shown = [math.exp(value) for value in (start, after[best])]
+    before = [score for score, _ in scores]
+    after = [score for _, score in scores]
+    best, best_start = int(np.argmin(after)), int(np.argmin(before))
+    held_out = min(images, TRIAL_IMAGES) // TRIAL_PARTS
+    shown = [math.exp(value) for value in (before[best_start], after[best])]
     where = f"on {held_out} held-out training images (geometric mean)"
-    facts = (start, after, held_out)
-    if after[best] >= start:
-        return HeadTrial(
-            careful,
-            f"no trial improves the rank {shown[0]:.2f} of the initial heads {where}",
-            *facts,
-        )
+    facts = (before[best_start], tuple(after), held_out)
+    if after[best] >= before[best_start]:
+        why = f"no trial improves the rank {shown[0]:.2f} of the initial heads {where}"
+        return HeadTrial(candidates[best_start]._replace(lr=lowest), why, *facts)
     reason = f"the rank of what is right falls from {shown[0]:.2f} to {shown[1]:.2f} {where}"
     return HeadTrial(candidates[best], reason, *facts)
 

@@ -522,7 +522,8 @@ def _decide_heads(
         return
     is_lr_open = draft.chosen_by.get("lr", "recipe") == "recipe"
     is_adapter_open = transfer.init is not None and transfer.adapter == "auto"
-    if not is_lr_open and not is_adapter_open:
+    is_start_open = transfer.init is None and transfer.heads == "auto"
+    if not (is_lr_open or is_adapter_open or is_start_open):
         return
     found = machine.measure.heads(draft.config, None if is_lr_open else draft.config.optim.lr)
     console.print(f"heads      {found.chosen}: {found.reason}")
@@ -533,6 +534,8 @@ def _decide_heads(
         draft.chosen_by["lr"] = origin  # also if it stays: a resumed run does not try again
     if found.chosen.adapter is not None:
         draft.decide(origin, adapter=found.chosen.adapter)
+    if found.chosen.start is not None:
+        draft.decide(origin, heads=found.chosen.start)
 
 
 def _decide_fsdp(draft: Draft, machine: Machine) -> None:

@@ -94,7 +94,11 @@ class ModelInit:
                     )
             if self.new_heads:
                 model.load_state_dict(
-                    {key: value for key, value in self.weights.items() if "_head." in key},
+                    {
+                        key: value
+                        for key, value in self.weights.items()
+                        if "_head." in key or key == "logit_scale"
+                    },
                     strict=False,
                 )
         if (

@@ -32,7 +32,7 @@ from m1clip.data.sources.stream import ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
-from m1clip.formatting import ceil_div
+from m1clip.formatting import ceil_div, plural
 from m1clip.hardware.device import (
     HYBRIDS,
     Device,
@@ -58,7 +58,10 @@ from m1clip.training import hybrid
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
 from m1clip.training.head_trial import (
+    GENERAL_BELOW_IMAGES,
+    MOST_IMAGES,
     HeadCandidate,
+    HeadStart,
     HeadTrial,
     choose_heads,
     copy_with_own_heads,
@@ -76,6 +79,7 @@ from m1clip.training.measure import (
     memory_limit,
 )
 from m1clip.training.memory import MemoryEstimate
+from m1clip.training.prior import fits_general, general_heads
 from m1clip.training.resolve import (
     Dataset,
     InitialModel,
@@ -368,8 +372,11 @@ class Workbench:
         train = self._splits["train"]
         model_init = self._load_model_init(config)
         adapters = () if model_init.new_heads else residual_kinds(self.frozen_model.image_head)
-        if config.transfer.adapter != "auto":
+        if adapters and config.transfer.adapter != "auto":
             adapters = (config.transfer.adapter,)
+        starts: tuple[HeadStart, ...] = ()
+        if model_init.new_heads:
+            starts = head_starts(config, model_init.config, len(train.samples))
         rows, held_out = split_rows(len(train.samples), config.seed)
 
         def trial(candidate: HeadCandidate) -> tuple[float, float]:
@@ -379,7 +386,11 @@ class Workbench:
             }
             batch = min(config.train.batch_size_or(2), largest_batch(len(rows)))
             steps = max(1, round((config.train.epochs or TRIAL_EPOCHS) * (len(rows) // batch)))
-            values = {"lr": candidate.lr, "adapter": candidate.adapter or "auto"}
+            values = {
+                "lr": candidate.lr,
+                "adapter": candidate.adapter or "auto",
+                "heads": candidate.start or "auto",
+            }
             settings = config.changed(
                 **values, steps=steps, epochs=None, minutes=None, batch_size=batch, warmup=0.1,
                 fsdp="off", teacher=None, micro_batch=0,
@@ -390,7 +401,10 @@ class Workbench:
             return run_trial(inputs, model)
 
         def choose() -> HeadTrial:
-            candidates = head_candidates(adapters, lr)
+            candidates = head_candidates(adapters, starts, lr)
+            if model_init.new_heads and len(train.samples) >= MOST_IMAGES:
+                usual = f"as measured on {plural(MOST_IMAGES, 'image')} or more"
+                return HeadTrial(candidates[0], usual)
             with console.progress("trying ways to train the heads"):
                 return choose_heads(candidates, len(train.samples), trial)
 
@@ -500,7 +514,10 @@ class Workbench:
             return dataclasses.replace(model_init, adapter=adapter)
         if model_init.new_heads:
             with console.progress("fitting the heads"):
-                heads = fit_heads(model_init.config, train)
+                if config.transfer.heads == "general":
+                    heads = general_heads(model_init.config)
+                else:
+                    heads = fit_heads(model_init.config, train)
             if model is not None:
                 model.load_state_dict(heads, strict=False)
             return dataclasses.replace(model_init, weights={**model_init.weights, **heads})
@@ -530,6 +547,19 @@ def prepare(config: Config) -> RunInputs:
     workbench = Workbench()
     spec = workbench.resolve(DecidedSettings(complete=config))
     return workbench.inputs(spec)
+
+
+def head_starts(config: Config, shape: CLIPConfig, images: int) -> tuple[HeadStart, ...]:
+    """Where new heads may start: from CCA, and with few images on the same towers from the model general."""
+    requested = config.transfer.heads
+    if requested == "general" and not fits_general(shape):
+        raise UserError(
+            "--heads general needs its towers and embeddings: remove --image-tower, --text-tower and --embed-dim"
+        )
+    if requested != "auto":
+        return (requested,)
+    may_be_general = images < GENERAL_BELOW_IMAGES and fits_general(shape)
+    return ("cca", "general") if may_be_general else ("cca",)
 
 
 def dataset_facts(source: Source, config: Config) -> Dataset:

@@ -76,3 +76,20 @@ def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> No
         @ torch.nn.functional.normalize(texts[first], dim=1).T
     )
     assert float((similarity.argmax(dim=1) == torch.arange(100)).float().mean()) > 0.8
+
+
+def test_few_images_are_reduced_to_what_they_span(monkeypatch: Any) -> None:
+    """The heads are the same as with all coordinates."""
+    rng = np.random.default_rng(0)
+    counts = [1, 2, 1, 3, 1, 2]
+    image = rng.normal(size=(6, 20)).astype(np.float16)
+    text = rng.normal(size=(10, 15)).astype(np.float16)
+    products = []
+    for small in (cca.SPANNED_IMAGES, 0):
+        monkeypatch.setattr(cca, "SPANNED_IMAGES", small)
+        heads = [Head(HeadConfig(kind="adapter", hidden=4), width, 8) for width in (20, 15)]
+        cca.fit_projections(*heads, split(image, text, counts))
+        x, y = (head.project.weight.detach() for head in heads)
+        products.append([x.T @ y, *(head.project.bias.detach().square().sum() for head in heads)])
+    for one, other in zip(*products, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)

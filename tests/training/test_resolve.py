@@ -27,7 +27,7 @@ from m1clip.model.presets import (
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import MILD, augmentation_strength, max_epochs
-from m1clip.training.head_trial import HeadTrial, choose_heads, head_candidates
+from m1clip.training.head_trial import HeadStart, HeadTrial, choose_heads, head_candidates
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -232,9 +232,10 @@ def machine(
 
     def heads(config: Config, lr: float | None) -> HeadTrial:
         adapters: tuple[ResidualKind, ...] = ()
+        starts: tuple[HeadStart, ...] = ("cca", "general")
         if config.transfer.init is not None:
-            adapters = ("embeddings", "features")
-        candidates = head_candidates(adapters, lr)
+            adapters, starts = ("embeddings", "features"), ()
+        candidates = head_candidates(adapters, starts, lr)
         return choose_heads(candidates, images, lambda candidate: (2.0, 1.0 - candidate.lr))
 
     measurements = Measurements(
@@ -478,11 +479,12 @@ def test_options_of_fine_tuning_decide_what_is_trained() -> None:
 
 def test_learning_rate_of_heads_follows_from_held_out_images() -> None:
     frozen = {"recipe": "frozen", "data": ("photos",)}
-    few = resolve(Settings(frozen), Dataset(50), machine(images=50))
+    few = resolve(Settings(frozen), Dataset(30), machine(images=30))
     assert few.config.optim.lr == pytest.approx(1e-5)
-    assert few.chosen_by["lr"] == "rule"
+    assert (few.config.transfer.heads, few.chosen_by["lr"]) == ("general", "rule")
     spec = resolve(Settings(frozen), Dataset(1000), machine())
     assert (spec.config.optim.lr, spec.chosen_by["lr"]) == (3e-4, "measurement")
+    assert (spec.config.transfer.heads, spec.chosen_by["heads"]) == ("cca", "measurement")
     given = resolve(Settings({**frozen, "lr": 0.5}), Dataset(1000), machine())
     assert given.config.optim.lr == 0.5
 
