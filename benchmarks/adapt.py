@@ -74,7 +74,9 @@ def main() -> None:
         result["runs"] = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
     done = {(run["recipe"], run["images"], run["seed"]) for run in result["runs"]}
     recipes = TOWER_RECIPES if options.kind == "towers" else HEAD_RECIPES
-    old = write_table(folder / "old.jsonl", {**general, "train": general["train"][:2]}, None)
+    # Its features are not cached: both models encode these images in every run.
+    few = {"train": general["train"][:2], "val": [], "test": general["test"][: options.general]}
+    old = write_table(folder / "old.jsonl", few, None)
     for seed in options.seeds:
         for images in options.images:
             rows = draw(new, images, seed)
@@ -106,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--start-epochs", type=int, default=8)
     parser.add_argument("--limit", type=int, help="train the start on this many images at most")
+    parser.add_argument("--general", type=int, default=200, help="test images of the general set")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache", type=Path, help="features and images that are cached already")
     parser.add_argument("--work", type=Path, default=Path("adapt-work"), help="runs and caches")
