@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py --json docs/results/memory.json
     python benchmarks/memory.py --components --json docs/results/memory_components.json
+    python benchmarks/memory.py --rows lora,last-blocks,all-blocks --repeats 1 --json memory_lora.json
 
 `--components` shows what the peak of three models consists of, as the run logs it (docs/monitor.md, "The machine").
 
@@ -24,7 +25,18 @@ from sides import machine, peak_memory, variables_for, write
 from m1clip.runlog import read_log
 
 ORIGINAL = "--preset original --precision auto --workers 0 --steps 4"
+VIT = "VIT-B-16-FOLDER"  # replaced by a ViT-B/16 with random weights
+ADAPT = (
+    f"--synthetic-images 66 --init {VIT} --recipe finetune --batch-size 64 --micro-batch 8 "
+    "--grad-checkpointing --steps 2 --eval-every 0 --patience 0 --precision bf16"
+)
 ROWS = {  # name: (words, flags of m1clip train)
+    "lora": ("ViT-B/16, batch 64, --lora 8", f"{ADAPT} --lora 8"),
+    "last-blocks": (
+        "the same, last three blocks of both towers",
+        f"{ADAPT} --unfreeze-image 3 --unfreeze-text 3",
+    ),
+    "all-blocks": ("the same, all blocks", ADAPT),
     "default": ("76.7M, batch 12", ORIGINAL),
     "checkpointing": ("the same, gradient checkpointing", f"{ORIGINAL} --grad-checkpointing"),
     "micro-batch": ("the same, --micro-batch 4", f"{ORIGINAL} --micro-batch 4"),
@@ -51,6 +63,17 @@ MAX_REST = 0.20  # of the peak that may stay unexplained
 QUICK = (
     "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --synthetic-images 16"
 )
+
+
+def write_vit(folder: Path) -> None:
+    """Write a ViT-B/16 with random weights."""
+    from m1clip.data.images import Preprocess
+    from m1clip.model.clip import build_clip
+    from m1clip.model.folder import write_model
+    from m1clip.model.presets import preset
+    from m1clip.text.bpe import BpeTokenizer
+
+    write_model(folder, build_clip(preset("ViT-B-16")), BpeTokenizer(), Preprocess(image_size=224))
 
 
 def components_of(flags: str) -> dict[str, Any]:
@@ -117,9 +140,12 @@ def main() -> None:
         chosen = []
     for name in chosen:
         words, flags = rows[name]
-        peaks = [
-            peak_memory(flags.split(), own_cache=name.startswith("first")) for _ in range(repeats)
-        ]
+        with tempfile.TemporaryDirectory() as folder:
+            if VIT in flags:
+                write_vit(Path(folder) / "vit")
+            typed = [str(Path(folder) / "vit") if word == VIT else word for word in flags.split()]
+            own_cache = name.startswith("first")
+            peaks = [peak_memory(typed, own_cache=own_cache) for _ in range(repeats)]
         result["rows"][name] = {"flags": flags, "peak_bytes": peaks}
         print(
             f"  {words:38} {max(peaks) / 1e9:.2f} GB, the most of n={len(peaks)} "
