@@ -20,6 +20,7 @@ run() { # SECONDS NAME COMMAND...
   timeout "$limit" "$@" 2>"$OUT/$name.err" || echo "$name: exit code $?: $(tail -c 600 "$OUT/$name.err")"
   echo "   ($((SECONDS - begin)) s)"
 }
+lscpu 2>/dev/null | grep -E "Thread|Core|L2|L3|NUMA"
 has() { [[ " $PARTS " == *" $1 "* ]]; }
 if has decode || has end || has batch; then
   run 60 photos python -c "import sys; sys.path.insert(0, 'benchmarks'); from pathlib import Path; from photo_set import write_set; write_set(Path('$PHOTOS'), 24000)"
@@ -36,6 +37,7 @@ if has cuda; then
 fi
 if has ranks; then
   run 75 ranks_tiny python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --json "$OUT/ranks_tiny.json"
+  run 45 independent python benchmarks/ranks.py --independent --ranks 1 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --json "$OUT/ranks_independent.json"
   run 75 ranks_vit python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model ViT-B-32 --batch-size 16 --steps 4 --rounds 1 --json "$OUT/ranks_vit.json"
 fi
 if has batch; then

@@ -6,6 +6,7 @@ Runs in a Python that has open_clip and timm, and does not import m1clip.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -188,12 +190,40 @@ def encode(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def stand_in(*names: str) -> None:
+    """Replace modules that cannot be imported: open_clip's trainer imports them for formats that are not used here."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            top = types.ModuleType(name)
+            top.__path__ = []  # type: ignore[attr-defined]
+            top.read_csv = read_table  # type: ignore[attr-defined]
+            for part in ("", ".filters", ".tariterators"):
+                module = top if not part else types.ModuleType(name + part)
+                module.__getattr__ = lambda word: type(word, (), {})  # type: ignore[method-assign]
+                sys.modules[name + part] = module
+
+
+def read_table(path: str, sep: str = ",") -> dict[str, Any]:
+    """The columns of a table, as much of pandas as open_clip's CSV data set uses."""
+    with open(path, newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file, delimiter=sep)
+
+    class Column(list[str]):
+        iloc = property(lambda self: self)
+
+    return {name: Column(row[place] for row in rows) for place, name in enumerate(head)}
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "cli":  # open_clip's own command, with one more model
         import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
 
         # isort: split
         import open_clip
+
+        stand_in("pandas", "webdataset", "braceexpand")
         from open_clip_train.main import main
 
         open_clip.add_model_config(sys.argv[2])
