@@ -219,7 +219,7 @@ class TrainConfig(Section):
         int | Literal["auto"] | None,
         Parameter(group=COMMON, metavar="INT|auto", show_choices=False),
     ] = None
-    "Images per step. The default is lower for small datasets. auto: as many as fit in memory."
+    "Images per step. The default is lower for small datasets, and higher on CUDA. auto: as many as fit in memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None

@@ -43,6 +43,8 @@ TEXT_CONTRAST = 0.5  # docs/recipe.md
 MAX_CAPTIONS_PER_IMAGE = 5  # per image and step, by default; docs/recipe.md
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
+CARD_STEPS_PER_EPOCH = 32  # with fewer updates, the recipe's epochs are not enough
+CARD_MEMORY_FRACTION = 0.5  # the rest is for evaluations and other programs
 SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 # These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
@@ -175,6 +177,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _check_model(draft.config, model, dataset)
     _decide_batch(draft, dataset, model)
     _decide_device(draft, machine, measured)
+    _grow_batch(draft, settings.config, dataset, model, machine)
     _decide_memory(draft, dataset, machine, measured)
     undecided = {name for name in Strength._fields if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
@@ -373,6 +376,36 @@ def default_batch(model: InitialModel, images: int) -> int:
     else:
         recipe = read_recipe("scratch")
     return min(recipe.batch_size, largest_batch(images))
+
+
+def card_batch(images: int) -> int:
+    """The largest batch size for a card: an epoch has enough steps, and the learning rate of the recipe still fits."""
+    return min(MAX_AUTO_BATCH, power_of_two(images // CARD_STEPS_PER_EPOCH))
+
+
+def _grow_batch(
+    draft: Draft, settings: Config, dataset: Dataset, model: InitialModel, machine: Machine
+) -> None:
+    """A larger default batch on a CUDA card, whose cores a small one leaves idle; only for random weights.
+
+    The recipes of pretrained models have their own batch sizes, and few images keep a small one.
+    """
+    train = draft.config.train
+    batch = train.batch_size_or(0)
+    most = card_batch(dataset.images)
+    from_random_weights = not model.is_pretrained and not model.new_heads
+    asked = settings.train.batch_size is not None or train.micro_batch or train.memory
+    if asked or train.device != "cuda" or not from_random_weights or most <= batch:
+        return
+    limit, steps = machine.measure.memory(draft.config)
+    checkpointing = draft.config.model.grad_checkpointing
+    largest = steps.largest(CARD_MEMORY_FRACTION * limit, most, checkpointing)
+    if largest > batch:
+        draft.decide("rule", batch_size=largest)
+        console.print(
+            f"batch      {largest} images on this card, with at least {CARD_STEPS_PER_EPOCH} steps per epoch "
+            f"(--batch-size {batch} is that of smaller devices)"
+        )
 
 
 def _decide_device(draft: Draft, machine: Machine, measured: dict[str, Any]) -> None:

@@ -194,6 +194,32 @@ def test_default_batch_fits_the_images(images: int, model: InitialModel, batch: 
     assert default_batch(model, images) == batch
 
 
+@pytest.mark.parametrize(
+    ("images", "options", "limit", "facts", "batch"),
+    [
+        (24_000, {}, 1e12, H200, 512),
+        (10**6, {}, 1e12, H200, 1024),
+        (3_000, {}, 1e12, H200, 64),  # as on other devices
+        (500, {}, 1e12, H200, 32),  # few images: an epoch has several steps
+        (24_000, {}, 6e9, H200, 128),  # half of the memory is 1 GB and 200 images
+        (24_000, {"batch_size": 64}, 1e12, H200, 64),
+        (24_000, {"micro_batch": 16}, 1e12, H200, 64),
+        (24_000, {"device": "cpu"}, 1e12, H200, 64),
+        (24_000, {"init": "runs/x"}, 1e12, H200, 64),
+        (24_000, {}, 1e12, M4, 64),
+    ],
+)
+def test_default_batch_of_a_card_uses_its_memory_and_the_number_of_images(
+    images: int, options: dict[str, Any], limit: float, facts: MachineInfo, batch: int
+) -> None:
+    recipe = {} if "init" in options else {"recipe": "scratch"}
+    settings = Settings({"data": ("photos",), "epochs": 10.0, **recipe, **options})
+    spec = resolve(settings, Dataset(images), machine(facts, images=images, limit=limit))
+    assert spec.config.train.batch_size == batch
+    again = resolve(spec.as_settings(), Dataset(images), machine(facts, images=images))
+    assert again.config.train.batch_size == batch, "a decided run stays as it is"
+
+
 def test_default_batch_is_that_of_the_recipe() -> None:
     assert {
         recipe: default_batch(model, 10**6) for recipe, model in MODELS.items()
