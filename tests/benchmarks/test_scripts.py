@@ -57,6 +57,11 @@ SMOKE = {
     "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),
     "large_batch": ("--quick --peers=", {"ratio", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
+    "decoding": (
+        "--images 40 --rounds 1 --batch-size 8 --workers 2",
+        {"images_per_second", "batches", "rows"},
+    ),
+    "scale_arithmetic": ("--simulate 1e6", {"table", "order"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
     "speedrun": (
         f"PHOTOS --quick --seeds 0 --entry m1clip --options '{SMALL} --batch-size 8'",
@@ -95,7 +100,7 @@ def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
     table = script("results_table").render(tmp_path)
-    assert name in ("cuda_step", "speedrun") or out.name in table
+    assert name in ("cuda_step", "speedrun", "scale_arithmetic") or out.name in table
 
 
 def test_baseline_has_the_size_of_m1clips_model() -> None:
