@@ -4,6 +4,7 @@
     python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model original --batch-size 32
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
     python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
+    python benchmarks/ranks.py --trace trace.json --ranks 2     # one step of rank 0, for chrome://tracing or Perfetto
     python benchmarks/ranks.py --independent                    # as many processes without communication: the ceiling
     python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
@@ -23,7 +24,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ WARMUP = 3
 
 def work(options: argparse.Namespace) -> dict[str, Any] | None:
     """Train some steps as one rank; the first one returns the seconds of each."""
+    import torch
+
     from m1clip.training.distributed import GradientExchange, connect
 
     ranks = connect(options.device)
@@ -80,6 +85,10 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         if number >= WARMUP:
             for name, value in phases.items():
                 parts[name] = parts.get(name, 0.0) + value / options.steps
+    overlap = None
+    if options.trace and ranks.size > 1:
+        overlap = traced_overlap(options, lambda number: step.run(job.training[number], number))
+        ranks.gather(torch.zeros(1))
     steps = slice(WARMUP, None, 1 + options.overlap)
     found = {
         "batch": batch,
@@ -87,6 +96,8 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         "exchange": exchanges[steps],
         "parts": parts,
     }
+    if overlap is not None:
+        found["traced_overlap"] = overlap
     if options.overlap:
         found["overlap"] = [
             late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)
@@ -96,6 +107,48 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
     return found if ranks.rank == 0 else None
+
+
+def traced_overlap(options: argparse.Namespace, step: Callable[[int], object]) -> dict[str, float]:
+    """Milliseconds in which gradients are exchanged during one step, and of them those in which layers go backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        step(0)
+    path = options.trace if int(os.environ["RANK"]) == 0 else Path(os.devnull)
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(own))
+        if path != Path(os.devnull):
+            path.write_bytes(own.read_bytes())
+        events = json.loads(own.read_text())["traceEvents"]
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    sent = [event for event in timed if "all_reduce" in event["name"] and "gloo" in event["name"]]
+    backward = [event for event in timed if "evaluate_function" in event["name"]]
+    spans = union([(e["ts"], e["ts"] + e["dur"]) for e in sent])
+    layers = union([(e["ts"], e["ts"] + e["dur"]) for e in backward])
+    shared = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in spans
+        for other_begin, other_end in layers
+    )
+    total = sum(end - begin for begin, end in spans)
+    return {
+        "exchange_ms": total / 1e3,
+        "during_backward_ms": shared / 1e3,
+        "fraction": shared / max(total, 1e-9),
+    }
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that do not overlap."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 def wrapped(options: argparse.Namespace) -> dict[str, Any]:
@@ -273,6 +326,7 @@ def main() -> None:
         "--independent", action="store_true", help="processes that do not communicate: the ceiling"
     )
     parser.add_argument("--wrapped", action="store_true", help="one rank with exchange and FSDP2")
+    parser.add_argument("--trace", type=Path, help="write a trace of one step of rank 0 there")
     parser.add_argument("--spin", action="store_true", help="threads wait as torch lets them")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
@@ -312,7 +366,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": machine(),
         "quick": options.quick,
-        "options": {**vars(options), "json": None},
+        "options": {**vars(options), "json": None, "trace": None},
     }
     for _ in range(options.rounds):
         for size in sizes:
@@ -346,6 +400,11 @@ def main() -> None:
     print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")
     for row in result["rows"]:
         print(f"  {row['what']}: {row['figure']}, n={row['n']}")
+    for size, each in rows.items():
+        if "traced_overlap" in each[-1]:
+            seen = result.setdefault("traced_overlap", {})[size] = each[-1]["traced_overlap"]
+            print(f"  {size} ranks: {seen['exchange_ms']:.0f} ms of all-reduce in a traced step, "
+                  f"{seen['fraction']:.0%} of them during the backward pass")  # fmt: skip
     for size, parts in result["parts"].items():
         words = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in parts.items())
         print(f"  {size} rank(s), ms of a step: {words}")

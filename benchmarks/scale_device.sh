@@ -36,7 +36,7 @@ if has cuda; then
   run 70 ranks_cuda python benchmarks/ranks.py --device cuda --ranks 1 --model ViT-B-32 --batch-size 256 --steps 8 --rounds 1 --wrapped --json "$OUT/ranks_cuda.json"
 fi
 if has ranks; then
-  run 75 ranks_tiny python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --json "$OUT/ranks_tiny.json"
+  run 75 ranks_tiny python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --trace "$OUT/trace.json" --json "$OUT/ranks_tiny.json"
   run 45 independent python benchmarks/ranks.py --independent --ranks 1 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --json "$OUT/ranks_independent.json"
   run 75 ranks_vit python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model ViT-B-32 --batch-size 16 --steps 4 --rounds 1 --json "$OUT/ranks_vit.json"
 fi
