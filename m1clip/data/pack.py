@@ -1,12 +1,14 @@
 """Write any source as webdataset shards: train-000000.tar with key.jpg, key.txt and key.json for each image."""
 
+import errno
 import io
 import itertools
 import json
+import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,18 +17,21 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from m1clip import console
+from m1clip.data.decode_pool import BLOCKS_AHEAD, DecodePool, decode_processes
 from m1clip.data.images import decode, failure_reason, open_header
 from m1clip.data.sources.shards import PACKED
 from m1clip.data.sources.stream import INDEX_SUFFIX, make_index, read_index
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
-from m1clip.io import PARTIAL, read_small, write_bytes, write_json
+from m1clip.hardware.machine_info import usable_cpus
+from m1clip.io import PARTIAL, read_small, remove_leftovers, write_bytes, write_json
 
 # Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
 KEPT = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 JPEG_QUALITY = 95
 SIZES_FILE = "sizes.json"  # images in each shard, where open_clip looks for them
+IN_PROCESSES_OF = 1000  # images of a split whose kind is looked at
 UNFINISHED = "unfinished.json"  # what is being packed
 
 
@@ -63,45 +68,33 @@ def pack(
     ):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     write_json(folder / UNFINISHED, settings)
     jobs = [
         (split, start) for split, count in counts.items() for start in range(0, count, shard_size)
     ]
-    done, total = itertools.count(1), sum(counts.values())
-    refresh = console.current_progress()  # of this thread, for those of the pool
+    total = sum(counts.values())
+    shards = [
+        ShardJob(
+            folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', split)}-{start // shard_size:06d}.tar",
+            split,
+            range(start, min(start + shard_size, counts[split])),
+            image_size,
+        )
+        for split, start in jobs
+    ]
 
-    def write(split: str, start: int) -> tuple[str, int, list[str]]:
-        """Name, number of samples and unreadable images of a shard."""
-        path = folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', split)}-{start // shard_size:06d}.tar"
-        wanted = range(start, min(start + shard_size, counts[split]))
-        shard, skipped = read_index(str(path)), list[str]()
-        if shard is not None:  # from before the interruption
-            missing = len(wanted) - shard.samples
-            skipped += [f"{path}: {plural(missing, 'image')}"] if missing > 0 else []
-            refresh(max(next(done) for _ in wanted), total)
-            return path.name, shard.samples, skipped
-        with _new_shard(path) as tar:
-            for number, sample in zip(
-                wanted, source.samples(split)[wanted.start : wanted.stop], strict=True
-            ):
-                try:
-                    suffix, data = image_bytes(sample.image, image_size)
-                except (
-                    OSError,
-                    ValueError,
-                ) as error:  # what decoders raise for an image they cannot read
-                    skipped.append(f"{sample.image}: {failure_reason(error)}")
-                else:
-                    _add_sample(tar, f"{number:09d}", {suffix: data, **_texts(sample, split)})
-                refresh(next(done), total)
-        return path.name, len(wanted) - len(skipped), skipped
+    def samples_of(job: ShardJob) -> Sequence[Sample]:
+        return source.samples(job.split)[job.numbers.start : job.numbers.stop]
 
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            written = list(pool.map(write, *zip(*jobs, strict=True)))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for all shards
-            raise
+    refs = [sample.image for split in counts for sample in source.samples(split)[:IN_PROCESSES_OF]]
+    processes = 0
+    if threads > 1 and all(ref.in_processes for ref in refs):
+        processes = min(len(shards), decode_processes(total, usable_cpus()))
+    if processes:
+        written = _write_in_processes(shards, samples_of, processes, total)
+    else:
+        written = _write_in_threads(shards, samples_of, threads, total)
     skipped = [line for _, _, lines in written for line in lines]
     sizes = {name: count for name, count, _ in written if count}
     if not sizes:
@@ -112,6 +105,93 @@ def pack(
     for (split, _), (_, count, _) in zip(jobs, written, strict=True):
         images[split] += count
     return Packed(folder, dict(+images), len(sizes), skipped)
+
+
+class ShardJob(NamedTuple):
+    """A shard to write: its file, and which images of a split it gets."""
+
+    path: Path
+    split: str
+    numbers: range
+    image_size: int | None
+
+    def write(
+        self, samples: Sequence[Sample], refresh: Callable[[int], object]
+    ) -> tuple[str, int, list[str]]:
+        """Name, number of samples and unreadable images of the shard; `refresh` gets the number of new images."""
+        shard, skipped = read_index(str(self.path)), list[str]()
+        if shard is not None:  # from before the interruption
+            missing = len(self.numbers) - shard.samples
+            skipped += [f"{self.path}: {plural(missing, 'image')}"] if missing > 0 else []
+            refresh(len(self.numbers))
+            return self.path.name, shard.samples, skipped
+        with _new_shard(self.path) as tar:
+            for number, sample in zip(self.numbers, samples, strict=True):
+                try:
+                    suffix, data = image_bytes(sample.image, self.image_size)
+                except (
+                    OSError,
+                    ValueError,
+                ) as error:  # what decoders raise for an image they cannot read
+                    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    skipped.append(f"{sample.image}: {failure_reason(error)}")
+                else:
+                    files = {suffix: data, **_texts(sample, self.split)}
+                    _add_sample(tar, f"{number:09d}", files)
+                refresh(1)
+        return self.path.name, len(self.numbers) - len(skipped), skipped
+
+
+def _write_in_threads(
+    shards: Sequence[ShardJob],
+    samples_of: Callable[[ShardJob], Sequence[Sample]],
+    threads: int,
+    total: int,
+) -> list[tuple[str, int, list[str]]]:
+    done, refresh = itertools.count(1), console.current_progress()  # of this thread, for all
+
+    def record(count: int) -> None:
+        refresh(max(next(done) for _ in range(count)), total)
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            return list(pool.map(lambda job: job.write(samples_of(job), record), shards))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for all shards
+            raise
+
+
+def _pack_shard(item: tuple[ShardJob, Sequence[Sample]]) -> tuple[None, tuple[str, int, list[str]]]:
+    """Work for `DecodePool`: a shard with its samples -> what was written."""
+    job, samples = item
+    return None, job.write(samples, lambda count: None)
+
+
+def _write_in_processes(
+    shards: Sequence[ShardJob],
+    samples_of: Callable[[ShardJob], Sequence[Sample]],
+    processes: int,
+    total: int,
+) -> list[tuple[str, int, list[str]]]:
+    refresh = console.current_progress()
+    written: dict[int, tuple[str, int, list[str]]] = {}
+    ahead = iter(enumerate(shards))
+    done = 0
+    with DecodePool(_pack_shard, processes, timeout=0) as pool:
+
+        def submit(count: int) -> None:
+            for number, job in itertools.islice(ahead, count):
+                pool.submit(number, [(job, samples_of(job))], [0])
+
+        submit(BLOCKS_AHEAD * processes)
+        while len(written) < len(shards):
+            number, (result,) = pool.next_done()
+            written[number] = result
+            submit(1)
+            done += len(shards[number].numbers)
+            refresh(done, total)
+    return [written[number] for number in range(len(shards))]
 
 
 def _is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
@@ -125,7 +205,8 @@ def _is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
 @contextmanager
 def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
     """A tar that gets its name once it and its index are complete, and only if it has samples."""
-    partial = Path(f"{path}{PARTIAL}")
+    # Another process may still write: one that outlives a killed `pack` for a moment.
+    partial = Path(f"{path}.{os.getpid()}{PARTIAL}")
     with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
         yield tar
         has_samples = bool(tar.getmembers())

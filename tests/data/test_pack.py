@@ -86,6 +86,21 @@ def test_pack_round_trip_of_splits_captions_and_ids(tmp_path: Path) -> None:
     assert inside["000000003.txt"] == b"image number 3 of train"
 
 
+def test_processes_write_the_bytes_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_set(tmp_path / "set")
+    break_files(folder, [3, 11])
+    one = pack(open_source(str(folder)), tmp_path / "threads", shard_size=7, threads=2)
+    monkeypatch.setattr(pack_module, "decode_processes", lambda images, cpus: 2)
+    monkeypatch.setattr(pack_module, "image_bytes", None)  # not read in this process
+    leftover = tmp_path / "processes"
+    other = pack(open_source(str(folder)), leftover, shard_size=7, threads=2)
+    assert other._replace(folder=one.folder) == one
+    files = {path.name: path.read_bytes() for path in one.folder.iterdir()}
+    assert {path.name: path.read_bytes() for path in other.folder.iterdir()} == files
+
+
 def test_rare_formats_become_png_and_large_images_are_downscaled(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=3)
     image(1).save(folder / "images" / "train-0000.jpg", "BMP")
