@@ -40,9 +40,12 @@ def main() -> None:
         server = Server(Store([]), 0, Photos(folder, runs=Path(scratch) / "runs"))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         before = peak()
+        began = time.process_time()  # of the server and of the page's requests
         first = timed(lambda: get(server, f"/api/label/queue?page=a&count={QUEUE}"))[0]
+        first_cpu = time.process_time() - began
         token = get(server, "/api/library")["token"]
         saves: list[float] = []
+        began = time.process_time()
         queues: list[float] = []
         while len(saves) < options.labels:
             took, found = timed(lambda: get(server, f"/api/label/queue?page=a&count={QUEUE}"))
@@ -54,10 +57,14 @@ def main() -> None:
                     "page": "a",
                 }
                 saves.append(1000 * timed(lambda body=body: post(server, token, body))[0])
+        cpu = time.process_time() - began
         result = {
             "machine": machine(),
             "images": options.images,
             "first_page_seconds": round(first, 2),
+            "first_page_cpu_seconds": round(first_cpu, 2),
+            # With the requests for more photos, and the learning curve of every 20 labels.
+            "cpu_milliseconds_per_label": round(1000 * cpu / len(saves), 1),
             "queue_milliseconds": figures(queues),
             "save_milliseconds": figures(saves),
             "memory_added_megabytes": round((peak() - before) / 1e6),

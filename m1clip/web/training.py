@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from m1clip.config import make_config
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import open_regular, read_small, write_json
@@ -216,8 +217,13 @@ class TrainPage:
 
 
 def start_options(model: str) -> Sequence[str]:
-    """Options of `m1clip train` to adapt a model to labels."""
-    return ("--init", model)
+    """Options of `m1clip train` to adapt a model to labels: its heads alone, if a run can train these."""
+    options = {"init": model, "recipe": "frozen"}
+    try:
+        make_config(options)
+    except UserError:
+        return ("--init", model)
+    return ("--init", model, "--recipe", "frozen")
 
 
 def run_or_model(model: str) -> str:
