@@ -67,10 +67,14 @@ class TrainPage:
         if status.state == "finished" and "result" not in about and not about.get("problem"):
             self._start("comparing", lambda: self._compare(index, run, about))
         in_use = Path(index.model_path).is_relative_to(run)
+        ended, message = status.state, status.message
+        if ended == "died":  # or it was stopped before its first step, which its log does not tell
+            stopped = about.get("stopped") is True
+            ended, message = ("stopped", "stopped") if stopped else ("died", self._reason(run))
         return {
             **state,
-            "state": status.state,
-            "message": self._reason(run) if status.state == "died" else status.message,
+            "state": ended,
+            "message": message,
             "run": key_of(run),
             "name": run.name,
             "labels": about.get("labels"),
@@ -123,7 +127,14 @@ class TrainPage:
         found = self._newest(self._opened())
         if found is None:
             raise UserError("there is no run to stop")
-        self._start("stopping", lambda: stop_run(found[0], STOP_SECONDS), always=True)
+        run, about = found
+
+        def end() -> None:
+            stop_run(run, STOP_SECONDS)
+            if run.is_dir():
+                write_json(run / ABOUT_LABELS, {**about, "stopped": True})
+
+        self._start("stopping", end, always=True)
         return {}
 
     def switch(self, data: bytes) -> dict[str, Any]:
