@@ -370,3 +370,41 @@ def test_encode_prints_each_figure_beside_its_peer(tmp_path: Path) -> None:
         "text": 2,
     }
     assert [len(batch) for batch in encode.decoded_ahead(model, images)] == [3]
+
+
+def test_more_time_never_gives_a_worse_model_by_the_rule() -> None:
+    plot = script("plot_time")
+    runs = json.loads((ROOT / "docs/results/recipe_budget.json").read_text(encoding="utf-8"))
+    lines = plot.points(runs["runs"])
+    means = [sum(values) / len(values) for _, values in lines["rule"]]
+    assert [minutes for minutes, _ in lines["rule"]] == list(plot.BUDGETS)
+    assert means == sorted(means)
+    assert lines["none"][-1][1][0] < means[-1], "an hour without the rule is worse"
+    from m1clip.training.budget import max_epochs
+
+    steps = max_epochs("scratch") * (plot.TRAINING_IMAGES // plot.BATCH)
+    assert steps / plot.STEPS_PER_MINUTE == pytest.approx(15, abs=1), "where its line ends"
+
+
+def test_recipe_study_trains_with_mixed_images() -> None:
+    study = script("recipe_study")
+    torch.manual_seed(0)
+    size, captions = study.IMAGE_SIZE, study.CAPTIONS
+    tokens = torch.randint(1, 90, (8, captions, study.CONTEXT), dtype=torch.int32)
+    tokens[:, :, 9] = 99  # EOT
+    split = {
+        "pixels": torch.randint(0, 255, (8, size, size, 3), dtype=torch.uint8),
+        "tokens": tokens,
+    }
+    data = {"vocab": 100, "train": split, "val": split}
+    job = study.Job("mixed", steps=1, batch=4, cutmix=1.0, evaluations=1)
+    trainer = study.Trainer(job, data, "cpu", Path())
+    x = torch.ones(4, 3, size, size) * torch.arange(4.0)[:, None, None, None]
+    target = trainer._targets(4, torch.arange(4).repeat_interleave(captions))
+    mixed = trainer._mix(x, target.clone())
+    part = (x[1] != 1).float().mean()
+    assert 0 < part <= study.Job("", 1).paste_area
+    assert mixed[1, 0] == pytest.approx(float(part), abs=1e-5), "the box is of image 0"
+    assert mixed[1, captions] == pytest.approx(1 - float(part), abs=1e-5)
+    record = trainer.train()
+    assert len(record["curve"]) == 1
