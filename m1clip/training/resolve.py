@@ -626,13 +626,13 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
 def _limit_length(draft: Draft, length: Length, images: int) -> Length:
     """No more steps than help: the rest of the time of --minutes is given back."""
     train = draft.config.train
+    steps_per_epoch = images // train.batch_size_or(1)
     if train.max_epochs is None:
         if is_synthetic(draft.config.data):
             return length  # not measured
-        draft.decide("rule", max_epochs=max_epochs(draft.config.transfer.recipe))
-    limit = draft.config.train.max_epochs
-    assert limit is not None
-    steps_per_epoch = images // train.batch_size_or(1)
+        limit = max_epochs(draft.config.transfer.recipe, steps_per_epoch)
+        draft.decide("rule", max_epochs=limit)
+    limit = draft.config.train.max_epochs or 0.0
     most = steps_of_epochs(limit, steps_per_epoch)
     if length.steps <= most:
         return length

@@ -382,7 +382,8 @@ def test_more_time_never_gives_a_worse_model_by_the_rule() -> None:
     assert lines["none"][-1][1][0] < means[-1], "an hour without the rule is worse"
     from m1clip.training.budget import max_epochs
 
-    steps = max_epochs("scratch") * (plot.TRAINING_IMAGES // plot.BATCH)
+    steps_per_epoch = plot.TRAINING_IMAGES // plot.BATCH
+    steps = max_epochs("scratch", steps_per_epoch) * steps_per_epoch
     assert steps / plot.STEPS_PER_MINUTE == pytest.approx(15, abs=1), "where its line ends"
 
 

@@ -42,7 +42,14 @@ def test_short_runs_have_the_default_augmentation() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_time_allows_at_least_the_default_epochs_of_a_recipe(recipe: str) -> None:
-    assert max_epochs(recipe) >= read_recipe(recipe).settings["train"]["epochs"]
+    for steps_per_epoch in (1, 93, 10_000):
+        default = read_recipe(recipe).settings["train"]["epochs"]
+        assert max_epochs(recipe, steps_per_epoch) >= default
+
+
+def test_few_images_are_seen_more_often_from_random_weights() -> None:
+    assert [max_epochs("scratch", steps) for steps in (5, 15, 93, 5_000)] == [100, 33.3, 18, 18]
+    assert max_epochs("frozen", 5) == max_epochs("frozen", 93)
 
 
 def test_steps_of_epochs_is_at_least_one() -> None:

@@ -617,11 +617,12 @@ def limited(minutes: float, recipe: str = "scratch", **options: Any) -> tuple[Ru
 
 def test_time_that_would_not_help_is_given_back() -> None:
     steps_per_epoch = 1_000 // 64
-    most = round(max_epochs("scratch") * steps_per_epoch)
+    epochs = max_epochs("scratch", steps_per_epoch)
+    most = round(epochs * steps_per_epoch)
     short, printed = limited(2)
     assert (short.config.train.steps, "budget" in printed) == (201, False)
     long, printed = limited(1_000)
-    assert (long.config.train.steps, long.config.train.max_epochs) == (most, max_epochs("scratch"))
+    assert (long.config.train.steps, long.config.train.max_epochs) == (most, epochs)
     assert "1000 minutes are enough for" in printed
     assert "the run will end early" in printed
     chosen, printed = limited(1_000, max_epochs=1_000.0)
@@ -641,7 +642,7 @@ def test_long_runs_from_random_weights_are_augmented_more() -> None:
     assert (short.config.data.crop_min, short.config.data.word_dropout) == MILD
     assert "augment" not in printed
     long, printed = limited(1_000)
-    strength = augmentation_strength(max_epochs("scratch"))
+    strength = augmentation_strength(max_epochs("scratch", 1_000 // 64))
     assert (long.config.data.crop_min, long.config.data.word_dropout) == strength
     assert "because each image is seen" in printed
     assert long.chosen_by["crop_min"] == "rule"
