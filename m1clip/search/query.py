@@ -50,9 +50,9 @@ from m1clip.search.nearest import SAMPLE, nearest
 from m1clip.search.short_queries import common_vector, is_short, short_vectors
 from m1clip.search.vectors import Vectors
 
-# The probability of a match: a logistic function of its z-score (constant, slope). Fitted on the validation
-# split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
-MATCH_WEIGHTS = (-4.41, 0.553)
+# The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the model general on
+# the validation split of Flickr8k by benchmarks/search_cutoff.py, where 0.54 gives the most correct answers.
+MATCH_WEIGHTS = (-4.08, 0.55)
 CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5

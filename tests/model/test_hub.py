@@ -480,3 +480,13 @@ def test_every_figure_of_the_catalog_has_a_source() -> None:
         # Weights of float32: a wrong figure would not match the other one.
         assert abs(model.megabytes / model.parameters / 4 - 1) < 0.02, model.name
     assert len({model.repository for model in CATALOG.values()}) == len(CATALOG)
+
+
+def test_docs_contain_the_table_of_the_catalog() -> None:
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("models_table", root / "tools/models_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.markdown() in (root / "docs/models.md").read_text(encoding="utf-8")
