@@ -50,7 +50,8 @@ lint: $(DEV)
 # One worker more than there are cores: many tests wait for processes that they have started.
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: lint
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal --cov m1clip --cov-report= $(PYTEST)
+	@$(BIN)/python -m slipcover --source m1clip --json --out .coverage.json -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+	@$(BIN)/python tests/package_coverage.py .coverage.json
 
 # The site, without the network. NO_MKDOCS_2_WARNING: an advertisement of the theme.
 docs: $(READY)

@@ -62,18 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
-    if config.getoption("cov_source", None):
-        _measure_once(items)
-
-
-def _measure_once(items: list[pytest.Item]) -> None:
-    """Measure the coverage of one case per test: tracing is slow, and the other cases execute few lines more."""
-    seen: set[Any] = set()
-    for item in items:
-        function = getattr(item, "obj", None)
-        if function in seen or getattr(function, "is_hypothesis_test", False):
-            item.add_marker(pytest.mark.no_cover)
-        seen.add(function)
 
 
 def pytest_collection_finish() -> None:
@@ -117,22 +105,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         LONG_TESTS.append(
             {"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)}
         )
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the coverage of each package if --cov is given, as in `make test`."""
-    if not config.getoption("cov_source", None):
-        return
-    from coverage import Coverage
-    from package_coverage import coverage_lines
-
-    coverage = Coverage()
-    coverage.load()
-    terminalreporter.section(
-        "statements executed in the pytest processes (those they start are not counted)"
-    )
-    for line in coverage_lines(coverage):
-        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,39 +1,41 @@
-"""Which fraction of its statements the tests execute, one line per package.
+"""Which fraction of its lines the tests execute, one line per package, from what slipcover has measured.
 
-A lower bound: only the pytest processes are measured, not those that tests start, with one case of each parametrized
-test and without the examples of hypothesis. Tracing all of it would make the tests slower.
+    python tests/package_coverage.py .coverage.json
+
+A lower bound: only the pytest processes are measured, not those that tests start.
 """
 
+import json
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from coverage import Coverage
-
-import m1clip
-
-PACKAGE = Path(m1clip.__file__).parent
+PACKAGE = "m1clip"
 
 
 def package_of(path: Path) -> str:
     """The package of a module; m1clip for the modules of the top level."""
-    folders = path.relative_to(PACKAGE).parent.parts
-    return f"m1clip.{folders[0]}" if folders else "m1clip"
+    parts = path.parts
+    inside = parts[len(parts) - parts[::-1].index(PACKAGE) :]
+    return ".".join([PACKAGE, *inside[:-1][:1]])
 
 
-def coverage_lines(coverage: Coverage) -> list[str]:
-    """One line per package, and one for all, from the measured data."""
-    statements: Counter[str] = Counter()
+def coverage_lines(measured: dict[str, Any]) -> list[str]:
+    """One line per package, and one for all."""
+    lines: Counter[str] = Counter()
     executed: Counter[str] = Counter()
-    for file in coverage.get_data().measured_files():
-        path = Path(file)
-        if not path.is_relative_to(PACKAGE):
-            continue
-        _, lines, _, missing, _ = coverage.analysis2(file)
-        for name in (package_of(path), "all"):
-            statements[name] += len(lines)
-            executed[name] += len(lines) - len(missing)
-    names = [*sorted(statements.keys() - {"all"}), "all"]
+    for file, found in measured["files"].items():
+        for name in (package_of(Path(file)), "all"):
+            executed[name] += len(found["executed_lines"])
+            lines[name] += len(found["executed_lines"]) + len(found["missing_lines"])
+    names = [*sorted(lines.keys() - {"all"}), "all"]
     return [
-        f"{name:<20}{executed[name] / max(statements[name], 1):5.0%} of {statements[name]:,}"
+        f"{name:<20}{executed[name] / max(lines[name], 1):5.0%} of {lines[name]:,}"
         for name in names
     ]
+
+
+if __name__ == "__main__":
+    print("lines executed in the pytest processes (those they start are not counted)")
+    print("\n".join(coverage_lines(json.loads(Path(sys.argv[1]).read_text()))))

@@ -241,7 +241,13 @@ def on_clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     return clock
 
 
-ONE_MINUTE = {"train.steps": None, "train.minutes": 1.0, "train.eval_every": None}
+ONE_MINUTE = {
+    "train.steps": None,
+    "train.minutes": 1.0,
+    "train.eval_every": None,
+    "model.vision_layers": 1,
+    "model.text_layers": 1,
+}
 
 
 @pytest.mark.parametrize("load", [load_until(15, 3.0), load_from(30, 3.0)], ids=["ends", "begins"])

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from ranks import on_ranks
 from small_run import prepared, run_small, small_config
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from m1clip.losses.registry import LOSSES, SAME_IMAGE_OR_CAPTION, Array, Ids, Lo
 from m1clip.model.clip import CLIP, Features
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.compose import TrainStep, compose_step
+from m1clip.training.distributed import Ranks
 from m1clip.training.encode import ChunkedTower, EncodedInChunks, TowerCall, ignore_mark, split
 from m1clip.training.inputs import RunInputs
 from m1clip.training.step import compute_gradients, make_parts
@@ -311,25 +314,30 @@ def test_two_functions_lie_between_the_loop_and_the_model(
     assert called == expected
 
 
-@pytest.mark.slow
-@pytest.mark.no_cover  # the compiler is slow while lines are traced
-def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_and_plain_gradients(_ranks: Ranks) -> list[dict[str, Tensor]]:
     """Without the C++ compiler, which takes a minute: only tracing and the joint graph are tested."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6}
-    inputs, plain = make(changes)
-    _, compiled = make(changes)
-    compiled = compose_step(
-        make_parts(
-            compiled.model,
-            replace(inputs.config, model=replace(inputs.config.model, compile=True)),
-            inputs.device,
-            inputs.precision,
-            inputs.model.preprocess,
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6}
+        inputs, plain = make(changes)
+        _, same = make(changes)
+        compiled = compose_step(
+            make_parts(
+                same.model,
+                replace(inputs.config, model=replace(inputs.config.model, compile=True)),
+                inputs.device,
+                inputs.precision,
+                inputs.model.preprocess,
+            )
         )
-    )
-    batch = inputs.training[0]
-    assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
+        batch = inputs.training[0]
+        return [gradients(compiled, batch)[1], gradients(plain, batch)[1]]
+
+
+@pytest.mark.slow
+def test_compiled_micro_batches_give_same_gradient() -> None:
+    """In a process of its own: the compiler cannot read code whose lines are counted for coverage."""
+    ((compiled, plain),) = on_ranks(1, compiled_and_plain_gradients)
+    assert_close(compiled, plain, 1e-5)
 
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
