@@ -71,7 +71,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             done = command(*train_words(words, shlex.split(mark)), cwd=tmp_path, timeout=300)
             assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran += 1
-    assert ran > 6
+    assert ran >= (3 if page == "README.md" else 7)
 
 
 @pytest.mark.parametrize("page", [Path("README.md"), Path("docs/python.md")])
