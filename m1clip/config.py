@@ -494,7 +494,7 @@ def is_clip(model: Path) -> bool:
             continue
         except (KeyError, TypeError, IndexError):
             return True
-        return bool(kind == "projection")
+        return bool(kind != "adapter")
     return True
 
 

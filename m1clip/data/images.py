@@ -424,6 +424,9 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_DECODED_ASPECT = 16
 
 
+BILINEAR = "-bilinear"  # how the names of such ways to resize end
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
     """Image preprocessing; saved in the model folder, so that inference matches training."""
@@ -432,8 +435,15 @@ class Preprocess:
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
     # Shortest side then center crop, or squash to a square. An odd margin is halved as torchvision and open_clip do, or
-    # ("-floor") as transformers does: the crop then moves by one pixel.
-    resize: Literal["shortest", "shortest-floor", "squash"] = "shortest"
+    # ("-floor") as transformers does: the crop then moves by one pixel. Bicubic, unless it says otherwise.
+    resize: Literal[
+        "shortest",
+        "shortest-floor",
+        "squash",
+        "shortest-bilinear",
+        "shortest-floor-bilinear",
+        "squash-bilinear",
+    ] = "shortest"
 
     def __post_init__(self) -> None:
         check_limits(self, "preprocessing: ")
@@ -458,15 +468,29 @@ class Preprocess:
         """The inverse of `to_dict`; an unknown key or a wrong value is an error."""
         return cls(**validated(cls, values, "preprocessing"))
 
+    @property
+    def squashes(self) -> bool:
+        """Whether the image is squashed to a square, and nothing is cropped."""
+        return self.resize.startswith("squash")
+
+    @property
+    def bilinear(self) -> bool:
+        """Whether the image is resized by linear and not cubic interpolation."""
+        return self.resize.endswith(BILINEAR)
+
 
 def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:
     """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, center crop."""
+    squashes = resize.startswith("squash")
+    filtering = Image.Resampling.BICUBIC
+    if resize.endswith(BILINEAR):
+        filtering = Image.Resampling.BILINEAR
     # Crop first: each copy of an image of 1 x 60,000,000 takes 700 MB.
-    image = image if resize == "squash" else _without_ends(image)
+    image = image if squashes else _without_ends(image)
     image = image if image.mode == "RGB" else image.convert("RGB")
     width, height = image.size
-    if resize == "squash":
-        image = image.resize((size, size), Image.Resampling.BICUBIC)
+    if squashes:
+        image = image.resize((size, size), filtering)
     elif (width, height) != (size, size):
         # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
         wide, high = (
@@ -474,11 +498,9 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
             if width <= height
             else (int(size * width / height), size)
         )
-        image = image.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
+        image = image.resize((max(wide, size), max(high, size)), filtering)
         left, top = ((length - size) / 2 for length in image.size)
-        left, top = (
-            (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
-        )
+        left, top = (int(left), int(top)) if "-floor" in resize else (round(left), round(top))
         image = image.crop((left, top, left + size, top + size))
     return np.asarray(image)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from m1clip import console
-from m1clip.data.images import Preprocess
+from m1clip.data.images import BILINEAR, Preprocess
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
 from m1clip.export.coreml import ProgramEncoder, write_coreml
@@ -31,6 +31,7 @@ from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import (
     HUGGING_FACE_CLIP,
     OPENCLIP,
+    Format,
     check_expressible,
     hf_config,
     openclip_config,
@@ -39,6 +40,7 @@ from m1clip.model.convert import (
 from m1clip.model.folder import (
     BICUBIC,
     HF_WEIGHTS,
+    LINEAR,
     OPENCLIP_CONFIG,
     OPENCLIP_WEIGHTS,
     SavedModel,
@@ -47,11 +49,18 @@ from m1clip.model.folder import (
 )
 from m1clip.model.named import model_name
 from m1clip.model.presets import with_fields
+from m1clip.model.siglip import (
+    HUGGING_FACE_SIGLIP,
+    OPENCLIP_SIGLIP,
+    hf_siglip_config,
+    is_siglip,
+    openclip_siglip_config,
+)
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, read_json, replace_tokens, write_tensors
 from m1clip.text.base import TOKENIZER_FILE
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
-from m1clip.text.tokenizers import CharTokenizer
+from m1clip.text.tokenizers import CharTokenizer, FastTokenizer
 
 Say = Callable[[str], None]
 REPORT, MODULE = "export.json", "m1clip_module"
@@ -208,7 +217,7 @@ def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[st
             f"--to {to}: this program has no character tokenizer; these have one: --to {others}"
         )
     saved, notes = with_full_vocabulary(with_learned_positions(saved))
-    if saved.preprocess.resize not in (crop, "squash"):
+    if not saved.preprocess.squashes and saved.preprocess.resize.removesuffix(BILINEAR) != crop:
         notes.append(
             "for images with an odd margin, the center crops of open_clip and transformers differ by one pixel"
         )
@@ -244,8 +253,16 @@ def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
 
 def _write_openclip(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for `open_clip.create_model("local-dir:FOLDER")`."""
-    saved, notes = _as_clip(saved, "openclip", "shortest")
-    weights = to_theirs(saved.weights, OPENCLIP, saved.config)
+    notes: list[str] = []
+    names: Format
+    if is_siglip(saved.config):
+        _check_siglip(saved, "openclip")
+        names, config = OPENCLIP_SIGLIP, openclip_siglip_config(saved.config)
+        _write_tokenizer(folder, saved, saved.config.own_towers[1].fill_id)
+    else:
+        saved, notes = _as_clip(saved, "openclip", "shortest")
+        names, config = OPENCLIP, openclip_config(saved.config)
+    weights = to_theirs(saved.weights, names, saved.config)
     write_tensors(folder / OPENCLIP_WEIGHTS[0], weights, {"format": "pt"})
     seen = saved.preprocess
     preprocess = {
@@ -253,22 +270,21 @@ def _write_openclip(folder: Path, saved: SavedModel) -> list[str]:
         "mode": "RGB",
         "mean": list(seen.mean),
         "std": list(seen.std),
-        "interpolation": "bicubic",
-        "resize_mode": seen.resize.removesuffix("-floor"),
+        "interpolation": "bilinear" if seen.bilinear else "bicubic",
+        "resize_mode": "squash" if seen.squashes else "shortest",
         "fill_color": 0,
     }
-    write_json(
-        folder / OPENCLIP_CONFIG,
-        {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess},
-    )
+    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess})
     return notes
 
 
 def _write_hf(folder: Path, saved: SavedModel) -> list[str]:
-    """A folder for transformers' `CLIPModel.from_pretrained`."""
+    """A folder for transformers' `CLIPModel.from_pretrained`, or SigLIP's."""
+    if is_siglip(saved.config):
+        return _write_hf_siglip(folder, saved)
     saved, notes = _as_clip(saved, "hf", "shortest-floor")
     seen, tokenizer = saved.preprocess, saved.tokenizer
-    if seen.resize == "squash":
+    if seen.squashes:
         raise UserError(
             "this model squashes images to a square, which CLIPImageProcessor does not support"
         )
@@ -284,9 +300,34 @@ def _write_hf(folder: Path, saved: SavedModel) -> list[str]:
     return notes
 
 
+def _write_hf_siglip(folder: Path, saved: SavedModel) -> list[str]:
+    """A folder for transformers' `SiglipModel.from_pretrained`."""
+    _check_siglip(saved, "hf")
+    weights = to_theirs(saved.weights, HUGGING_FACE_SIGLIP, saved.config)
+    write_tensors(folder / HF_WEIGHTS[0], weights, {"format": "pt"})
+    write_json(folder / "config.json", hf_siglip_config(saved.config))
+    write_json(folder / "preprocessor_config.json", _image_processor(saved.preprocess, "Siglip"))
+    _write_tokenizer(folder, saved, saved.config.own_towers[1].fill_id)
+    return []
+
+
+def _check_siglip(saved: SavedModel, to: str) -> None:
+    """Raise UserError for what the libraries' SigLIP cannot express."""
+    activations = {tower.activation for tower in saved.config.own_towers}
+    odd = ["quick_gelu"] if to == "openclip" and "quick_gelu" in activations else []
+    if not isinstance(saved.tokenizer, FastTokenizer):
+        odd.append("a tokenizer of m1clip")
+    if not saved.preprocess.squashes and to == "hf":
+        odd.append("images that are cropped")
+    if odd:
+        raise UserError(f"this SigLIP cannot be exported to {to}: {', '.join(odd)}; use --to onnx")
+
+
 def _write_sentence_transformers(folder: Path, saved: SavedModel) -> list[str]:
     """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and custom code."""
     try:
+        if is_siglip(saved.config):
+            raise UserError("sentence-transformers has no module for SigLIP")
         notes = _write_hf(folder, saved)
         modules = [
             "sentence_transformers.models.CLIPModel",
@@ -310,15 +351,15 @@ def _write_sentence_transformers(folder: Path, saved: SavedModel) -> list[str]:
     return notes
 
 
-def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
-    """The config of a CLIPImageProcessor."""
-    size, crop = preprocess.image_size, preprocess.resize != "squash"
+def _image_processor(preprocess: Preprocess, family: str = "CLIP") -> dict[str, Any]:
+    """The config of a CLIPImageProcessor, or of another one with the same settings."""
+    size, crop = preprocess.image_size, not preprocess.squashes
     square = {"height": size, "width": size}
     return {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": f"{family}ImageProcessor",
         "do_resize": True,
         "size": {"shortest_edge": size} if crop else square,
-        "resample": BICUBIC,
+        "resample": LINEAR if preprocess.bilinear else BICUBIC,
         "do_center_crop": crop,
         "crop_size": square,
         "do_rescale": True,
@@ -330,11 +371,13 @@ def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(folder: Path, saved: SavedModel) -> None:
+def _write_tokenizer(folder: Path, saved: SavedModel, pad_id: int | None = None) -> None:
+    """tokenizer.json and its config; `pad_id` is the padding, by default that of the tokenizer."""
     library, context = saved.tokenizer.library(), saved.config.context_length
+    pad_id = saved.tokenizer.pad_id if pad_id is None else pad_id
     library.enable_truncation(context)
     write_text(folder / TOKENIZER_FILE, library.to_str())
-    names = {"pad_token": saved.tokenizer.pad_id, "eos_token": saved.tokenizer.eot_id}
+    names = {"pad_token": pad_id, "eos_token": saved.tokenizer.eot_id}
     config: dict[str, Any] = {name: library.id_to_token(token) for name, token in names.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     write_json(folder / "tokenizer_config.json", config)

@@ -82,7 +82,7 @@ class TorchEncoder:
     @property
     def text_device(self) -> torch.device:
         """The device of the text tower: another one while a model is trained on two devices."""
-        return next(self.clip.text_head.parameters()).device
+        return next(self.clip.text_tower.parameters()).device
 
     def describe(self) -> str:
         """Number of parameters, and the device."""

@@ -14,6 +14,7 @@ from m1clip.model.presets import AttentionKind, CLIPConfig
 from m1clip.model.pretrained.registry import build_image_tower, build_text_tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
+MAX_SIGMOID_SCALE = math.log(1000.0)  # SigLIP's trained models have 110 to 120
 INITIAL_TEMPERATURE = 0.07
 SHORTEST = 1e-24  # squared length below which a vector stays shorter than 1
 
@@ -88,12 +89,16 @@ class CLIP(nn.Module):
 
     def scale(self) -> Tensor:
         """The logit scale: 1 / temperature."""
-        return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp()
+        return self.logit_scale.clamp(max=self._max_scale).exp()
+
+    @property
+    def _max_scale(self) -> float:
+        return MAX_LOGIT_SCALE if self.logit_bias is None else MAX_SIGMOID_SCALE
 
     @torch.no_grad()
     def clamp_scale(self) -> None:
         """Clamp the temperature after an update, so that its gradient never vanishes."""
-        self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
+        self.logit_scale.clamp_(0.0, self._max_scale)
 
     def place(self, device: torch.device, text_device: torch.device) -> CLIP:
         """Move the text tower with its head to one device, and everything else to another; they may be the same."""

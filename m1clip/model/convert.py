@@ -1,5 +1,6 @@
 """open_clip's and Hugging Face's CLIP: their tensor names as tables, and their configs."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from m1clip.model.presets import CLIPConfig, field_value, with_fields
 from m1clip.model.weights import Tensors
 
 # One tensor per line: ours, open_clip's, Hugging Face's ("-": none). "*" is weight and bias, {qkv} three tensors that
-# we keep as one, and "^T" a transposed matrix.
+# we keep as one, {q,kv} two, "^T" a transposed matrix, and "^1" a tensor with a leading dimension of 1, "^11" with two.
 _TENSORS = """
     image_tower.cls            visual.class_embedding        vision_model.embeddings.class_embedding
     image_tower.positions      visual.positional_embedding   vision_model.embeddings.position_embedding.weight
@@ -25,7 +26,7 @@ _TENSORS = """
     logit_scale                logit_scale                   logit_scale
     logit_bias                 logit_bias                    -
 """
-_BLOCK_TENSORS = """
+BLOCK_TENSORS = """
     norm1.*                    ln_1.*                        layer_norm1.*
     attn.qkv.*                 attn.in_proj_*                self_attn.{qkv}_proj.*
     attn.out.*                 attn.out_proj.*               self_attn.out_proj.*
@@ -33,60 +34,90 @@ _BLOCK_TENSORS = """
     mlp.up.*                   mlp.c_fc.*                    mlp.fc1.*
     mlp.down.*                 mlp.c_proj.*                  mlp.fc2.*
 """
+Pairs = list[tuple[str, str]]  # our name, theirs
+
+
+def pairs(table: str, column: int) -> Pairs:
+    """Our names and those in a column of a table."""
+    lines = [line.split() for line in table.strip().splitlines()]
+    return [(cells[0], cells[column]) for cells in lines]
 
 
 class Format(NamedTuple):
     """How a library names the tensors of a CLIP."""
 
-    column: int  # in the tables
-    vision_blocks: str
-    text_blocks: str
+    tensors: Pairs
+    # The prefix of the blocks, and the names in one block, of either tower.
+    vision_blocks: tuple[str, Pairs]
+    text_blocks: tuple[str, Pairs]
     ignored: tuple[str, ...]  # endings of names: buffers that follow from the config
 
 
 # The last three are in OpenAI's own files.
 OPENCLIP_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size")
-OPENCLIP = Format(1, "visual.transformer.resblocks", "transformer.resblocks", OPENCLIP_BUFFERS)
-HUGGING_FACE_CLIP = Format(
-    2, "vision_model.encoder.layers", "text_model.encoder.layers", ("embeddings.position_ids",)
+OPENCLIP = Format(
+    pairs(_TENSORS, 1),
+    ("visual.transformer.resblocks", pairs(BLOCK_TENSORS, 1)),
+    ("transformer.resblocks", pairs(BLOCK_TENSORS, 1)),
+    OPENCLIP_BUFFERS,
 )
+HUGGING_FACE_CLIP = Format(
+    pairs(_TENSORS, 2),
+    ("vision_model.encoder.layers", pairs(BLOCK_TENSORS, 2)),
+    ("text_model.encoder.layers", pairs(BLOCK_TENSORS, 2)),
+    ("embeddings.position_ids",),
+)
+PARTS = re.compile("{(.*?)}")
+SHAPE_MARK = re.compile(r"\^(T|1+)$")
 
 
 class Row(NamedTuple):
-    """One tensor of ours, and the one or three tensors of theirs that it is made from."""
+    """One tensor of ours, and the tensors of theirs that it is made from."""
 
     ours: str
     theirs: tuple[str, ...]
-    transposed: bool
+    thirds: tuple[int, ...] = (1,)  # relative sizes of the tensors that are kept as one
+    transposed: bool = False
+    leading: int = 0  # dimensions of 1 that come first in theirs
+
+    def to_ours(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Join and reshape their tensors."""
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        if tensor.shape[: self.leading] == (1,) * self.leading:
+            tensor = tensor.reshape(tensor.shape[self.leading :])
+        return tensor.T.contiguous() if self.transposed else tensor
+
+    def to_theirs(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Split and reshape our tensor."""
+        tensor = tensor.T if self.transposed else tensor
+        tensor = tensor.reshape((1,) * self.leading + tuple(tensor.shape))
+        if len(self.theirs) == 1:
+            return [tensor.contiguous()]
+        unit = len(tensor) // sum(self.thirds)
+        return [part.contiguous() for part in tensor.split([unit * size for size in self.thirds])]
 
 
 def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
     """Every tensor of a model with this config."""
-    tensors, block = (
-        [line.split() for line in table.strip().splitlines()]
-        for table in (_TENSORS, _BLOCK_TENSORS)
-    )
-    pairs = [
-        (cells[0], cells[names.column])
-        for cells in tensors
-        if cells[0] != "logit_bias" or config.logit_bias
-    ]
-    prefixes = (("image_tower", names.vision_blocks), ("text_tower", names.text_blocks))
-    for (tower, theirs), part in zip(prefixes, config.own_towers, strict=True):
+    found = [pair for pair in names.tensors if pair[0] != "logit_bias" or config.logit_bias]
+    blocks = (("image_tower", names.vision_blocks), ("text_tower", names.text_blocks))
+    for (tower, (prefix, block)), part in zip(blocks, config.own_towers, strict=True):
         for i in range(part.layers):
             ours = f"{tower}.transformer.blocks.{i}"
-            pairs += [
-                (f"{ours}.{cells[0]}", f"{theirs}.{i}.{cells[names.column]}") for cells in block
-            ]
-    for ours, theirs in pairs:
-        for part_name in ("weight", "bias") if "*" in ours else ("",):
-            name = theirs.removesuffix("^T").replace("*", part_name)
-            each = (
-                tuple(name.replace("{qkv}", letter) for letter in "qkv")
-                if "{qkv}" in name
-                else (name,)
-            )
-            yield Row(ours.replace("*", part_name), each, theirs.endswith("^T"))
+            found += [(f"{ours}.{one}", f"{prefix}.{i}.{other}") for one, other in block]
+    for ours, theirs in found:
+        mark = SHAPE_MARK.search(theirs)
+        shape = mark[1] if mark else ""
+        name = SHAPE_MARK.sub("", theirs)
+        several = PARTS.search(name)
+        parts = tuple(
+            (several[1].split(",") if "," in several[1] else several[1]) if several else ""
+        )
+        for kind in ("weight", "bias") if "*" in ours else ("",):
+            full = name.replace("*", kind)
+            each = tuple(PARTS.sub(part, full) for part in parts) or (full,)
+            thirds = tuple(len(part) for part in parts) or (1,)
+            yield Row(ours.replace("*", kind), each, thirds, shape == "T", shape.count("1"))
 
 
 WRAPPER = "module."  # what torch's data-parallel wrappers put before every name
@@ -101,10 +132,16 @@ TEXT_PARTS = (
 )
 
 
+def without_wrapper(weights: Tensors) -> Tensors:
+    """Names without `module.`."""
+    if weights and all(name.startswith(WRAPPER) for name in weights):
+        return {name.removeprefix(WRAPPER): tensor for name, tensor in weights.items()}
+    return weights
+
+
 def without_prefixes(weights: Tensors) -> Tensors:
     """Names without `module.`, and without the `text.` of open_clip's newer class."""
-    if weights and all(name.startswith(WRAPPER) for name in weights):
-        weights = {name.removeprefix(WRAPPER): tensor for name, tensor in weights.items()}
+    weights = without_wrapper(weights)
     if "token_embedding.weight" in weights:
         return weights
     return {
@@ -124,9 +161,10 @@ def to_ours(weights: Tensors, names: Format, config: CLIPConfig, where: str) -> 
         if missing:
             raise UserError(f"{where}: missing tensor '{missing[0]}'")
         used.update(row.theirs)
-        parts = [weights[name].float() for name in row.theirs]
-        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-        ours[row.ours] = tensor.T.contiguous() if row.transposed else tensor
+        ours[row.ours] = row.to_ours([weights[name].float() for name in row.theirs])
+    for name in ("logit_scale", "logit_bias"):
+        if name in ours and ours[name].numel() == 1:  # some files have a dimension of 1
+            ours[name] = ours[name].reshape(())
     for name in sorted(set(weights) - used):
         if not name.endswith(names.ignored):
             raise UserError(f"{where}: unknown tensor '{name}'")
@@ -137,9 +175,7 @@ def to_theirs(weights: Tensors, names: Format, config: CLIPConfig) -> Tensors:
     """The inverse of `to_ours`."""
     theirs: Tensors = {}
     for row in rows(names, config):
-        tensor = weights[row.ours].T if row.transposed else weights[row.ours]
-        parts = tensor.chunk(len(row.theirs)) if len(row.theirs) > 1 else (tensor,)
-        theirs |= {name: part.contiguous() for name, part in zip(row.theirs, parts, strict=True)}
+        theirs |= dict(zip(row.theirs, row.to_theirs(weights[row.ours]), strict=True))
     return theirs
 
 
@@ -194,7 +230,7 @@ OPENCLIP_USUAL = [("pool_type", "tok"), ("pool_type", "argmax"), ("pos_embed_typ
 
 def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind a `model_cfg`; a setting that our towers do not have is an error that names it."""
-    values = _read_settings(config, OPENCLIP_SETTINGS, where)
+    values = read_settings(config, OPENCLIP_SETTINGS, where)
     known = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
     for key, value in [
         item
@@ -207,7 +243,7 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     return with_fields(
         CLIPConfig(),
         vision_heads=values["vision_width"] // values.pop("head_width"),
-        embed_dim=_count(config.get("embed_dim"), "embed_dim", where),
+        embed_dim=count(config.get("embed_dim"), "embed_dim", where),
         mlp_ratio=_common(ratios, "mlp_ratio", (int, float), where),
         activation="quick_gelu" if config.get("quick_gelu") else "gelu",
         logit_bias=config.get("init_logit_bias") is not None,
@@ -217,7 +253,7 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
 
 def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind the config.json of a CLIPModel."""
-    values = _read_settings(config, HF_SETTINGS, where)
+    values = read_settings(config, HF_SETTINGS, where)
     parts = [config[name] for name in HF_SETTINGS]
     activation = _common(
         [part.get("hidden_act", "quick_gelu") for part in parts], "hidden_act", str, where
@@ -235,14 +271,14 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
     ]
     return with_fields(
         CLIPConfig(),
-        embed_dim=_count(config.get("projection_dim", 512), "projection_dim", where),
+        embed_dim=count(config.get("projection_dim", 512), "projection_dim", where),
         mlp_ratio=_common(ratios, "the ratio of intermediate_size to hidden_size", float, where),
         activation=activation,
         **values,
     )
 
 
-def _read_settings(config: dict[str, Any], settings: Settings, where: str) -> dict[str, int]:
+def read_settings(config: dict[str, Any], settings: Settings, where: str) -> dict[str, int]:
     """The sizes in a third-party config under our names; a section that is left out has the library's defaults."""
     values = {}
     for section, names in settings.items():
@@ -250,11 +286,11 @@ def _read_settings(config: dict[str, Any], settings: Settings, where: str) -> di
         if not isinstance(part, dict):
             raise UserError(f"{where}: {section} must be an object")
         for key, (ours, default) in names.items():
-            values[ours] = _count(part.get(key, default), f"{section}.{key}", where)
+            values[ours] = count(part.get(key, default), f"{section}.{key}", where)
     return values
 
 
-def _count(value: Any, name: str, where: str) -> int:
+def count(value: Any, name: str, where: str) -> int:
     if type(value) is not int or value < 1:
         raise UserError(f"{where}: {name} must be an integer of at least 1, not {str(value)[:40]}")
     return value
@@ -282,6 +318,15 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     }  # fmt: skip
     found = {name: field_value(config, name) for name in needed}
     odd = [f"{name} {value}" for name, value in found.items() if value != needed[name]]
+    odd += [
+        f"{name} {value}"
+        for name, values, usual in (
+            ("norm_eps", (vision.norm_eps, text.norm_eps), (NORM_EPS,)),
+            ("activation", (vision.activation, text.activation), ("gelu", "quick_gelu")),
+        )
+        for value in dict.fromkeys(values)
+        if value not in usual
+    ]
     odd += [f"{config.image_head.kind} heads"] if config.image_head.kind != "projection" else []
     odd += ["logit_bias"] if config.logit_bias and to == "hf" else []
     if odd:
@@ -294,7 +339,7 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
 def openclip_config(config: CLIPConfig) -> dict[str, Any]:
     """The `model_cfg` of open_clip."""
     vision, text = config.own_towers
-    sections = _write_settings(
+    sections = write_settings(
         config, OPENCLIP_SETTINGS, {"head_width": vision.width // vision.heads}
     )
     for section in sections.values():
@@ -312,10 +357,9 @@ def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
     """The config.json of a CLIPModel."""
     vision, text = config.own_towers
     hidden = {
-        f"{name}_hidden": int(tower.width * tower.mlp_ratio)
-        for name, tower in (("vision", vision), ("text", text))
+        f"{name}_hidden": tower.hidden for name, tower in (("vision", vision), ("text", text))
     }
-    sections = _write_settings(config, HF_SETTINGS, hidden)
+    sections = write_settings(config, HF_SETTINGS, hidden)
     special = {"bos_token_id": sot_id, "eos_token_id": eot_id, "pad_token_id": eot_id}
     sections["vision_config"] |= {"model_type": "clip_vision_model"}
     sections["text_config"] |= {"model_type": "clip_text_model", **special}
@@ -333,10 +377,10 @@ def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
     }
 
 
-def _write_settings(
+def write_settings(
     config: CLIPConfig, settings: Settings, derived: dict[str, int]
 ) -> dict[str, Any]:
-    """The inverse of `_read_settings`; `derived` are values that are not fields of our config."""
+    """The inverse of `read_settings`; `derived` are values that are not fields of our config."""
     return {
         section: {
             key: derived[ours] if ours in derived else field_value(config, ours)

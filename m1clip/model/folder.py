@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load as tensors_from_bytes
 
 from m1clip.config import device_name
-from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
+from m1clip.data.images import BILINEAR, OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError, first_line
 from m1clip.io import atomic_folder, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
@@ -22,6 +22,7 @@ from m1clip.model.convert import (
     config_from_openclip,
     to_ours,
     without_prefixes,
+    without_wrapper,
 )
 from m1clip.model.hub_files import HF_WEIGHTS, OPENCLIP_CONFIG, OPENCLIP_WEIGHTS
 from m1clip.model.lora import merged_state
@@ -29,6 +30,13 @@ from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_to
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
 from m1clip.model.pretrained.transformers import check_settings
+from m1clip.model.siglip import (
+    HUGGING_FACE_SIGLIP,
+    OPENCLIP_SIGLIP,
+    config_from_hf_siglip,
+    config_from_openclip_siglip,
+    openclip_siglip_parts,
+)
 from m1clip.model.weights import (
     Tensors,
     assign_weights,
@@ -40,14 +48,25 @@ from m1clip.model.weights import (
     write_tensors,
 )
 from m1clip.schema import format_version
-from m1clip.text.base import Tokenizer
+from m1clip.text.base import TOKENIZER_FILE, Tokenizer
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.text.tokenizers import load_tokenizer
+from m1clip.text.sentencepiece import sentencepiece_json
+from m1clip.text.tokenizers import (
+    CLEANINGS,
+    MAX_TOKENIZER_BYTES,
+    FastTokenizer,
+    load_tokenizer,
+    token_id,
+    with_cleaning,
+)
 
 MODEL_FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TOWER_PREFIXES = ("image_tower.", "text_tower.")  # how the names of their weights begin
-BICUBIC = 3  # Pillow's number for it, as Hugging Face writes it
+BICUBIC, LINEAR = 3, 2  # Pillow's numbers for them, as Hugging Face writes them
+IMAGE_PROCESSOR = "preprocessor_config.json"
+SENTENCEPIECE = "spiece.model"
+HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,8 @@ def read_model(path: Path) -> SavedModel:
         saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
     elif _third_party_config(path).get("model_type") == "clip":
         saved = _read_hf(path)
+    elif _third_party_config(path).get("model_type") == "siglip":
+        saved = _read_hf_siglip(path)
     else:
         _reject_other_architecture(path)
         saved = _read_own(model_folder(path))
@@ -202,6 +223,9 @@ def _check_tokenizer(config: CLIPConfig, tokenizer: Tokenizer, folder: Path) -> 
     """Raise UserError if a tokenizer is not that of the text tower."""
     for name in ("vocab_size", "eot_id", "pad_id"):
         wanted = getattr(config.text_tower, name, None)
+        if name == "vocab_size" and isinstance(tokenizer, FastTokenizer) and wanted:
+            # The tables of other libraries may have more rows than there are tokens.
+            wanted = wanted if tokenizer.vocab_size > wanted else tokenizer.vocab_size
         if wanted is not None and wanted != getattr(tokenizer, name):
             raise UserError(
                 f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model"
@@ -262,8 +286,13 @@ def _reject_other_architecture(folder: Path) -> None:
         hint = f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower {folder}"
     elif isinstance(config.get("architecture"), str):
         found = f"{config['architecture']}, a model of timm"
+    if config.get("model_type") == "siglip2":
+        raise UserError(
+            f"{folder / CONFIG}: SigLIP 2 of variable resolution (NaFlex) is not supported; "
+            f"use one of a fixed resolution, such as siglip2-base-patch16-256"
+        )
     if found:
-        supported = "CLIP of transformers (model_type clip), CLIP of open_clip and models of m1clip"
+        supported = "CLIP and SigLIP of transformers and open_clip, and models of m1clip"
         raise UserError(f"{folder / CONFIG}: {found[:120]}; supported: {supported}{hint}")
 
 
@@ -273,40 +302,129 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
             f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them"
         )
     record = read_json(config_file)
-    model, seen = record.get("model_cfg"), record.get("preprocess_cfg") or {}
-    config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))
-    resize = seen.get("resize_mode", "shortest")
-    if seen.get("interpolation", "bicubic") != "bicubic" or resize not in ("shortest", "squash"):
-        raise UserError(
-            f"{config_file}: unsupported preprocessing {seen} (supported: bicubic, shortest or squash)"
+    model, where = record.get("model_cfg"), str(config_file)
+    model = model if isinstance(model, dict) else record
+    siglip = openclip_siglip_parts(model)
+    if siglip is not None:
+        cleaning = (siglip[1].get("tokenizer_kwargs") or {}).get("clean", "whitespace")
+        tokenizer, fill_id = siglip_tokenizer(config_file.parent, cleaning)
+        config = config_from_openclip_siglip(model, tokenizer.eot_id, fill_id, where)
+        preprocess = _openclip_preprocess(config.image_size, record, config_file)
+        weights = to_ours(
+            without_wrapper(read_checkpoint(weights_file)),
+            OPENCLIP_SIGLIP,
+            config,
+            str(weights_file),
         )
-    preprocess = _preprocess(config, seen.get("mean"), seen.get("std"), resize, config_file)
+        _check_tokenizer(config, tokenizer, config_file.parent)
+        return SavedModel(config, weights, tokenizer, preprocess, str(weights_file))
+    config = config_from_openclip(model, where)
+    preprocess = _openclip_preprocess(config.image_size, record, config_file)
     weights = to_ours(
         without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file)
     )
     return _saved(config, weights, preprocess, weights_file)
 
 
+def _openclip_preprocess(image_size: int, record: dict[str, Any], config_file: Path) -> Preprocess:
+    seen = record.get("preprocess_cfg") or {}
+    resize = seen.get("resize_mode", "shortest")
+    filtering = seen.get("interpolation", "bicubic")
+    if filtering not in ("bicubic", "bilinear") or resize not in ("shortest", "squash"):
+        raise UserError(
+            f"{config_file}: unsupported preprocessing {seen} "
+            f"(supported: bicubic or bilinear, shortest or squash)"
+        )
+    resize += BILINEAR if filtering == "bilinear" else ""
+    return _preprocess(image_size, seen.get("mean"), seen.get("std"), resize, config_file)
+
+
 def _read_hf(folder: Path) -> SavedModel:
     config = config_from_hf(read_json(folder / CONFIG), str(folder / CONFIG))
-    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / "preprocessor_config.json"
+    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / IMAGE_PROCESSOR
     weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE_CLIP, config, str(weights_file))
-    seen = read_json(seen_file) if seen_file.is_file() else {}
-    if seen.get("resample", BICUBIC) != BICUBIC:
-        raise UserError(
-            f"{seen_file}: resample {seen['resample']} is not supported (supported: {BICUBIC}, bicubic)"
-        )
-    crop, size = (seen.get(key, config.image_size) for key in ("crop_size", "size"))
-    crop = crop.get("height") if isinstance(crop, dict) else crop
-    size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
-    if not crop == size == config.image_size:
-        raise UserError(
-            f"{seen_file}: resizes to {size} and crops to {crop}, the model takes {config.image_size} pixels"
-        )
-    preprocess = _preprocess(
-        config, seen.get("image_mean"), seen.get("image_std"), "shortest-floor", seen_file
-    )
+    preprocess = image_processor(seen_file, config.image_size)
     return _saved(config, weights, preprocess, weights_file)
+
+
+def image_processor(
+    path: Path, image_size: int, crops: bool = True, mean: Any = None, std: Any = None
+) -> Preprocess:
+    """The preprocessing of an image processor of transformers; `crops`, `mean` and `std` are its defaults."""
+    seen = read_json(path) if path.is_file() else {}
+    resample = seen.get("resample", BICUBIC)
+    if resample not in (BICUBIC, LINEAR):
+        raise UserError(
+            f"{path}: resample {resample} is not supported (supported: {BICUBIC}, bicubic; {LINEAR}, bilinear)"
+        )
+    crop, size = (seen.get(key, image_size) for key in ("crop_size", "size"))
+    crop = crop.get("height") if isinstance(crop, dict) else crop
+    squashes = not seen.get("do_center_crop", crops)
+    size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
+    crop = size if squashes else crop
+    if not crop == size == image_size:
+        raise UserError(
+            f"{path}: resizes to {size} and crops to {crop}, the model takes {image_size} pixels"
+        )
+    resize = ("squash" if squashes else "shortest-floor") + (BILINEAR if resample == LINEAR else "")
+    mean, std = seen.get("image_mean", mean), seen.get("image_std", std)
+    return _preprocess(image_size, mean, std, resize, path)
+
+
+def _read_hf_siglip(folder: Path) -> SavedModel:
+    tokenizer, fill_id = siglip_tokenizer(folder, None)
+    path = folder / CONFIG
+    config = config_from_hf_siglip(read_json(path), tokenizer.eot_id, fill_id, str(path))
+    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / IMAGE_PROCESSOR
+    weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE_SIGLIP, config, str(weights_file))
+    _check_tokenizer(config, tokenizer, folder)
+    preprocess = image_processor(seen_file, config.image_size, crops=False, mean=HALF, std=HALF)
+    return SavedModel(config, weights, tokenizer, preprocess, str(weights_file))
+
+
+def siglip_tokenizer(folder: Path, cleaning: str | None) -> tuple[FastTokenizer, int]:
+    """SigLIP's tokenizer in a folder, and the id that fills its texts up; `cleaning` None: as transformers cleans."""
+    path, settings_file = folder / TOKENIZER_FILE, folder / "tokenizer_config.json"
+    if not path.is_file() and (folder / SENTENCEPIECE).is_file():
+        path = folder / SENTENCEPIECE
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: no {TOKENIZER_FILE} and no {SENTENCEPIECE}; "
+            f"put that of the model's repository next to the weights"
+        )
+    settings = read_json(settings_file) if settings_file.is_file() else {}
+    try:
+        data = read_small(path, MAX_TOKENIZER_BYTES)
+        is_json = path.name == TOKENIZER_FILE
+        text = data.decode("utf-8") if is_json else sentencepiece_json(data)
+        gemma = token_id(text, "</s>") is None
+        eos, pad = ("<eos>", "<pad>") if gemma else ("</s>", "</s>")
+        eos, pad = (
+            _token_name(settings.get(name), usual)
+            for name, usual in (("eos_token", eos), ("pad_token", pad))
+        )
+        if cleaning is None:
+            cleaning = "siglip2" if gemma else "siglip"
+            if settings.get("tokenizer_class") in CLEANED_ALREADY:
+                cleaning = "none"
+        if cleaning not in CLEANINGS:
+            raise ValueError(f"the cleaning {str(cleaning)[:40]!r} is not supported")
+        fill_id = token_id(text, pad)
+        if fill_id is None:
+            raise ValueError(f"has no token {pad!r} to fill a text up")
+        return FastTokenizer(with_cleaning(text, cleaning, eos), fill_id), fill_id
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+# Tokenizers that transformers runs as they are in the file.
+CLEANED_ALREADY = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _token_name(value: Any, usual: str) -> str:
+    """A token of a tokenizer_config.json, which is a name or an object with it."""
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else usual
 
 
 def _saved(config: CLIPConfig, weights: Tensors, preprocess: Preprocess, where: Path) -> SavedModel:
@@ -326,10 +444,10 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
     raise UserError(f"{folder}: no weights found (looked for {', '.join(names)})")
 
 
-def _preprocess(config: CLIPConfig, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:
+def _preprocess(image_size: int, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:
     mean, std = OPENAI_MEAN if mean is None else mean, OPENAI_STD if std is None else std
     try:
-        values = {"image_size": config.image_size, "mean": mean, "std": std, "resize": resize}
+        values = {"image_size": image_size, "mean": mean, "std": std, "resize": resize}
         return Preprocess.from_dict(values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None

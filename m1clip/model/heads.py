@@ -1,10 +1,11 @@
-"""Heads that map a tower's features to the shared space: a projection, or one with a residual adapter."""
+"""Heads that map a tower's features to the shared space: a projection, one with a residual adapter, or none."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from m1clip.errors import UserError
 from m1clip.model.layers import linear
 from m1clip.model.presets import HeadConfig
 
@@ -13,13 +14,15 @@ LARGEST_FEATURE = 8.0  # of a standardized feature; larger ones are outliers
 FEATURE_DROPOUT = 0.4  # of the hidden layer's
 
 
-def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head:
+def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head | NoHead:
     """The head on a tower of this width."""
-    return (
-        Projection(width, embed_dim, config.bias)
-        if config.kind == "projection"
-        else Head(config, width, embed_dim)
-    )
+    if config.kind == "identity":
+        if width != embed_dim:
+            raise UserError(f"model: a tower of width {width} needs a head for {embed_dim} numbers")
+        return NoHead()
+    if config.kind == "projection":
+        return Projection(width, embed_dim, config.bias)
+    return Head(config, width, embed_dim)
 
 
 def dropout_threshold(p: float) -> int:
@@ -57,6 +60,13 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class NoHead(nn.Identity):
+    """The features as they are: SigLIP's image tower, and towers of other libraries, end in the shared space."""
+
+    def initialize(self) -> None:
+        """Nothing to fill."""
 
 
 class Head(nn.Module):

@@ -77,6 +77,7 @@ def uses_onednn(x: Tensor) -> bool:
     )
 
 
+Approximate = Literal["none", "tanh"]  # of GELU, as torch names it
 Packed = TypeVar("Packed")
 _packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
 
@@ -108,6 +109,7 @@ def linear(
     norm: nn.LayerNorm | None = None,
     residual: Tensor | None = None,
     gelu: bool = False,
+    approximate: Approximate = "none",
 ) -> Tensor:
     """F.linear of the input, or of its layer norm, in the precision of the input.
 
@@ -120,12 +122,12 @@ def linear(
                 prepack(weight, _pack_matrix),
                 None if bias is None else prepack(bias, to_bf16),
             )
-            return onednn_linear(y, matrix, vector, residual, gelu)
+            return onednn_linear(y, matrix, vector, residual, gelu, approximate)
         if not gelu:
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
     matrix, vector = _kept(weight, x), None if bias is None else _kept(bias, x)
     y = F.linear(x if norm is None else normalized(x, norm), matrix, vector)
-    y = F.gelu(y) if gelu else y
+    y = F.gelu(y, approximate=approximate) if gelu else y
     return y if residual is None else residual + y
 
 
@@ -165,10 +167,14 @@ def onednn_linear(
     bias: Tensor | None,
     residual: Tensor | None = None,
     gelu: bool = False,
+    approximate: Approximate = "none",
 ) -> Tensor:
     """The oneDNN call for 2-D bf16 tensors."""
     if residual is None:
-        return _onednn_op()(x, weight, bias, *(("gelu", [], "none") if gelu else ("none", [], "")))
+        after: tuple[str, list[float], str] = ("none", [], "")
+        if gelu:
+            after = ("gelu", [], approximate)
+        return _onednn_op()(x, weight, bias, *after)
     return _onednn_op().binary(x, residual, weight, bias, "add")
 
 
@@ -302,11 +308,12 @@ def _autocast(ctx: Any) -> torch.autocast:
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU, or OpenAI's sigmoid approximation of it, between them."""
+    """Two linear layers with a GELU, or its approximation by a sigmoid (OpenAI) or tanh (SigLIP), between them."""
 
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
         self.quick = activation == "quick_gelu"
+        self.approximate: Approximate = "tanh" if activation == "gelu_tanh" else "none"
         self.use_triton = False
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
@@ -317,11 +324,11 @@ class Mlp(nn.Module):
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         if uses_onednn(x) and not self.quick:
             if torch.is_inference_mode_enabled():
-                y = linear(x, self.up.weight, self.up.bias, norm, gelu=True)
+                y = linear(x, self.up.weight, self.up.bias, norm, None, True, self.approximate)
                 return linear(y, self.down.weight, self.down.bias, residual=residual)
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
-            return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm))
-        if self.use_triton and not self.quick:
+            return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm), self.approximate)
+        if self.use_triton and not self.quick and self.approximate == "none":
             from m1clip.cuda import kernels
 
             if kernels.takes(x):
@@ -345,7 +352,9 @@ class Mlp(nn.Module):
         return F.linear(self._active(x), _kept(self.down.weight, x), _kept(self.down.bias, x))
 
     def _active(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x) if self.quick else F.gelu(x)
+        if self.quick:
+            return x * torch.sigmoid(1.702 * x)
+        return F.gelu(x, approximate=self.approximate)
 
 
 class _GeluMlp(torch.autograd.Function):
@@ -363,14 +372,16 @@ class _GeluMlp(torch.autograd.Function):
         norm: Tensor | None,
         norm_bias: Tensor | None,
         eps: float,
+        approximate: Approximate,
     ) -> Tensor:
         flat = x.flatten(0, -2)
         up_bf16, down_bf16 = to_bf16(up), to_bf16(down)
         hidden = onednn_linear(layer_norm(flat, norm, norm_bias, eps)[0], up_bf16, to_bf16(up_bias))
         ctx.save_for_backward(flat, hidden, up, down, norm, norm_bias)
-        ctx.dtype, ctx.eps = up.dtype, eps
+        ctx.dtype, ctx.eps, ctx.approximate = up.dtype, eps, approximate
         added = None if residual is None else residual.flatten(0, -2)
-        return onednn_linear(F.gelu(hidden), down_bf16, to_bf16(down_bias), added).view(x.shape)
+        active = F.gelu(hidden, approximate=approximate)
+        return onednn_linear(active, down_bf16, to_bf16(down_bias), added).view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -385,13 +396,16 @@ class _GeluMlp(torch.autograd.Function):
             needs_residual,
             *needs_norm,
             _,
+            _,
         ) = ctx.needs_input_grad
         g = grad.reshape(-1, grad.shape[-1])
-        active = F.gelu(hidden) if needs_down else g
+        active = F.gelu(hidden, approximate=ctx.approximate) if needs_down else g
         ddown, ddown_bias = parameter_grads(g, active, ctx.dtype, needs_down, needs_down_bias)
         del active
         dhidden = g @ to_bf16(down)
-        torch.ops.aten.gelu_backward.grad_input(dhidden, hidden, grad_input=dhidden)
+        torch.ops.aten.gelu_backward.grad_input(
+            dhidden, hidden, approximate=ctx.approximate, grad_input=dhidden
+        )
         y, *stats = layer_norm(flat, norm, norm_bias, ctx.eps)
         dup, dup_bias = parameter_grads(dhidden, y, ctx.dtype, needs_up, needs_up_bias)
         del y
@@ -401,7 +415,7 @@ class _GeluMlp(torch.autograd.Function):
         )
         dx = None if dx is None else dx.view(grad.shape)
         dresidual = grad if needs_residual else None
-        return dx, dup, dup_bias, ddown, ddown_bias, dresidual, dnorm, dnorm_bias, None
+        return dx, dup, dup_bias, ddown, ddown_bias, dresidual, dnorm, dnorm_bias, None, None
 
 
 Position = Tensor | int  # (n,) a position for each sequence, or one for all
@@ -476,14 +490,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self, width: int, heads: int, hidden: int, causal: bool, activation: Activation
-    ) -> None:
+    def __init__(self, config: VisionTowerConfig | TextTowerConfig, causal: bool) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, causal)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, hidden, activation)
+        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.attn = Attention(config.width, config.heads, causal)
+        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.mlp = Mlp(config.width, config.hidden, config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
@@ -509,11 +521,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.width = config.width
         self.activation_checkpointing = False
-        hidden = int(config.width * config.mlp_ratio)
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, hidden, causal, config.activation)
-            for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, causal) for _ in range(config.layers))
 
     def forward(self, x: Tensor, position: Position | Literal["mean"] | None = None) -> Tensor:
         """(n, length, width) -> the same shape; (n, width) where only one position, or the mean, is needed.
@@ -548,3 +556,39 @@ class Transformer(nn.Module):
                     nn.init.zeros_(last.weight)
             for layer in (block.attn.qkv, block.attn.out, block.mlp.up, block.mlp.down):
                 nn.init.zeros_(layer.bias)
+
+
+class AttentionPool(nn.Module):
+    """SigLIP's pooling: a learned query reads the whole sequence, then x + mlp(norm(x))."""
+
+    def __init__(self, config: VisionTowerConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Parameter(torch.empty(config.width))
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.mlp = Mlp(config.width, config.hidden, config.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, length, width) -> (n, width)."""
+        n, length, width = x.shape
+        weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
+        # The query is the same for all images: (1, heads, 1, dim).
+        q = linear(self.query.to(x.dtype)[None], weight[:width], bias[:width])
+        q = q.view(1, heads, 1, width // heads)
+        kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
+        mixed = (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(n, width)
+        y = linear(mixed, self.out.weight, self.out.bias)
+        return y + self.mlp(normalized(y, self.norm))
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Fan-in, with a query as long as a patch."""
+        width = self.out.in_features
+        nn.init.normal_(self.query, std=width**-0.5)
+        for layer in (self.qkv, self.out, self.mlp.up, self.mlp.down):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            nn.init.zeros_(layer.bias)

@@ -15,7 +15,7 @@ from m1clip.schema import check_limits, validated
 if TYPE_CHECKING:
     from m1clip.text.base import Tokenizer
 
-Activation = Literal["gelu", "quick_gelu"]
+Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Init = Literal["clip", "zero"]
 AttentionKind = Literal["auto", "bmm", "sdpa"]
 SIZE_FIELDS = (
@@ -58,6 +58,7 @@ class _Transformer(_Part):
     heads: int = 12
     mlp_ratio: float = 4.0
     activation: Activation = "gelu"
+    norm_eps: float = 1e-5
     init: Init = "clip"
 
     def __post_init__(self) -> None:
@@ -70,16 +71,26 @@ class _Transformer(_Part):
             1 <= self.width * self.mlp_ratio < float("inf"),
             f"mlp_ratio {self.mlp_ratio:g} must be above 0 (usual: 4)",
         )
+        _check(0 < self.norm_eps < 1, f"norm_eps {self.norm_eps:g} must be between 0 and 1")
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden layer of an MLP."""
+        return int(self.width * self.mlp_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTowerConfig(_Transformer):
-    """Our image tower: a vision transformer."""
+    """Our image tower: a vision transformer.
+
+    Its feature is read at a class token, or is the mean over the patches, or is what a learned query reads from them
+    ("map", SigLIP's attention pooling).
+    """
 
     kind: Literal["vit"] = "vit"
     image_size: int = 224
     patch_size: int = 16
-    pooling: Literal["cls", "mean"] = "cls"
+    pooling: Literal["cls", "mean", "map"] = "cls"
     positions: Literal["learned", "sincos"] = "learned"
     pre_norm: bool = True
     stem: Literal["patch", "conv"] = "patch"
@@ -89,8 +100,9 @@ class VisionTowerConfig(_Transformer):
         super().__post_init__()
         size, patch = self.image_size, self.patch_size
         nearest = size // patch * patch or patch
+        # SigLIP's own model of 384 pixels in patches of 14 leaves out the last six rows and columns.
         _check(
-            size % patch == 0,
+            size % patch == 0 or (self.pooling == "map" and self.stem == "patch" and size > patch),
             f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}",
         )
         _check(
@@ -136,14 +148,16 @@ class TextTowerConfig(_Transformer):
     """Our text tower: a causal transformer that is read at the EOT token.
 
     With pooling "eot+mean", the mean of the token embeddings is added. Otherwise, with residual branches that start at
-    zero, every text has the same features at first.
+    zero, every text has the same features at first. With pooling "last" (SigLIP), every token sees every other one,
+    each text is filled up to the context length with `fill_id`, and the last position is read.
     """
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = 77
     vocab_size: int = 49408
     eot_id: int = 49407
-    pooling: Literal["eot", "eot+mean"] = "eot"
+    fill_id: int = 0  # after the EOT token; has an effect with pooling "last" alone
+    pooling: Literal["eot", "eot+mean", "last"] = "eot"
     width: int = 512
     heads: int = 8
 
@@ -155,6 +169,13 @@ class TextTowerConfig(_Transformer):
         )
         inside = 0 <= self.eot_id < self.vocab_size
         _check(inside, f"eot_id {self.eot_id} is outside the vocabulary of {self.vocab_size}")
+        inside = 0 <= self.fill_id < self.vocab_size
+        _check(inside, f"fill_id {self.fill_id} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return self.pooling != "last"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +206,12 @@ class PretrainedTextConfig(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(_Part):
-    """What maps a tower's features to the shared space: one matrix, or an adapter that standardizes them first."""
+    """What maps a tower's features to the shared space: one matrix, or an adapter that standardizes them first.
 
-    kind: Literal["projection", "adapter"] = "projection"
+    The kind "identity" is for towers whose features are in the shared space.
+    """
+
+    kind: Literal["projection", "adapter", "identity"] = "projection"
     bias: bool = False  # of a projection; an adapter has one
     hidden: int = 0  # of an adapter
     dropout: float = 0.0
@@ -288,6 +312,8 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
             layers.append(2.0 * side**2 * 9 * before * after)
         patch, later = layers[0], sum(layers[1:])
     heads = 2 * config.embed_dim * (vision.width + text.width)
+    if vision.pooling == "map":
+        heads += 4 * vision.width**2 * vision.tokens
     # The first layer needs no gradient for the pixels, so it costs two products and not three.
     return 3 * (tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later) + 2 * patch
 

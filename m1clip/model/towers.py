@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.layers import Transformer
+from m1clip.model.layers import AttentionPool, Transformer
 from m1clip.model.presets import TextTowerConfig, VisionTowerConfig
 
 
@@ -116,7 +116,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class VisionTower(Tower):
-    """ViT: patches, positions, transformer, class token or mean."""
+    """ViT: patches, positions, transformer; a class token, the mean, or attention pooling."""
 
     capturable = True
 
@@ -136,9 +136,10 @@ class VisionTower(Tower):
             # Not persistent: it follows from the config, so weights of another image size still load.
             self.register_buffer("positions", torch.empty(config.tokens, width), persistent=False)
             self.reset_buffers()
-        self.norm_pre = nn.LayerNorm(width) if config.pre_norm else nn.Identity()
+        self.norm_pre = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else nn.Identity()
         self.transformer = Transformer(config, causal=False)
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, config.norm_eps)
+        self.pool = AttentionPool(config) if config.pooling == "map" else None
 
     def forward(self, pixels: Tensor, kept_patches: Tensor | None = None) -> Tensor:
         """(n, 3, size, size) normalized pixels -> (n, width), from all patches or from `kept_patches` (n, kept)."""
@@ -151,6 +152,8 @@ class VisionTower(Tower):
                 [(self.cls.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1), x], dim=1
             )
         x = self.norm_pre(x).to(_compute_dtype(x))
+        if self.pool is not None:
+            return self.pool(self.norm(self.transformer(x)).to(x.dtype))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 
     def _patches(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
@@ -158,9 +161,11 @@ class VisionTower(Tower):
             x = self.patch(pixels)  # convolutions read neighboring patches: compute all, then drop
             return x if kept is None else x[torch.arange(len(x), device=x.device)[:, None], kept]
         # A matrix product instead of the convolution: same numbers, faster on every device we measured.
-        n, _, height, width = pixels.shape
-        size = self.patch.kernel_size[0]
-        x = pixels.view(n, 3, height // size, size, width // size, size)
+        size, grid = self.config.patch_size, self.config.grid
+        n = pixels.shape[0]  # not len(): it would be a constant in an exported graph
+        if grid * size < self.config.image_size:
+            pixels = pixels[:, :, : grid * size, : grid * size]
+        x = pixels.reshape(n, 3, grid, size, grid, size)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
         if kept is not None:
             x = x[torch.arange(n, device=x.device)[:, None], kept]
@@ -197,6 +202,17 @@ class VisionTower(Tower):
             if isinstance(extra, nn.Parameter):
                 nn.init.normal_(extra, std=self.width**-0.5)
         self.transformer.initialize(self.config.init)
+        if self.pool is not None:
+            self.pool.initialize()
+
+
+def fill_after_eot(tokens: Tensor, eot_id: int, fill_id: int, context_length: int) -> Tensor:
+    """(n, length) token ids -> (n, context_length), with `fill_id` after the first EOT token of each text."""
+    length = tokens.shape[1]
+    eot = (tokens == eot_id).int().argmax(dim=1, keepdim=True)
+    place = torch.arange(length, device=tokens.device)
+    filled = torch.where(place > eot, fill_id, tokens)
+    return F.pad(filled, (0, context_length - length), value=fill_id)
 
 
 def embedding(vocab_size: int, width: int) -> nn.Embedding:
@@ -206,7 +222,10 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
 
 
 class TextTower(Tower):
-    """Causal transformer over token ids; the feature is read at the EOT token, plus the mean of all if asked for."""
+    """Transformer over token ids; the feature is read at the EOT token, plus the mean of all if asked for.
+
+    With pooling "last", texts are filled up to the context length and read at its end.
+    """
 
     capturable = True
 
@@ -215,12 +234,14 @@ class TextTower(Tower):
         self.config, self.width = config, config.width
         self.tokens = embedding(config.vocab_size, config.width)
         self.positions = nn.Parameter(torch.empty(config.context_length, config.width))
-        self.transformer = Transformer(config, causal=True)
-        self.norm = nn.LayerNorm(config.width)
+        self.transformer = Transformer(config, config.causal)
+        self.norm = nn.LayerNorm(config.width, config.norm_eps)
         self.norm_mean = nn.LayerNorm(config.width) if config.pooling == "eot+mean" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids, length <= context -> (n, width). What follows the EOT token has no effect."""
+        if self.config.pooling == "last":
+            return self._at_the_end(tokens)
         length = tokens.shape[1]
         embedded = self.tokens(tokens)
         x = embedded + self.positions[:length]
@@ -232,6 +253,14 @@ class TextTower(Tower):
         inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[:, :, None]
         mean = (embedded * inside).sum(dim=1) / (eot + 1)[:, None]
         return x + self.norm_mean(mean).to(x.dtype)
+
+    def _at_the_end(self, tokens: Tensor) -> Tensor:
+        """The feature of the last position of texts that are all filled up to the context length."""
+        filled = fill_after_eot(
+            tokens, self.config.eot_id, self.config.fill_id, self.config.context_length
+        )
+        x = self.tokens(filled) + self.positions
+        return self.norm(self.transformer(x.to(_compute_dtype(x)), -1))
 
     @torch.no_grad()
     def initialize(self) -> None:

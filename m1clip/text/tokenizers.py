@@ -6,7 +6,8 @@ import hashlib
 import json
 import string
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,18 @@ class FastTokenizer(Tokenizer):
     """Hugging Face's tokenizer.json, with its own normalizer and special tokens; `pad_id` fills the rows."""
 
     def __init__(self, text: str, pad_id: int) -> None:
-        """Take the text of a tokenizer.json; ValueError where it adds no token at both ends."""
-        try:
+        """Take the text of a tokenizer.json; ValueError where it adds no token at the end of a text."""
+        with _library_errors():
             self._rust = RustTokenizer.from_str(text)
             self._rust.no_padding()
             self._rust.no_truncation()
             special = self._rust.encode("").ids
             # Fail here, not in training, on a broken vocabulary.
-            self._rust.encode("a word, and 7 more")
+            example = self._rust.encode("a word, and 7 more").ids
             self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
-        except BaseException as error:
-            # The library raises a bare Exception, and where it panics a BaseException.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"not a tokenizer.json of Hugging Face ({str(error)[:80]})") from None
-        if len(special) < 2:
-            raise ValueError("this tokenizer adds no token before and after a text")
-        self.sot_id, self.eot_id = special[0], special[-1]
+        if not special or example[-1] != special[-1]:
+            raise ValueError("this tokenizer adds no token at the end of a text")
+        self.sot_id, self.eot_id = special[0], special[-1]  # the same where there is only one
         # Where the padding is the EOT token (CLIP) any other id works: nothing after EOT has an effect there.
         self.pad_id = 0 if pad_id == self.eot_id else pad_id
 
@@ -146,6 +142,78 @@ def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
     # Not as special tokens of the library, which would also find them in a text.
     rust.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     return FastTokenizer(rust.to_str(), ids["[PAD]"])
+
+
+_LOWER: dict[str, Any] = {"type": "Lowercase"}
+_UNDERSCORE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+_NO_PUNCTUATION: dict[str, Any] = {
+    "type": "Replace",
+    "pattern": {"Regex": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"},
+    "content": "",
+}
+_ONE_SPACE: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+]
+# How a library cleans a text before the tokenizer, as normalizers of a tokenizer.json.
+CLEANINGS: dict[str, list[dict[str, Any]]] = {
+    "none": [],
+    "siglip": [_LOWER, _NO_PUNCTUATION, *_ONE_SPACE],
+    "siglip2": [_LOWER],
+    # The names of open_clip.
+    "canonicalize": [_UNDERSCORE, _NO_PUNCTUATION, _LOWER, *_ONE_SPACE],
+    "lower": [*_ONE_SPACE, _LOWER],
+    "whitespace": _ONE_SPACE,
+    "whitespace_underscore": [_UNDERSCORE, *_ONE_SPACE],
+}
+
+
+def token_id(text: str, token: str) -> int | None:
+    """The id of a token in a tokenizer.json; ValueError if it is none."""
+    with _library_errors():
+        number: int | None = RustTokenizer.from_str(text).token_to_id(token)
+        return number
+
+
+def with_cleaning(text: str, cleaning: str, eos: str | None = None) -> str:
+    """A tokenizer.json that first cleans a text, and ends it with one token, `eos`, where that is given.
+
+    A file that begins with the same cleaning keeps it. ValueError if it is no tokenizer.json, or has no such token.
+    """
+    steps = CLEANINGS[cleaning]
+    number = None if eos is None else token_id(text, eos)
+    if eos is not None and number is None:
+        raise ValueError(f"has no token {eos!r} for the end of a text")
+    with _library_errors():
+        # The library fills in what an older file lacks.
+        record = json.loads(RustTokenizer.from_str(text).to_str())
+    old = record["normalizer"]
+    old_steps = [] if old is None else [old]
+    if old is not None and old["type"] == "Sequence":
+        old_steps = old["normalizers"]
+    if steps and old_steps[: len(steps)] != steps:
+        record["normalizer"] = {"type": "Sequence", "normalizers": [*steps, *old_steps]}
+    if eos is not None:
+        end = {"SpecialToken": {"id": eos, "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        record["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first, end],
+            "pair": [first, end, second, end],
+            "special_tokens": {eos: {"id": eos, "ids": [number], "tokens": [eos]}},
+        }
+    return json.dumps(record)
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Raise ValueError for what the library raises: a bare Exception, and where it panics a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"not a tokenizer.json of Hugging Face ({str(error)[:80]})") from None
 
 
 def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:

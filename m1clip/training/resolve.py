@@ -20,6 +20,7 @@ from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.hardware.device import HYBRIDS, choose_device, rules
 from m1clip.hardware.machine_info import MachineInfo
+from m1clip.losses.registry import LOSSES
 from m1clip.model.presets import CLIPConfig, model_config
 from m1clip.model.pretrained.packages import remedy
 from m1clip.optimizers import OPTIMIZERS
@@ -175,6 +176,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_optimizer(draft)
     model = machine.measure.initial_model(draft.config)
     _check_model(draft.config, model, dataset)
+    _decide_loss(draft, model)
     _decide_batch(draft, dataset, model)
     _decide_device(draft, machine, measured)
     _grow_batch(draft, settings.config, dataset, model, machine)
@@ -348,6 +350,15 @@ def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
         )
 
 
+def _decide_loss(draft: Draft, model: InitialModel) -> None:
+    """A model with a logit bias, such as SigLIP, was trained with the sigmoid loss, and continues with it."""
+    if "loss" in draft.chosen_by or not (model.is_pretrained and model.shape.logit_bias):
+        return
+    loss = next(name for name, loss in LOSSES.items() if loss.needs_bias)
+    draft.decide("rule", loss=loss)
+    console.print(f"loss       {loss}: the model has its bias (to choose otherwise: --loss)")
+
+
 def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
     """Captions per step, and the default batch size; `auto` stays until memory is known."""
     captions = draft.config.data.captions_per_step or max(
@@ -372,7 +383,7 @@ def default_batch(model: InitialModel, images: int) -> int:
     if model.new_heads or (model.is_pretrained and not any(model.trainable)):
         recipe = read_recipe("frozen")
     elif model.is_pretrained:
-        recipe = read_recipe("finetune", clip=model.shape.image_head.kind == "projection")
+        recipe = read_recipe("finetune", clip=model.shape.image_head.kind != "adapter")
     else:
         recipe = read_recipe("scratch")
     return min(recipe.batch_size, largest_batch(images))

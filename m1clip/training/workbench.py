@@ -657,7 +657,7 @@ def _read_init(config: Config) -> SavedModel:
 
 def _from_model(config: Config, saved: SavedModel) -> ModelParts:
     transfer = config.transfer
-    if saved.config.image_head.kind != "projection" and config.model.image_size not in (
+    if saved.config.image_head.kind == "adapter" and config.model.image_size not in (
         None,
         saved.config.image_size,
     ):
@@ -672,7 +672,7 @@ def _from_model(config: Config, saved: SavedModel) -> ModelParts:
             f"use --loss {DEFAULT_LOSS}, or a model trained with {loss}"
         )
     preprocess = saved.preprocess
-    if preprocess.resize != "squash":
+    if preprocess.resize == "shortest-floor":
         preprocess = dataclasses.replace(preprocess, resize=Preprocess(image_size=1).resize)
     model_init = ModelInit(
         saved.config,

@@ -17,7 +17,7 @@ TEXTS = [
     "",
 ]
 SIZES = [(224, 224), (300, 200), (199, 331), (97, 64), (640, 481), (225, 1000)]  # (width, height)
-LOGIT_SCALE = 3.25
+LOGIT_SCALE, LOGIT_BIAS = 3.25, -9.5
 
 
 def uniform(key: str, count: int) -> np.ndarray:
@@ -33,13 +33,15 @@ def uniform(key: str, count: int) -> np.ndarray:
 
 def tensor(name: str, shape: Sequence[int]) -> np.ndarray:
     """A weight; no bias is zero and no norm is one, so that swapped tensors are detected."""
-    if not shape:
-        return np.array(LOGIT_SCALE, np.float32)
+    if list(shape) in ([], [1]):
+        return np.full(shape, LOGIT_SCALE if "scale" in name else LOGIT_BIAS, np.float32)
     values = uniform(name, math.prod(shape)).reshape(tuple(shape))
     is_norm = len(shape) == 1 and name.endswith("weight")
     if len(shape) == 1:
         return 0.1 * values + np.float32(is_norm)
     embedding = "embedding" in name and "patch" not in name
+    if name.endswith(("pos_embed", "latent", "probe")):
+        return values * np.float32(0.5)
     scale = 0.05 if embedding else math.sqrt(3 / math.prod(shape[1:]))
     return values * np.float32(scale)
 

@@ -1,7 +1,9 @@
 """The other side of the parity check: runs in a Python with open_clip or transformers, on folders and files.
 
-python peer.py make openclip|hf CONFIG.json FOLDER    a model with the weights of inputs.py, in their own format
-python peer.py encode openclip|hf FOLDER OUT.npz      encode the images and sentences with their code
+python peer.py make KIND CONFIG.json FOLDER    a model with the weights of inputs.py, in their own format
+python peer.py encode KIND FOLDER OUT.npz      encode the images and sentences with their code
+
+KIND is openclip or hf, and openclip-siglip or hf-siglip, whose folders have a tokenizer of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks" / "peers")]
 
 import inputs  # noqa: E402
+import tokenizer_files  # noqa: E402
 import torchvision_ops  # noqa: E402, F401  first: open_clip and transformers import torchvision
 
 
@@ -30,7 +33,9 @@ def fill(model: torch.nn.Module) -> None:
 
 def make(kind: str, config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True)
-    if kind == "openclip":
+    if kind.endswith("-siglip"):
+        make_siglip(kind, config, folder)
+    elif kind == "openclip":
         import open_clip
         from safetensors.torch import save_file
 
@@ -58,9 +63,65 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
         ).save_pretrained(folder)
 
 
+SQUASHED = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resize_mode": "squash"}
+
+
+def make_siglip(kind: str, config: dict[str, Any], folder: Path) -> None:
+    """A SigLIP with a tokenizer; a large vocabulary means SigLIP 2's, with images that are resized bilinearly."""
+    gemma = config.pop("tokenizer") == "gemma"
+    model: torch.nn.Module
+    if kind == "openclip-siglip":
+        import open_clip
+        from safetensors.torch import save_file
+
+        model = open_clip.CustomTextCLIP(
+            **{key: value for key, value in config.items() if key != "custom_text"}
+        )
+        fill(model)
+        save_file(dict(model.state_dict()), folder / "open_clip_model.safetensors")
+        seen = {**SQUASHED, "interpolation": "bilinear" if gemma else "bicubic"}
+        (folder / "open_clip_config.json").write_text(
+            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+        )
+    else:
+        from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
+
+        model = SiglipModel(SiglipConfig(**config)).eval()
+        fill(model)
+        model.save_pretrained(folder)
+        side = config["vision_config"]["image_size"]
+        SiglipImageProcessor(
+            size={"height": side, "width": side}, resample=2 if gemma else 3
+        ).save_pretrained(folder)
+    if gemma:
+        tokenizer_files.write_gemma(folder)
+    else:
+        from transformers import SiglipTokenizer
+
+        tokenizer_files.write_sentencepiece(folder)
+        if kind == "hf-siglip":
+            SiglipTokenizer(str(folder / "spiece.model")).save_pretrained(folder)
+        else:
+            # open_clip's repositories have the fast tokenizer of T5, without the cleaning.
+            write_t5(folder)
+
+
+def write_t5(folder: Path) -> None:
+    """The fast tokenizer of T5 for a spiece.model, as in open_clip's repositories."""
+    from transformers import T5Tokenizer
+
+    T5Tokenizer.from_pretrained(folder, extra_ids=0, pad_token="</s>").save_pretrained(folder)
+    (folder / "spiece.model").unlink()
+
+
 def encode(kind: str, folder: Path) -> dict[str, np.ndarray]:
     """Unit vectors, pixels, ids and scale."""
-    run = encode_openclip if kind == "openclip" else encode_hf
+    run = {
+        "openclip": encode_openclip,
+        "openclip-siglip": encode_openclip,
+        "hf": encode_hf,
+        "hf-siglip": encode_hf_siglip,
+    }[kind]
     with torch.inference_mode():
         return {name: np.asarray(value) for name, value in run(folder).items()}
 
@@ -78,6 +139,7 @@ def encode_openclip(folder: Path) -> dict[str, Any]:
         "image": model.encode_image(pixels, normalize=True),
         "text": model.encode_text(tokens, normalize=True),
         "scale": model.logit_scale.exp(),
+        **({} if model.logit_bias is None else {"bias": model.logit_bias}),
         "version": open_clip.__version__,
     }
 
@@ -114,6 +176,34 @@ def encode_hf(folder: Path) -> dict[str, Any]:
         "image": unit(image, dim=-1),
         "text": unit(text, dim=-1),
         "scale": model.logit_scale.exp(),
+    }
+
+
+def encode_hf_siglip(folder: Path) -> dict[str, Any]:
+    """By transformers' own API, padded to the context length as its documentation says."""
+    import transformers
+    from transformers import AutoTokenizer, SiglipModel
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    model = SiglipModel.from_pretrained(folder).eval()
+    length = model.config.text_config.max_position_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "right"
+    ids = tokenizer(
+        inputs.TEXTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+    )["input_ids"]
+    pixels = SiglipImageProcessorPil.from_pretrained(folder)(
+        images=inputs.images(), return_tensors="pt"
+    )["pixel_values"]
+    found = model(input_ids=ids, pixel_values=pixels)
+    return {
+        "pixels": pixels,
+        "ids": ids,
+        "image": found.image_embeds,
+        "text": found.text_embeds,
+        "scale": model.logit_scale.exp()[0],
+        "bias": model.logit_bias[0],
+        "version": transformers.__version__,
     }
 
 
