@@ -200,13 +200,13 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     ("config", "words"),
     [
         (
-            {"model_type": "siglip", "architectures": ["SiglipModel"]},
-            r"config.json: siglip \(SiglipModel\), a model of transformers; supported: CLIP of .* --image-tower",
+            {"model_type": "dinov2", "architectures": ["Dinov2Model"]},
+            r"config.json: dinov2 \(Dinov2Model\), a model of transformers; supported: CLIP of .* --image-tower",
         ),
         ({"model_type": "bert"}, "config.json: bert, a model of transformers; supported: "),
         (
             {"architecture": "vit_base_patch16_224", "num_classes": 1000, "pretrained_cfg": {}},
-            "config.json: vit_base_patch16_224, a model of timm; supported: CLIP of transformers",
+            "config.json: vit_base_patch16_224, a model of timm; supported: CLIP and SigLIP of transformers",
         ),
     ],
 )
