@@ -21,7 +21,6 @@ from m1clip.inference.onnx_encoder import ONNX_FORMAT, SETTINGS, read_settings
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
-from m1clip.model.presets import TextTowerConfig
 from m1clip.text.base import TOKENIZER_FILE
 from m1clip.text.bpe import BpeTokenizer
 
@@ -65,8 +64,7 @@ class TextGraph(nn.Module):
     def __init__(self, clip: CLIP, width: int) -> None:
         super().__init__()
         self.clip, self.missing = clip, width - clip.config.embed_dim
-        text_tower = clip.config.text_tower
-        self.eot_id = text_tower.eot_id if isinstance(text_tower, TextTowerConfig) else None
+        self.eot_id = getattr(clip.config.text_tower, "eot_id", None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.long()

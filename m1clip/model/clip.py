@@ -153,7 +153,7 @@ def build_clip(config: CLIPConfig) -> CLIP:
 
 def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
     """A CLIP whose weights are about to be loaded: memory is allocated, nothing is initialized."""
-    if config.from_transformers:
+    if config.from_libraries:
         # Libraries keep buffers that are neither weights nor saved.
         return build_clip(config).to(device)
     with torch.device("meta"):

@@ -182,6 +182,12 @@ def to_theirs(weights: Tensors, names: Format, config: CLIPConfig) -> Tensors:
 NORM_EPS = 1e-5
 # Their setting -> ours, and the value that the library assumes if a config does not set it.
 Settings = dict[str, dict[str, tuple[str, int]]]
+
+
+class UnsupportedSetting(UserError):
+    """A setting of open_clip that our towers do not have; its own may."""
+
+
 OPENCLIP_SETTINGS: Settings = {
     "vision_cfg": {
         "image_size": ("image_size", 224),
@@ -230,6 +236,9 @@ OPENCLIP_USUAL = [("pool_type", "tok"), ("pool_type", "argmax"), ("pos_embed_typ
 
 def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind a `model_cfg`; a setting that our towers do not have is an error that names it."""
+    layers = (config.get("vision_cfg") or {}).get("layers")
+    if isinstance(layers, list):
+        raise UnsupportedSetting(f"{where}: a ResNet (layers {layers}) is not supported by m1clip")
     values = read_settings(config, OPENCLIP_SETTINGS, where)
     known = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
     for key, value in [
@@ -238,7 +247,9 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
         for item in part.items()
     ]:
         if value and key not in known and (key, value) not in OPENCLIP_USUAL:
-            raise UserError(f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip")
+            raise UnsupportedSetting(
+                f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip"
+            )
     ratios = [config[name].get("mlp_ratio", 4.0) for name in OPENCLIP_SETTINGS]
     return with_fields(
         CLIPConfig(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -18,6 +19,7 @@ from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import (
     HUGGING_FACE_CLIP,
     OPENCLIP,
+    UnsupportedSetting,
     config_from_hf,
     config_from_openclip,
     to_ours,
@@ -27,9 +29,16 @@ from m1clip.model.convert import (
 from m1clip.model.hub_files import HF_WEIGHTS, OPENCLIP_CONFIG, OPENCLIP_WEIGHTS
 from m1clip.model.lora import merged_state
 from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers, resolve
-from m1clip.model.presets import CLIPConfig
+from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
+from m1clip.model.pretrained.libraries import (
+    OPENCLIP_REMEDY,
+    LibraryParts,
+    openclip_parts,
+    openclip_settings,
+    transformers_parts,
+)
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
-from m1clip.model.pretrained.transformers import check_settings
+from m1clip.model.pretrained.transformers import HF_REMEDY, check_settings
 from m1clip.model.siglip import (
     HUGGING_FACE_SIGLIP,
     OPENCLIP_SIGLIP,
@@ -58,6 +67,7 @@ from m1clip.text.tokenizers import (
     load_tokenizer,
     token_id,
     with_cleaning,
+    wordpiece_tokenizer,
 )
 
 MODEL_FORMAT = 1
@@ -67,6 +77,7 @@ BICUBIC, LINEAR = 3, 2  # Pillow's numbers for them, as Hugging Face writes them
 IMAGE_PROCESSOR = "preprocessor_config.json"
 SENTENCEPIECE = "spiece.model"
 HALF = (0.5, 0.5, 0.5)
+LIBRARY_CONTEXT = 77  # tokens of a text at most, for models of transformers
 
 
 @dataclass(frozen=True)
@@ -168,12 +179,14 @@ def read_model(path: Path) -> SavedModel:
         saved = _read_hf(path)
     elif _third_party_config(path).get("model_type") == "siglip":
         saved = _read_hf_siglip(path)
+    elif has_both_sides(_third_party_config(path)):
+        saved = _read_transformers(path)
     else:
         _reject_other_architecture(path)
         saved = _read_own(model_folder(path))
-    for tower in saved.config.from_transformers:
+    for tower in saved.config.from_libraries:
         check_settings(tower, saved.weights, saved.where)
-    if not saved.config.from_transformers:
+    if not saved.config.from_libraries:
         # Checked on the meta device, before memory is allocated for the sizes that a config claims.
         with torch.device("meta"):
             check_weights(build_clip(saved.config), saved.weights, saved.where)
@@ -318,12 +331,133 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
         )
         _check_tokenizer(config, tokenizer, config_file.parent)
         return SavedModel(config, weights, tokenizer, preprocess, str(weights_file))
-    config = config_from_openclip(model, where)
+    try:
+        config = config_from_openclip(model, where)
+    except UnsupportedSetting as error:
+        return _read_openclip_library(model, config_file, weights_file, record, error)
     preprocess = _openclip_preprocess(config.image_size, record, config_file)
     weights = to_ours(
         without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file)
     )
     return _saved(config, weights, preprocess, weights_file)
+
+
+def _read_openclip_library(
+    model: dict[str, Any],
+    config_file: Path,
+    weights_file: Path,
+    record: dict[str, Any],
+    reason: UnsupportedSetting,
+) -> SavedModel:
+    """A model that open_clip itself builds."""
+    if find_spec("open_clip") is None:
+        raise UserError(f"{reason} alone; with open_clip it is: {OPENCLIP_REMEDY}") from None
+    folder = config_file.parent
+    settings = openclip_settings(model, folder)
+    text = settings["text_cfg"]
+    tokenizer: Tokenizer = BpeTokenizer()
+    fill_id = 0
+    if text.get("hf_tokenizer_name"):
+        options = text.get("tokenizer_kwargs") or {}
+        odd = set(options) - {"clean", "trust_remote_code"}
+        if odd:
+            raise UserError(f"{config_file}: tokenizer_kwargs {sorted(odd)} are not supported")
+        tokenizer, fill_id = folder_tokenizer(folder, options.get("clean", "whitespace"))
+    parts = openclip_parts(settings, without_wrapper(read_checkpoint(weights_file)))
+    side = settings["vision_cfg"].get("image_size", 224)
+    context = text.get("context_length", 77)
+    config = _library_config("open_clip", parts, tokenizer, side, context, fill_id, folder)
+    preprocess = _openclip_preprocess(side, record, config_file)
+    return SavedModel(config, parts.weights, tokenizer, preprocess, str(weights_file))
+
+
+def _library_config(
+    kind: Literal["open_clip", "transformers-clip"],
+    parts: LibraryParts,
+    tokenizer: Tokenizer,
+    image_size: int,
+    context_length: int,
+    fill_id: int,
+    folder: Path,
+) -> CLIPConfig:
+    """The config of a complete model of a library; there are no heads of ours."""
+    head = HeadConfig(kind="identity")
+    image = PretrainedImageConfig(
+        kind=kind, name=folder.name, settings=parts.image_settings, image_size=image_size
+    )
+    text = PretrainedTextConfig(
+        kind=kind,
+        name=folder.name,
+        settings=parts.text_settings,
+        context_length=context_length,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        eot_id=tokenizer.eot_id,
+        fill_id=fill_id,
+    )
+    return CLIPConfig(
+        image_tower=image,
+        text_tower=text,
+        image_head=head,
+        text_head=head,
+        embed_dim=parts.embed_dim,
+        logit_bias=parts.has_bias,
+    )
+
+
+def has_both_sides(config: dict[str, Any]) -> bool:
+    """Whether a config.json of transformers has a part for images and one for texts."""
+    return isinstance(config.get("model_type"), str) and all(
+        isinstance(config.get(f"{part}_config"), dict) for part in ("vision", "text")
+    )
+
+
+def _read_transformers(folder: Path) -> SavedModel:
+    """A model of transformers that has features of images and texts in one space."""
+    record = read_json(folder / CONFIG)
+    kind = record["model_type"]
+    if kind == "siglip2":
+        _reject_other_architecture(folder)
+    if find_spec("transformers") is None:
+        raise UserError(
+            f"{folder / CONFIG}: {str(kind)[:60]} is a model of transformers, which is not installed: {HF_REMEDY}"
+        )
+    tokenizer, fill_id = folder_tokenizer(folder, "none")
+    parts = transformers_parts(folder, tokenizer.eot_id)
+    vision, text = json.loads(parts.image_settings)["config"], record["text_config"]
+    side = vision["vision_config"].get("image_size", 224)
+    side = side if isinstance(side, int) else side[0]
+    usual = text.get("max_position_embeddings", LIBRARY_CONTEXT)
+    context = min(usual if isinstance(usual, int) else LIBRARY_CONTEXT, LIBRARY_CONTEXT)
+    config = _library_config("transformers-clip", parts, tokenizer, side, context, fill_id, folder)
+    preprocess = image_processor(folder / IMAGE_PROCESSOR, side)
+    return SavedModel(config, parts.weights, tokenizer, preprocess, str(folder))
+
+
+def folder_tokenizer(folder: Path, cleaning: str) -> tuple[FastTokenizer, int]:
+    """The tokenizer of a folder of transformers, and the id of its padding."""
+    path, settings_file = folder / TOKENIZER_FILE, folder / "tokenizer_config.json"
+    vocabulary = folder / "vocab.txt"
+    settings = read_json(settings_file) if settings_file.is_file() else {}
+    if not path.is_file() and vocabulary.is_file():
+        words = read_small(vocabulary, MAX_TOKENIZER_BYTES).decode("utf-8").rstrip("\n").split("\n")
+        try:
+            tokenizer = wordpiece_tokenizer(words)
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{vocabulary}: not a vocabulary of BERT ({error})") from None
+        return tokenizer, tokenizer.pad_id
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: no {TOKENIZER_FILE}; put the one of the model's repository next to the weights"
+        )
+    try:
+        text = read_small(path, MAX_TOKENIZER_BYTES).decode("utf-8")
+        if cleaning not in CLEANINGS:
+            raise ValueError(f"the cleaning {str(cleaning)[:40]!r} is not supported")
+        fill_id = token_id(text, _token_name(settings.get("pad_token"), "<pad>")) or 0
+        return FastTokenizer(with_cleaning(text, cleaning), fill_id), fill_id
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _openclip_preprocess(image_size: int, record: dict[str, Any], config_file: Path) -> Preprocess:

@@ -29,6 +29,7 @@ SIZE_FIELDS = (
     "embed_dim",
 )
 MAX_GRID = 256
+LIBRARY_KINDS = ("transformers", "open_clip", "transformers-clip")  # towers that a library builds
 
 
 def _check(condition: bool, message: str) -> None:
@@ -181,7 +182,12 @@ class TextTowerConfig(_Transformer):
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
     kind: Literal[
-        "efficientnet-lite0", "efficientnet-lite2", "efficientnet-lite0+lite2", "transformers"
+        "efficientnet-lite0",
+        "efficientnet-lite2",
+        "efficientnet-lite0+lite2",
+        "transformers",
+        "open_clip",
+        "transformers-clip",
     ] = "efficientnet-lite0"
     name: str = "efficientnet-lite0"  # as the user gave it
     settings: str = ""  # JSON from which the library builds it
@@ -190,18 +196,20 @@ class PretrainedImageConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.kind == "transformers" or self.image_size >= 32
+        fits = self.kind in LIBRARY_KINDS or self.image_size >= 32
         _check(fits, f"{self.kind} takes images of at least 32 pixels, not {self.image_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTextConfig(_Part):
-    kind: Literal["minilm", "transformers"] = "minilm"
+    kind: Literal["minilm", "transformers", "open_clip", "transformers-clip"] = "minilm"
     name: str = "minilm"
     settings: str = ""
     context_length: int = 64
     vocab_size: int = 30522
     pad_id: int = 0
+    eot_id: int | None = None  # of complete models of libraries, as `fill_id`
+    fill_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,10 +245,10 @@ class CLIPConfig(_Part):
     logit_bias: bool = False
 
     @property
-    def from_transformers(self) -> list[Any]:
-        """The towers that the library transformers builds."""
+    def from_libraries(self) -> list[Any]:
+        """The towers that transformers or open_clip builds."""
         return [
-            tower for tower in (self.image_tower, self.text_tower) if tower.kind == "transformers"
+            tower for tower in (self.image_tower, self.text_tower) if tower.kind in LIBRARY_KINDS
         ]
 
     @property
@@ -267,6 +275,10 @@ class CLIPConfig(_Part):
         """The same for images of another size."""
         if image_size in (None, self.image_size):
             return self
+        if self.image_tower.kind in ("open_clip", "transformers-clip"):
+            raise UserError(
+                f"the image size of {self.image_tower.kind}'s towers is fixed: {self.image_size}"
+            )
         if type(image_size) is not int:
             raise UserError(f"image_size must be an integer, not {str(image_size)[:40]!r}")
         return replace(self, image_tower=replace(self.image_tower, image_size=image_size))

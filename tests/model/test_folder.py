@@ -201,7 +201,7 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     [
         (
             {"model_type": "dinov2", "architectures": ["Dinov2Model"]},
-            r"config.json: dinov2 \(Dinov2Model\), a model of transformers; supported: CLIP of .* --image-tower",
+            r"config.json: dinov2 \(Dinov2Model\), a model of transformers; supported: CLIP and .* --image-tower",
         ),
         ({"model_type": "bert"}, "config.json: bert, a model of transformers; supported: "),
         (

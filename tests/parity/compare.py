@@ -12,6 +12,7 @@ import argparse
 import base64
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -323,6 +324,17 @@ def record(python: str, path: Path) -> None:
     path.write_text(json.dumps(fixture) + "\n")
 
 
+def adapter_rows(python: str) -> list[dict[str, Any]]:
+    """Models that open_clip and transformers build: m1clip runs in the environment that has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [python, str(PEER.with_name("adapters.py")), str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(PEER.parents[2])}
+        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+        return found
+
+
 def main() -> None:
     """Print the table; exit code 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -350,6 +362,8 @@ def main() -> None:
                 numbers = " ".join(f"{row[key]:9.1e}" for key in COMPARED)
                 print(f"{name:30} {row['direction']:24} {row['ids']:4.0f} {numbers}", flush=True)
             rows += found
+    if asked.models == every:
+        rows += adapter_rows(asked.peers)
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({"tolerance": TOLERANCE, "rows": rows}, indent=2) + "\n")

@@ -91,11 +91,11 @@ def gemma_json() -> str:
     return json.dumps(record)
 
 
-def write_gemma(folder: Path) -> None:
-    """tokenizer.json and its config as in the repositories of SigLIP 2."""
+def write_gemma(folder: Path, tokenizer_class: str = "Siglip2Tokenizer") -> None:
+    """tokenizer.json and its config, by default as in the repositories of SigLIP 2, whose class lowercases."""
     (folder / "tokenizer.json").write_text(gemma_json(), encoding="utf-8")
     config = {
-        "tokenizer_class": "Siglip2Tokenizer",
+        "tokenizer_class": tokenizer_class,
         "pad_token": "<pad>",
         "eos_token": "<eos>",
         "bos_token": "<bos>",

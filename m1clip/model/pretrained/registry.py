@@ -13,6 +13,12 @@ from m1clip.model.presets import (
     VisionTowerConfig,
 )
 from m1clip.model.pretrained.efficientnet import LITE, LITE0, ConcatTower, EfficientNetLite
+from m1clip.model.pretrained.libraries import (
+    OpenClipImageTower,
+    OpenClipTextTower,
+    TransformersClipImageTower,
+    TransformersClipTextTower,
+)
 from m1clip.model.pretrained.minilm import MINILM, BertTower
 from m1clip.model.pretrained.packages import PACKAGES, package_weights, wordpieces
 from m1clip.model.pretrained.transformers import (
@@ -34,6 +40,10 @@ def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Towe
     if config.kind in LITE:
         sizes = LITE[config.kind]
         return EfficientNetLite(sizes[0]) if len(sizes) == 1 else ConcatTower(*sizes)
+    if config.kind == "open_clip":
+        return OpenClipImageTower(config.settings)
+    if config.kind == "transformers-clip":
+        return TransformersClipImageTower(config.settings)
     return TransformersImageTower(config.settings)
 
 
@@ -43,6 +53,11 @@ def build_text_tower(config: TextTowerConfig | PretrainedTextConfig) -> Tower:
         return TextTower(config)
     if config.kind == "minilm":
         return BertTower(config.vocab_size, config.pad_id, MINILM)
+    if config.kind == "open_clip":
+        ids = (config.eot_id or 0, config.fill_id)
+        return OpenClipTextTower(config.settings, *ids, config.context_length)
+    if config.kind == "transformers-clip":
+        return TransformersClipTextTower(config.settings, config.eot_id or 0)
     return TransformersTextTower(config.settings, config.pad_id)
 
 

@@ -104,6 +104,7 @@ class TransformersTextTower(Tower):
 # Settings that create one module each.
 MODULE_COUNT = re.compile("layers|depth|blocks|stages|groups|experts")
 SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
+USUAL_SIZE = 4096  # settings of parts that are not used may have their defaults
 MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
 
 
@@ -128,7 +129,7 @@ def check_settings(
             if MODULE_COUNT.search(key):
                 most = max(64, len(weights))
             elif SIZE.search(key) and key != "image_size":
-                most = max(1024, largest)
+                most = max(USUAL_SIZE, largest)
             if value > most:
                 raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
 
