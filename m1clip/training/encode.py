@@ -93,7 +93,7 @@ class EncodedInChunks:
             before_pass(number == len(passes))
             self.mark("backward")
             with self.no_autocast():
-                encoded.backward(part)
+                backward_from([encoded], [part])
 
 
 class TowerCall(NamedTuple):

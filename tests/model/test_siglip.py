@@ -158,10 +158,15 @@ def test_fine_tuning_takes_the_sigmoid_loss_and_saves_a_model_that_can_be_export
 ) -> None:
     options = {"data": "synthetic", "synthetic_images": 40, "batch_size": 16, "steps": 2}
     options |= {"precision": "fp32", "patience": 0}
+    options |= {"unfreeze_image": 0, "micro_batch": 8}  # locked images: a tower without a head
+    before = read_model(folder)
     result = m1clip.train(**options, init=str(folder), device="cpu", out=tmp_path / "run")
     assert "loss       sigmoid: the model has its bias" in capsys.readouterr().out
     saved = read_model(Path(result.path))
     assert is_siglip(saved.config)
+    assert torch.equal(
+        saved.weights["image_tower.pool.query"], before.weights["image_tower.pool.query"]
+    )
     model = m1clip.load(result.path, precision="fp32")
     for to in ("hf", "openclip"):
         convert(saved, to, tmp_path / to)  # type: ignore[arg-type]
