@@ -67,7 +67,7 @@ HUGGING_FACE_CLIP = Format(
     ("text_model.encoder.layers", pairs(BLOCK_TENSORS, 2)),
     ("embeddings.position_ids",),
 )
-PARTS = re.compile("{(.*?)}")
+TENSOR_PARTS = re.compile("{(.*?)}")
 SHAPE_MARK = re.compile(r"\^(T|1+)$")
 
 
@@ -109,13 +109,13 @@ def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
         mark = SHAPE_MARK.search(theirs)
         shape = mark[1] if mark else ""
         name = SHAPE_MARK.sub("", theirs)
-        several = PARTS.search(name)
+        several = TENSOR_PARTS.search(name)
         parts = tuple(
             (several[1].split(",") if "," in several[1] else several[1]) if several else ""
         )
         for kind in ("weight", "bias") if "*" in ours else ("",):
             full = name.replace("*", kind)
-            each = tuple(PARTS.sub(part, full) for part in parts) or (full,)
+            each = tuple(TENSOR_PARTS.sub(part, full) for part in parts) or (full,)
             thirds = tuple(len(part) for part in parts) or (1,)
             yield Row(ours.replace("*", kind), each, thirds, shape == "T", shape.count("1"))
 

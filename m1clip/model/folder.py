@@ -115,6 +115,19 @@ class SavedModel:
             weights=fit_positions(self.weights, self.config, config),
         )
 
+    def with_projections(self) -> SavedModel:
+        """The same model with a projection, which begins as the identity, where a side ends without a head."""
+        changes: dict[str, HeadConfig] = {}
+        weights = dict(self.weights)
+        for name in ("image_head", "text_head"):
+            if getattr(self.config, name).kind == "identity":
+                changes[name] = HeadConfig()
+                weights[f"{name}.weight"] = torch.eye(self.config.embed_dim)
+        if not changes:
+            return self
+        config = replace(self.config, **changes)  # type: ignore[arg-type]
+        return replace(self, config=config, weights=weights)
+
 
 def open_device(name: str | torch.device) -> torch.device:
     """The device with this name, or "gpu"; UserError where there is none."""

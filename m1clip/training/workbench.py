@@ -672,8 +672,11 @@ def _from_model(config: Config, saved: SavedModel) -> ModelParts:
             f"use --loss {DEFAULT_LOSS}, or a model trained with {loss}"
         )
     preprocess = saved.preprocess
-    if preprocess.resize == "shortest-floor":
-        preprocess = dataclasses.replace(preprocess, resize=Preprocess(image_size=1).resize)
+    if "-floor" in preprocess.resize:
+        resize: Any = preprocess.resize.replace("-floor", "")
+        preprocess = dataclasses.replace(preprocess, resize=resize)
+    if transfer.recipe == "frozen":
+        saved = saved.with_projections()
     model_init = ModelInit(
         saved.config,
         saved.weights,

@@ -179,6 +179,19 @@ def test_fine_tuning_takes_the_sigmoid_loss_and_saves_a_model_that_can_be_export
     assert np.abs(difference).max() < 1e-5
 
 
+def test_projection_for_the_frozen_recipe_begins_as_the_identity(folder: Path) -> None:
+    saved = read_model(folder)
+    model = m1clip.load(folder, precision="fp32").clip
+    projected = saved.with_projections()
+    assert projected.config.image_head.kind == "projection"
+    assert projected.with_projections() is projected
+    pixels = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            projected.build().encode_image(pixels), model.encode_image(pixels)
+        )
+
+
 def test_bilinear_resizing_is_that_of_pillow(folder: Path) -> None:
     seen = read_model(folder).preprocess
     assert (seen.resize, seen.squashes, seen.bilinear) == ("squash-bilinear", True, True)
