@@ -418,7 +418,7 @@ OTHER_TOOLS = {
         "--out",
     ),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
-    **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),
+    **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs"), "--epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),
     **dict.fromkeys(("time", "duration", "hours"), "--minutes"),
     **dict.fromkeys(
