@@ -219,7 +219,7 @@ def test_options_override_the_file_and_the_recipe(tmp_path: Path) -> None:
     assert (other.model.vision_width, other.model.compile, other.train.epochs) == (None, True, 4.0)
     frozen = make_config({"recipe": "frozen", "weight_decay": 0.2})
     assert (frozen.train.epochs, frozen.optim.optimizer, frozen.optim.wd) == (8, "adamw", 0.2)
-    (tmp_path / "config.json").write_text('{"model": {"image_head": {"kind": "mlp"}}}')
+    (tmp_path / "config.json").write_text('{"model": {"image_head": {"kind": "adapter"}}}')
     tuned = {"recipe": "finetune", "init": str(tmp_path)}
     assert make_config(tuned).optim.layer_decay == 0.8
     assert make_config({**tuned, "init": str(tmp_path / "none")}).optim.lr == 2e-5
