@@ -276,7 +276,7 @@ FIELDS = _by_name(
     LogField(name="text", schema=str),
     LogField(name="where", schema=str),
     LogField(name="role", schema=str),
-    LogField(name="data", schema=str),
+    LogField(name="data", schema=None, schema_by_kind={"adaptation": str, "memory": float}),
     LogField(name="metric", schema=str),
     LogField(name="images", schema=int),
     LogField(name="score_before", schema=float, required_in=("adaptation",)),

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from m1clip.config import make_config
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import open_regular, read_small, write_json
@@ -228,12 +227,7 @@ class TrainPage:
 
 
 def start_options(model: str) -> Sequence[str]:
-    """Options of `m1clip train` to adapt a model to labels: its heads alone, if a run can train these."""
-    options = {"init": model, "recipe": "frozen"}
-    try:
-        make_config(options)
-    except UserError:
-        return ("--init", model)
+    """Options of `m1clip train` to adapt the heads of a model to labels."""
     return ("--init", model, "--recipe", "frozen")
 
 
