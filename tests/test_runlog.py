@@ -99,6 +99,9 @@ def test_schema_of_a_field_may_depend_on_the_kind_of_record() -> None:
     assert is_valid("eval", seconds=0.5)
     assert not is_valid("step", seconds=0.5)
     assert not is_valid("eval", seconds={"data": 0.5})
+    assert is_valid("memory", data=1024)  # bytes
+    assert is_valid("adaptation", data="photos", score_before=0.1, score_after=0.2)
+    assert not is_valid("memory", data="photos")
 
 
 def test_new_entry_in_table_of_fields_is_validated_and_listed_for_curves(

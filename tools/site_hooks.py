@@ -13,7 +13,10 @@ from mkdocs.exceptions import PluginError
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMENT = re.compile(r"^<!-- (?:test|generated)[^\n]*-->\n", re.MULTILINE)
 LINK = re.compile(r"\]\((?P<target>(?:\.\./|results/)[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-SHOWN = ("results/comparison.html",)  # files beside the pages that the site contains
+SHOWN = (
+    "results/comparison.html",
+    "results/report.html",
+)  # files beside the pages that the site contains
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

@@ -318,7 +318,7 @@ def costs(histories: Sequence[History]) -> str:
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
     }
     table = [[name, *(words(history) for history in histories)] for name, words in rows.items()]
-    return html_table(["", *(history.name for history in histories)], table)
+    return html_table(["", *(history.name for history in histories)], table, css="values costs")
 
 
 MACHINE_TABLES: dict[str, Callable[[History], Rows]] = {
