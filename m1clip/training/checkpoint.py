@@ -39,6 +39,9 @@ CHECKPOINT_FORMAT = 1
 STATE = "state.json"
 MANIFEST = "manifest.json"  # sha256 of every other file
 CHECKPOINT_FOLDER = "checkpoints"
+# Writing a large checkpoint can take longer than the steps between two evaluations.
+LARGE = 2**27  # bytes of trained weights
+LARGE_SECONDS = 60.0  # between two large checkpoints, unless --save-every says otherwise
 REQUIRED = {STATE, "weights.safetensors", "optimizer.safetensors"}
 MAX_JSON_BYTES = 2**24
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # of a damaged JSON file
@@ -196,10 +199,16 @@ def _passes(interval: float, step: int) -> bool:
 
 
 class SaveTimer:
-    """When to save: every N steps, epochs or seconds of a clock that excludes sleep, or after each evaluation."""
+    """When to save: every N steps, epochs or seconds of a clock that excludes sleep, or after evaluations.
 
-    def __init__(self, every: int | str | None, steps_per_epoch: int = 1) -> None:
+    After evaluations, a `large` checkpoint is saved only if the last one is a minute old.
+    """
+
+    def __init__(
+        self, every: int | str | None, steps_per_epoch: int = 1, large: bool = False
+    ) -> None:
         self.with_evaluations = every is None
+        self.least_seconds = LARGE_SECONDS if large else 0.0
         interval = save_interval(every or 0, "train.save_every")
         self.seconds = interval.seconds
         # Not rounded: half an epoch of 5 steps is over after 3, 5, 8, ... steps.
@@ -214,10 +223,12 @@ class SaveTimer:
 
     def due(self, step: int, evaluated: bool) -> bool:
         """Whether a checkpoint is due; stays true until `reset`, because skipped steps delay it."""
-        elapsed = bool(self.seconds) and time.monotonic() - self._last >= self.seconds
+        seconds = time.monotonic() - self._last
+        elapsed = bool(self.seconds) and seconds >= self.seconds
         at_step = bool(self.steps and step) and _passes(self.steps, step)
         at_evaluation = self.with_evaluations and evaluated and step > 0
-        self._due = self._due or elapsed or at_step or at_evaluation
+        long_ago = seconds >= self.least_seconds
+        self._due = self._due or elapsed or at_step or (at_evaluation and long_ago)
         return self._due
 
 
@@ -280,6 +291,12 @@ def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
             f"{path}: could not be saved: {reason} (step {step:,}); earlier checkpoints are intact: free some space, "
             f"then continue with m1clip train --resume {log.path.parent}"
         ) from None
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a checkpoint of this model takes seconds to write."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in trained) > LARGE
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from m1clip import console
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import SaveTimer, TrainState
+from m1clip.training.checkpoint import SaveTimer, TrainState, is_large
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import Pacer, StepPlan
 from m1clip.training.logger import StepLogger
@@ -52,7 +52,9 @@ class RunContext:
         self.step_log = StepLogger(self.inputs.device.kind)
         self.measurements = StepMeasurements(MemoryProbe(self.inputs, self.train_step))
         self.save_timer = SaveTimer(
-            self.config.train.save_every, self.inputs.training.plan.steps_per_epoch
+            self.config.train.save_every,
+            self.inputs.training.plan.steps_per_epoch,
+            large=is_large(self.train_step.model),
         )
         self.training_began = time.perf_counter() - self.state.seconds
 

@@ -265,6 +265,44 @@ def test_saves_by_steps_or_after_evaluations(every: int | None, expected: list[i
     assert due == expected
 
 
+def test_large_checkpoint_after_an_evaluation_waits_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take longer to write than the steps between two evaluations; --save-every is not changed."""
+    monkeypatch.setattr(checkpoint, "LARGE", 8)  # bytes; the fake model has more
+    now = [100.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    run = context(tmp_path, None, TrainState(step=7))
+    saved = []
+    for step in range(1, 10):
+        now[0] += 25
+        if run.save_timer.due(step, evaluated=step % 2 == 0):
+            saved.append(step)
+            checkpoint.write_checkpoint(run)
+    assert saved == [4, 8], "100 s and 100 s; never between evaluations"
+    assert context(tmp_path, 5, TrainState()).save_timer.due(5, evaluated=False)
+
+
+def test_size_is_that_of_the_trained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)  # 24 bytes
+    monkeypatch.setattr(checkpoint, "LARGE", 23)
+    assert checkpoint.is_large(model)
+    model.weight.requires_grad_(False)
+    assert not checkpoint.is_large(model)
+
+
+def test_short_run_of_a_large_model_saves_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint at its evaluations, a run ends with the same weights and its best model."""
+    monkeypatch.setattr(checkpoint, "LARGE", 0)
+    monkeypatch.setattr(checkpoint, "LARGE_SECONDS", 1e6)
+    run_small(tmp_path / "run", {"train.eval_every": 5})
+    assert saved_steps(tmp_path / "run") == [10]
+    assert_same_bits(tensors_of(tmp_path / "run", 10), tensors_of(finished_run(), 10))
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("every", "expected"),
     [
