@@ -1,4 +1,4 @@
-"""The tables of docs/export.md: every target for every model, with parity, recall, size and speed.
+"""The tables of docs/lab-export.md: every target for every model, with parity, recall, size and speed.
 
     python benchmarks/export.py tiny=runs/demo frozen=runs/frozen ViT-B-32=runs/vit --out exports
     python benchmarks/export.py tiny= frozen= ViT-B-32= --out exports      # print what is stored

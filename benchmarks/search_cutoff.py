@@ -259,7 +259,7 @@ def main() -> None:
         rate = "correct answers" if name == "words" else "F1"
         cuts = {rule: val.of_rule(rule).best_cut(score, rate) for rule, score in fitted.items()}
         if name == "words":
-            # As they are in the package: they were chosen on the frozen model of docs/search.md.
+            # As they are in the package: they were chosen on the frozen model of docs/lab-search.md.
             fitted["in use"] = probabilities(val.zscore)
             tested["in use"] = probabilities(test.zscore)
             cuts["in use"] = CUTOFF

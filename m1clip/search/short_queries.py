@@ -2,7 +2,7 @@
 
 The vector of "dog" is replaced by the mean of those of "dog" and "a dog", less half of what everyday words
 have in common: an image that is similar to every word is not a better result for this one.
-docs/search.md has the measurement.
+docs/lab-search.md has the measurement.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How to adapt a trained model: heads only, LoRA, the last blocks or all, by images, time and memory.
 
-`choose_tuning` is a pure rule. Its numbers come from the study of docs/finetune.md, on small models.
+`choose_tuning` is a pure rule. Its numbers come from the study of docs/how-many-images.md, on small models.
 """
 
 from __future__ import annotations
