@@ -61,6 +61,10 @@ SMOKE = {
         "--images 40 --rounds 1 --batch-size 8 --workers 2",
         {"images_per_second", "batches", "rows"},
     ),
+    "probes": (
+        "--rounds 1 --steps 2 --eval-every 2",
+        {"rounds", "seconds_by_analysis", "fraction"},
+    ),
     "scale_arithmetic": ("--simulate 1e6", {"table", "order"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
     "speedrun": (
@@ -100,7 +104,7 @@ def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
     table = script("results_table").render(tmp_path)
-    assert name in ("cuda_step", "speedrun", "scale_arithmetic") or out.name in table
+    assert name in ("cuda_step", "probes", "speedrun", "scale_arithmetic") or out.name in table
 
 
 def test_baseline_has_the_size_of_m1clips_model() -> None:
