@@ -73,7 +73,7 @@ test-long: $(DEV)
 NODE := $(VENV)/node
 test-export: $(DEV)
 	@mkdir -p $(NODE)
-	@npm install --prefix $(NODE) --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4 onnxruntime-web || echo "not installed: transformers.js (npm)"
+	@npm install --prefix $(NODE) --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4 @huggingface/tokenizers onnxruntime-web || echo "not installed: transformers.js (npm)"
 	@$(PIP) playwright || echo "not installed: Playwright"
 	@$(PIP) -e '.[coreml]' || echo "not installed: coremltools"
 	@$(PYTHON) -m venv $(VENV)/sentence-transformers && $(VENV)/sentence-transformers/bin/pip install --quiet -c constraints.txt sentence-transformers onnxruntime pillow || echo "not installed: sentence-transformers"
