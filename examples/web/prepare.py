@@ -39,20 +39,20 @@ COMPRESSED = (".html", ".js", ".mjs", ".json", ".wasm", ".onnx", ".f16")
 
 def write_images(index: Index, site: Path) -> int:
     """vectors.f16, one row per image in the order of images.json, and thumbnails; returns their number."""
-    paths = [result.path for result in index.newest(k=len(index))]
-    photos = index.photos_named(paths)
-    rows = [index.vectors[photos[path].row] for path in paths]
-    np.stack(rows).astype("<f2").tofile(site / "vectors.f16")
+    photos = index.photos_at(range(len(index.vectors)))  # one file of each content
+    np.stack([index.vectors[photo.row] for photo in photos]).astype("<f2").tofile(
+        site / "vectors.f16"
+    )
     (site / "thumbnails").mkdir(exist_ok=True)
     entries = []
-    for path in paths:
-        name = f"thumbnails/{photos[path].sha256.hex()[:32]}.jpg"
+    for photo in photos:
+        name = f"thumbnails/{photo.sha256.hex()[:32]}.jpg"
         if not (site / name).exists():
-            with Image.open(index.root / path) as image:
+            with Image.open(index.root / photo.path) as image:
                 small = ImageOps.exif_transpose(image).convert("RGB")
                 small.thumbnail((THUMBNAIL, THUMBNAIL))
                 small.save(site / name, quality=80)
-        entries.append({"name": path, "thumbnail": name})
+        entries.append({"name": photo.path, "thumbnail": name})
     text = json.dumps({"dim": index.dim, "images": entries})
     (site / "images.json").write_text(text, encoding="utf-8")
     return len(entries)
