@@ -1,16 +1,18 @@
-"""34: the short training loop, the notebook, and the page that explains a run."""
+"""34: the short training loop, the notebooks, and the page that explains a run."""
 
-import io
 import json
 import os
+import re
 import runpy
-from contextlib import redirect_stdout
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import notebooks  # noqa: E402
 
 
 def test_loss_of_the_short_loop_falls() -> None:
@@ -23,21 +25,40 @@ def test_loss_of_the_short_loop_falls() -> None:
     assert len(path.read_text().splitlines()) < 100
 
 
-def test_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    notebook = json.loads((ROOT / "docs" / "notebooks" / "what-is-clip.ipynb").read_text())
-    names: dict[str, Any] = {"__name__": "notebook"}
-    output = io.StringIO()
-    with redirect_stdout(output):
-        for cell in notebook["cells"]:
-            if cell["cell_type"] == "code":
-                assert not cell["outputs"], "clear the outputs before you save"
-                exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    assert names["losses"][-1] < 0.8 * names["losses"][0]
-    assert names["after"].diagonal().mean() > names["before"].diagonal().mean()
-    assert names["accuracy"] > 2 / 32
-    assert "accuracy within the batch" in output.getvalue()
+@pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda path: path.stem)
+def test_notebook_runs_and_prints_what_is_written_in_it(path: Path, tmp_path: Path) -> None:
+    """With the small settings, without cells tagged slow; `python tools/notebooks.py --check` runs all."""
+    notebook = notebooks.read(path)
+    if missing := notebooks.missing_extras(notebook):
+        pytest.skip(f"needs {', '.join(missing)}")
+    outputs, names = notebooks.run(notebook, tmp_path, quick=True)
+    stored = notebooks.stored_outputs(notebook)
+    assert notebooks.structure(outputs) == notebooks.structure(stored)
+    if path.stem == "what-is-clip":
+        assert names["losses"][-1] < 0.8 * names["losses"][0]
+        assert names["after"].diagonal().mean() > names["before"].diagonal().mean()
+        assert names["accuracy"] > 2 / 32
+
+
+@pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda path: path.stem)
+def test_outputs_of_notebook_have_no_folder_of_a_machine(path: Path) -> None:
+    notebook = notebooks.read(path)
+    stored = notebooks.stored_outputs(notebook)
+    assert any(stored), "run python tools/notebooks.py"
+    assert not re.search(r"(/home/|/work/|/tmp/|/Users/|/root/)", json.dumps(notebook))
+    assert "Traceback" not in json.dumps(stored)
+
+
+def test_changed_output_of_a_notebook_is_noticed(tmp_path: Path) -> None:
+    """A line more, or an image less, is another structure."""
+    cell = {"cell_type": "code", "metadata": {}, "outputs": []}
+    one = {"cells": [{**cell, "source": ["print('a')\n", "print('b')"]}], "metadata": {}}
+    two = {"cells": [{**cell, "source": ["print('a')"]}], "metadata": {}}
+    of_one, _ = notebooks.run(one, tmp_path)
+    of_two, _ = notebooks.run(two, tmp_path)
+    assert notebooks.structure(of_one) == [[("stream", 2)]]
+    assert notebooks.structure(of_two) == [[("stream", 1)]]
+    assert notebooks.stored_outputs(json.loads(notebooks.with_outputs(one, of_one))) == of_one
 
 
 def test_page_explains_the_terms_of_a_run() -> None:
