@@ -8,7 +8,7 @@ import Foundation
 struct Settings: Decodable {
     struct ImageRule: Decodable {
         let image_size: Int
-        let resize: String  // squash: stretched to a square; shortest, shortest-floor: middle cropped
+        let resize: String  // squash...: stretched to a square; shortest...: middle cropped; ...-bilinear
     }
     let image: ImageRule  // the package itself normalizes: pixels stay between 0 and 255
     let context_length: Int
@@ -59,7 +59,7 @@ final class ClipModel {
 
     /// Where the complete image is drawn so that the square shows what the model was trained on.
     static func placement(width: Int, height: Int, side: Int, resize: String) -> CGRect {
-        if resize == "squash" { return CGRect(x: 0, y: 0, width: side, height: side) }
+        if resize.hasPrefix("squash") { return CGRect(x: 0, y: 0, width: side, height: side) }
         let shorter = min(width, height)
         let wide = width == shorter ? side : side * width / shorter
         let high = height == shorter ? side : side * height / shorter
@@ -81,7 +81,7 @@ final class ClipModel {
                 bitmapInfo: CGImageAlphaInfo.noneSkipFirst.rawValue
                     | CGBitmapInfo.byteOrder32Little.rawValue)
         else { throw ClipError.damaged("no bitmap for an image") }
-        context.interpolationQuality = .high
+        context.interpolationQuality = settings.image.resize.hasSuffix("bilinear") ? .medium : .high
         let place = ClipModel.placement(
             width: image.width, height: image.height, side: side, resize: settings.image.resize)
         context.draw(image, in: place)

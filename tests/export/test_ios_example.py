@@ -76,9 +76,12 @@ def test_settings_and_packages_have_the_names_of_the_export() -> None:
 
 def test_every_resize_rule_is_known_to_the_code() -> None:
     rules = set(get_args(get_type_hints(Preprocess)["resize"]))
-    assert rules == {"squash", "shortest", "shortest-floor"}
-    assert all(rule in MODEL for rule in rules)
-    assert 'resize == "squash"' in MODEL
+    beginnings = {rule.split("-")[0] for rule in rules}
+    endings = {rule.split("-")[1] for rule in rules if "-" in rule}
+    assert beginnings == {"squash", "shortest"}
+    assert endings <= {"floor", "bilinear"}
+    assert 'resize.hasPrefix("squash")' in MODEL
+    assert 'resize.hasSuffix("bilinear")' in MODEL
 
 
 def test_readme_says_that_it_was_not_compiled() -> None:
