@@ -294,10 +294,15 @@ class CLIPConfig(_Part):
             if not isinstance(part, dict):
                 raise UserError(f"model: {name} must be an object")
             made = next((each for each in kinds[:-1] if part.get("kind") == each.kind), kinds[-1])
-            parts[name] = made(**validated(made, part, f"model: {name}"))
+            absent = {key: value for key, value in _LATER_FIELDS.items() if hasattr(made, key)}
+            if made is PretrainedTextConfig:
+                absent["eot_id"] = None
+            parts[name] = made(**validated(made, {**absent, **part}, f"model: {name}"))
         return cls(**validated(cls, {**values, **parts}, "model"))
 
 
+# What the config.json of an older model may lack, and what it means there: the model `general` is one.
+_LATER_FIELDS = {"norm_eps": 1e-5, "fill_id": 0}
 _PART_TYPES: dict[str, tuple[Any, ...]] = {
     "image_tower": (VisionTowerConfig, PretrainedImageConfig),
     "text_tower": (TextTowerConfig, PretrainedTextConfig),

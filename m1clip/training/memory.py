@@ -85,7 +85,8 @@ def random_batch(
         fields["text_features"] = torch.randn(captions, frozen[1])
     else:
         tokens = torch.randint(1, shape.vocab_size, (captions, text_tokens))
-        tokens[:, -1] = getattr(shape.text_tower, "eot_id", 1)
+        eot_id = shape.text_tower.eot_id
+        tokens[:, -1] = 1 if eot_id is None else eot_id
         fields["tokens"] = tokens
     image_index = rows.repeat_interleave(captions_per_image)
     return Batch(

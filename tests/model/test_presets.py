@@ -1,5 +1,7 @@
 """Presets: parameter counts (the standard ones equal open_clip 3.3.0's), overrides and validation."""
 
+import json
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -100,3 +102,21 @@ def test_impossible_sizes_of_pretrained_towers_and_heads_are_user_errors() -> No
     for kind, hidden in (("adapter", 0), ("projection", -1)):
         with pytest.raises(UserError, match="hidden must be at least"):
             HeadConfig(kind=kind, hidden=hidden)  # type: ignore[arg-type]
+
+
+def test_config_of_every_model_in_the_package_is_read() -> None:
+    """Their files are older than some fields, and no test with towers runs everywhere."""
+    paths = list((resources.files("m1clip") / "models").iterdir())
+    shipped = [path / "config.json" for path in paths if (path / "config.json").is_file()]
+    assert shipped
+    for path in shipped:
+        CLIPConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["model"])
+
+
+def test_config_of_an_older_model_lacks_later_fields_and_no_others() -> None:
+    values = preset("tiny").to_dict()
+    del values["image_tower"]["norm_eps"], values["text_tower"]["fill_id"]
+    assert CLIPConfig.from_dict(values) == preset("tiny")
+    del values["text_tower"]["eot_id"]
+    with pytest.raises(UserError, match="eot_id"):
+        CLIPConfig.from_dict(values)

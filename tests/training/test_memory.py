@@ -13,7 +13,7 @@ from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device
 from m1clip.hardware.machine_info import read_machine_info
 from m1clip.model.clip import build_clip
-from m1clip.model.presets import clip_config, with_fields
+from m1clip.model.presets import PretrainedTextConfig, clip_config, with_fields
 from m1clip.training import memory as memory_module
 from m1clip.training.compose import compose_step
 from m1clip.training.memory import MemoryEstimate, PeakMemory, power_of_two, random_batch
@@ -116,3 +116,12 @@ def test_accelerator_stores_logits_and_mlp_activations() -> None:
 
 def test_powers_of_two() -> None:
     assert [power_of_two(n) for n in (0, 1, 2, 3, 64, 100)] == [0, 1, 2, 2, 64, 64]
+
+
+def test_random_batch_ends_the_captions_of_a_pretrained_tower() -> None:
+    """Such a tower names no EOT token."""
+    shape = dataclasses.replace(SHAPE, text_tower=PretrainedTextConfig())
+    tokens = random_batch(shape, 3, 7).tokens
+    assert tokens is not None
+    assert tokens[:, -1].tolist() == [1, 1, 1]
+    assert random_batch(SHAPE, 3, 7).tokens[:, -1].tolist() == [SHAPE.text_tower.eot_id] * 3
