@@ -294,7 +294,8 @@ class CLIPConfig(_Part):
             if not isinstance(part, dict):
                 raise UserError(f"model: {name} must be an object")
             made = next((each for each in kinds[:-1] if part.get("kind") == each.kind), kinds[-1])
-            absent = {key: value for key, value in _LATER_FIELDS.items() if hasattr(made, key)}
+            later = _LATER_FIELDS.items()
+            absent: dict[str, Any] = {key: value for key, value in later if hasattr(made, key)}
             if made is PretrainedTextConfig:
                 absent["eot_id"] = None
             parts[name] = made(**validated(made, {**absent, **part}, f"model: {name}"))
