@@ -46,7 +46,10 @@ def clean_caption(text: str) -> str:
         raise UserError(
             "the caption contains half of a character (a lone surrogate); type it again"
         )
-    spaced = "".join(" " if unicodedata.category(char) == "Cc" else char for char in text)
+    # A replacement character stands for lost text; `read_captions` rejects a table with one.
+    spaced = "".join(
+        " " if unicodedata.category(char) == "Cc" or char == "\ufffd" else char for char in text
+    )
     caption = " ".join(spaced.split())
     if len(caption) > MAX_CAPTION_CHARACTERS:
         raise UserError(
@@ -79,6 +82,8 @@ def read_captions(path: Path) -> CaptionFile:
         )
     if not path.exists():
         return CaptionFile(path, list(COLUMNS), [], ",")
+    if not path.is_file():
+        raise user_error(f"{path}: is not a regular file; rename it to start a table")
     if path.stat().st_size > MAX_TABLE:
         raise user_error(f"{path}: larger than {MAX_TABLE >> 20} MiB; rename it to start another")
     tables.check_is_text(path)

@@ -50,6 +50,7 @@ CHUNK_BYTES = 2**20
 MAX_LISTING_BYTES = 2**26  # the list of files of a repository
 SPARE_BYTES = 50 * 10**6  # left free on the disk
 MAX_FILES = 100_000
+MAX_LISTED_SIZE = 2**50
 PARTIAL_CONTENT, RANGE_NOT_SATISFIABLE = 206, 416
 # Answers of a server that is busy, which another attempt may change.
 TEMPORARY_STATUS = (408, 429, 500, 502, 503, 504)
@@ -152,6 +153,9 @@ def find_checked(repository: str) -> Path | None:
     is_good = True
     for name in model_files({path.name for path in folder.iterdir()}):
         path = folder / name
+        if not path.is_file():  # a link to a file that is gone
+            is_good = False
+            continue
         blob = path.resolve()
         file = HubFile(name, blob.stat().st_size, blob.name)
         # On systems without links the files have no hash to compare with.
@@ -309,7 +313,8 @@ def _connection_errors(repository: str, endpoint: str) -> Iterator[None]:
         raise UserError("HF_HUB_OFFLINE is set, so nothing is downloaded: unset it") from None
     except _TemporaryError as error:
         raise UserError(f"{repository}: {error}; run again later to continue") from None
-    except errors.HTTPError as error:  # of httpx
+    except (errors.HTTPError, _address_error(), UnicodeError) as error:
+        # The last for a host name or a token with characters that cannot be sent.
         reason = one_line(first_line(error))
         raise UserError(
             f"{repository}: cannot reach {endpoint} ({reason}); check the connection (HTTPS_PROXY for a proxy, "
@@ -322,7 +327,8 @@ def _read_listing(repository: str, endpoint: str) -> dict[str, Any]:
     body = bytearray()
     with _open(f"{endpoint}/api/models/{repository}?blobs=true", _headers()) as response:
         _check_status(response, repository, endpoint)
-        for chunk in response.iter_bytes():
+        # Raw: no compression was asked for, and a small answer may unpack to any size.
+        for chunk in response.iter_raw():
             body += chunk
             if len(body) > MAX_LISTING_BYTES:
                 raise UserError(f"{repository}: its list of files is too long")
@@ -341,7 +347,7 @@ def _hub_file(entry: dict[str, Any], repository: str) -> HubFile:
     digest = lfs.get("sha256") if isinstance(lfs, dict) else entry.get("blobId")
     pattern = SHA256 if isinstance(lfs, dict) else GIT_HASH
     is_valid = isinstance(digest, str) and pattern.fullmatch(digest)
-    if not is_valid or not isinstance(count, int) or count < 0:
+    if not is_valid or not isinstance(count, int) or not 0 <= count <= MAX_LISTED_SIZE:
         raise UserError(
             f"{repository}: the Hub lists no size and hash of {one_line(entry['rfilename'][:80])}, so it cannot be "
             "checked"
@@ -452,7 +458,7 @@ def _receive(plan: DownloadPlan, transfer: _Transfer) -> None:
         _check_status(response, plan.repository, plan.endpoint)
         if response.status_code != PARTIAL_CONTENT:  # the server does not continue files
             transfer.restart()
-        for chunk in response.iter_bytes(CHUNK_BYTES):
+        for chunk in response.iter_raw(CHUNK_BYTES):
             # A longer file is not the right one; what is there then has the wrong hash.
             transfer.append(chunk[: file.bytes - transfer.done])
             if transfer.done == file.bytes:
@@ -461,6 +467,13 @@ def _receive(plan: DownloadPlan, transfer: _Transfer) -> None:
 
 def _transport_error() -> type[Exception]:
     error: type[Exception] = require("huggingface_hub.errors", "m1clip download", "hub").HTTPError
+    return error
+
+
+def _address_error() -> type[Exception]:
+    """What the library below huggingface_hub (httpx, or httpx2) raises for a malformed address."""
+    library = _transport_error().__module__.partition(".")[0]
+    error: type[Exception] = require(library, "m1clip download", "hub").InvalidURL
     return error
 
 

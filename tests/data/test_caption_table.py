@@ -97,6 +97,8 @@ def test_what_is_not_a_table_is_an_error_and_stays(
     link.symlink_to(path)
     with pytest.raises(UserError, match="symbolic link"):
         read_captions(link)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_captions(tmp_path)
 
 
 def test_bad_captions_are_explained() -> None:
@@ -106,6 +108,7 @@ def test_bad_captions_are_explained() -> None:
     with pytest.raises(UserError, match="lone surrogate"):
         clean_caption("a \ud83d dog")
     assert clean_caption("a 🐕") == "a 🐕"
+    assert clean_caption("caf\ufffd au lait") == "caf au lait", "no table may contain U+FFFD"
 
 
 def test_full_disk_keeps_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

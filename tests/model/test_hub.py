@@ -1,7 +1,9 @@
 """Downloads from the Hugging Face Hub, from a local server that speaks its protocol."""
 
+import gzip
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -200,6 +202,13 @@ def test_damaged_file_in_the_cache_is_downloaded_again(fake_hub: FakeHub) -> Non
     assert len(fake_hub.large_requests()) == 2
 
 
+def test_file_that_was_deleted_from_the_cache_is_downloaded_again(fake_hub: FakeHub) -> None:
+    folder = download("someone/model")
+    (folder / "tokenizer.json").resolve().unlink()
+    assert download("someone/model") == folder
+    assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
+
+
 def test_update_fetches_only_what_has_changed(fake_hub: FakeHub) -> None:
     first = download("someone/model")
     fake_hub.repositories["someone/model"].files["config.json"] = b'{"format": 1, "new": 1}'
@@ -276,6 +285,11 @@ def test_offline_mode_and_addresses_that_nobody_answers(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port of "discard"
     error = one_line(capsys, "download", "some/other", "--yes")
     assert "cannot reach http://127.0.0.1:9" in error
+    for address in ("http://hub:port", f"http://{'a' * 64}.org"):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert "cannot reach" in one_line(capsys, "download", "some/other", "--yes")
+    monkeypatch.setenv("HF_TOKEN", "hf_ü")
+    assert "can't encode" in one_line(capsys, "download", "some/other", "--yes")
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
     assert "begins with https://" in one_line(capsys, "download", "some/other", "--yes")
 
@@ -330,6 +344,16 @@ def test_download_shows_the_size_and_asks(
         b'{"sha": "' + b"0" * 40 + b'", "siblings": 7}',
         b'{"sha": "' + b"0" * 40 + b'", "siblings": [{"rfilename": "config.json", "size": 3, '
         b'"blobId": "../../../x"}, {"rfilename": "model.safetensors", "size": 3, "blobId": 5}]}',
+        # Too large for a float.
+        json.dumps(
+            {
+                "sha": "0" * 40,
+                "siblings": [
+                    {"rfilename": name, "size": 10**4000, "blobId": "0" * 40}
+                    for name in ("config.json", "model.safetensors")
+                ],
+            }
+        ).encode(),
     ],
 )
 def test_answer_that_is_not_of_the_hub_is_one_line_and_writes_nothing(
@@ -344,6 +368,18 @@ def test_answer_that_is_not_of_the_hub_is_one_line_and_writes_nothing(
     monkeypatch.setattr(Handler, "send_listing", lambda handler, name: handler.send(200, listing))
     one_line(capsys, "download", "someone/model", "--yes")
     assert not (tmp_path / "cache").exists()
+
+
+def test_compressed_answer_is_not_unpacked(
+    fake_hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fake_hub import Handler
+
+    bomb = gzip.compress(gzip.compress(b" " * 10**6))
+    headers = {"Content-Encoding": "gzip, gzip"}
+    monkeypatch.setattr(Handler, "send_listing", lambda self, name: self.send(200, bomb, headers))
+    monkeypatch.setattr(hub, "MAX_LISTING_BYTES", 10**5)
+    assert "no JSON" in one_line(capsys, "download", "someone/model", "--yes")
 
 
 # Names
