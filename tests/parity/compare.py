@@ -106,6 +106,7 @@ SIGLIP_MODELS = {
 SIGLIP_FIXTURES = (("hf-siglip", "tiny-siglip"), ("openclip-siglip", "tiny-siglip2"))
 TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json")
 CONFIG_FILES = {"hf-siglip": "config.json", "openclip-siglip": "open_clip_config.json"}
+ADAPTERS = "adapters"  # models that the libraries build
 TOLERANCE = 1e-5
 COMPARED = ("pixels", "image", "text", "scale")
 Outputs = dict[str, np.ndarray]
@@ -335,11 +336,21 @@ def adapter_rows(python: str) -> list[dict[str, Any]]:
         return found
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows; those of models that were not compared this time stay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
+    compared = {row["model"] for row in rows}
+    kept = [row for row in before if row["model"] not in compared]
+    path.write_text(json.dumps({"tolerance": TOLERANCE, "rows": kept + rows}, indent=2) + "\n")
+
+
 def main() -> None:
     """Print the table; exit code 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", help="a Python that has open_clip, torchvision and transformers")
     every = [name for name in (*MODELS, *SIGLIP_MODELS) if not name.startswith("tiny")]
+    every.append(ADAPTERS)
     parser.add_argument("--models", nargs="+", default=every)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", type=Path)
@@ -352,7 +363,7 @@ def main() -> None:
         f"{'model':30} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9} {'scale':>9}"
     )
     for name in asked.models:
-        for kind in ("openclip", "hf"):
+        for kind in ("openclip", "hf") if name != ADAPTERS else ():
             with tempfile.TemporaryDirectory() as folder:
                 if name in SIGLIP_MODELS:
                     found = check_siglip(asked.peers, name, f"{kind}-siglip", Path(folder))
@@ -362,11 +373,10 @@ def main() -> None:
                 numbers = " ".join(f"{row[key]:9.1e}" for key in COMPARED)
                 print(f"{name:30} {row['direction']:24} {row['ids']:4.0f} {numbers}", flush=True)
             rows += found
-    if asked.models == every:
+    if ADAPTERS in asked.models:
         rows += adapter_rows(asked.peers)
     if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"tolerance": TOLERANCE, "rows": rows}, indent=2) + "\n")
+        write_rows(asked.json, rows)
     worst = max(
         max(row["ids"], *(row[key] / TOLERANCE for key in (*COMPARED, "bias") if key in row))
         for row in rows
