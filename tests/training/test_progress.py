@@ -48,6 +48,8 @@ class Waiting:
 class Ref:
     """An image; number 64, the first of the second chunk, waits."""
 
+    in_processes = False  # it waits for this process
+
     def __init__(self, number: int, wait: Callable[[], None]) -> None:
         self.number, self.wait = number, wait
 

@@ -155,7 +155,7 @@ def checker(state: TrainState | None = None) -> tuple[RunContext, Log]:
     encoder = SimpleNamespace(model=None, nonfinite_rows=lambda batch: [0])
     inputs.complete_model = lambda step: encoder.model
     parts = SimpleNamespace(update=SimpleNamespace(skip="device", scaler=None), encoder=encoder)
-    step = SimpleNamespace(parts=parts)
+    step = SimpleNamespace(parts=parts, model=torch.nn.Linear(1, 1))
     log: Any = Log()
     return RunContext(inputs, step, Path(), log, state=state or TrainState()), log  # type: ignore[arg-type]
 
