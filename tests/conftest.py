@@ -35,16 +35,9 @@ if "M1CLIP_TEST_CACHE" not in os.environ:
         "XDG_DATA_HOME": f"{folder}/data",
     }
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # A kept choice, as if this machine had measured it: numbers would differ between machines otherwise.
-    facts = read_machine_info()
-    choices.keep(
-        choices.folder() / f"matmul-cpu-{facts.torch}.json",
-        "matmuls in the tests",
-        "fp32",
-        {"cpu": facts.cpu, "precision": "fp32"},
-    )
 
 LONG_TESTS: list[dict[str, Any]] = []
+FACTS = read_machine_info()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +75,7 @@ def counts(request: pytest.FixtureRequest) -> dict[str, float]:
 def _clean_process() -> Iterator[None]:
     """One thread again, since OpenMP hangs in a forked child; end what a failed test has left running."""
     torch.set_num_threads(1)
+    _keep_precision()
     logger = logging.getLogger("m1clip")
     before = (list(logger.handlers), logger.level, logger.propagate)
     yield
@@ -89,6 +83,13 @@ def _clean_process() -> Iterator[None]:
     logger.setLevel(level)  # also clears the cache of enabled levels
     while Command.started:
         Command.started.pop().send_signal(signal.SIGKILL, group=True)
+
+
+def _keep_precision() -> None:
+    """A kept choice, as if this machine had measured it: numbers would differ between machines otherwise."""
+    path = choices.folder() / f"matmul-cpu-{FACTS.torch}.json"
+    if not path.exists():
+        choices.keep(path, "matmuls in the tests", "fp32", {"cpu": FACTS.cpu, "precision": "fp32"})
 
 
 @pytest.fixture(autouse=True, scope="session")
