@@ -248,7 +248,7 @@ class TrainConfig(Section):
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
     save_every: Annotated[int | str | None, Parameter(group=COMMON)] = None
-    "Save every N steps, 30s, 10m, 1h, or 2ep (epochs). Default: at each evaluation; above 134 MB, once a minute at most."
+    "Save every N steps, 30s, 10m, 1h, or 2ep (epochs). Default: at each evaluation; above 134 MB, once a minute."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
     plan: Annotated[tuple[tuple[int, int], ...], Parameter(parse=False)] = ()
