@@ -141,8 +141,8 @@ def read_or_replace(
     """
     pixels, failed = images.try_read(members)
     chosen, failures = members.copy(), list[Failure]()
-    for place, failure in failed.items():
-        again = {0: failure}
+    for place in sorted(failed):  # worker processes report them in any order
+        again = {0: failed[place]}
         for tries in range(REPLACEMENT_TRIES):
             failures.append(again[0])
             sample = np.array([int(members[place]) + tries * len(images)])
