@@ -4,10 +4,11 @@
     python benchmarks/adapt.py DATA --towers --device cuda --json docs/results/adapt_towers.json
     python benchmarks/adapt.py --show docs/results/adapt_heads.json
 
-DATA has captions with train, val and test splits. Images with a dog (a word in at least three captions, `--word`) are
-the new domain; all others are the general set, on which the model to start from is trained. `--heads` starts from
-`--recipe frozen` on the pretrained towers, `--towers` from `tiny` with random weights, 64 px, which is a small model:
-it shows which recipe gains and forgets, not how good a large CLIP gets. Scores are on the test images of both.
+DATA has captions with train, val and test splits. Images with a dog (a word in at least three
+captions, `--word`) are the new domain; all others are the general set, on which the model to start
+from is trained. `--heads` starts from `--recipe frozen` on the pretrained towers, `--towers` from
+`tiny` with random weights, 64 px, which is a small model: it shows which recipe gains and forgets,
+not how good a large CLIP gets. Scores are on the test images of both.
 """
 
 from __future__ import annotations
@@ -202,7 +203,10 @@ def one_run(
 
 
 def show(result: dict[str, Any]) -> str:
-    """Mean recall on the new domain and on the general set, before and after; mean and range of the seeds."""
+    """Mean recall on the new domain and on the general set, before and after.
+
+    Mean and range of the seeds.
+    """
     rows = []
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for run in result["runs"]:

@@ -2,8 +2,8 @@
 
     python benchmarks/batch_default.py --device cuda --json docs/results/batch_default.json
 
-Synthetic images, whose recall means something. Each setting trains about as long as the others: its number of steps
-is its measured speed times --seconds. The validation split is used.
+Synthetic images, whose recall means something. Each setting trains about as long as the others: its
+number of steps is its measured speed times --seconds. The validation split is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ METRICS = ("text_to_image/recall@1", "image_to_text/recall@1")
 def train(
     options: argparse.Namespace, folder: Path, batch: int, factor: float, steps: int
 ) -> dict[str, Any]:
-    """A run of `m1clip train` with synthetic images; its seconds of training and recall on validation."""
+    """A run of `m1clip train` with synthetic images.
+
+    Its seconds of training and recall on validation.
+    """
     out = folder / f"{batch}-{factor:g}-{steps}"
     words = ["synthetic", "--synthetic-images", options.images, "--model", options.model]
     words += ["--device", options.device, "--steps", steps, "--eval-every", 0, "--out", out]

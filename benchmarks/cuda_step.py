@@ -5,11 +5,11 @@
     python benchmarks/cuda_step.py --packages DIR                         # open_clip is in DIR
     python benchmarks/cuda_step.py --device cpu --quick                   # smoke test
 
-Each model has its own process and time limit; what does not fit is listed as skipped. A step is forward, loss,
-backward, clipping (ours), AdamW (fused, except in open_clip's compiled step); inputs are normalized floats on the
-device, for both sides. The GEMM fraction is the usual operation count (`flops_per_pair`) per second over the measured
-rate of a large bf16 product; m1clip skips work in the last block that the count includes. "plain" is without our own
-kernels.
+Each model has its own process and time limit; what does not fit is listed as skipped. A step is
+forward, loss, backward, clipping (ours), AdamW (fused, except in open_clip's compiled step); inputs
+are normalized floats on the device, for both sides. The GEMM fraction is the usual operation count
+(`flops_per_pair`) per second over the measured rate of a large bf16 product; m1clip skips work in
+the last block that the count includes. "plain" is without our own kernels.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class Job:
         return torch.compile(function, dynamic=False, backend=self.backend)
 
     def inputs(self) -> list[tuple[Tensor, Tensor]]:
-        """Images and captions on the device; the EOT token is the largest id, as open_clip expects."""
+        """Images and captions on the device.
+
+        The EOT token is the largest id, as open_clip expects.
+        """
         draw = torch.Generator().manual_seed(0)
         size, end = self.shape.image_size, self.shape.vocab_size - 1
         made = []
@@ -151,8 +154,8 @@ def captured(step: Step, model: nn.Module) -> Step:
 def open_clip_step(job: Job, words: list[str]) -> Step:
     """open_clip (4.2) as its trainer runs it with --precision amp_bf16, but AdamW is fused where it is not compiled.
 
-    Compiled is --torchcompile-strategy step: forward, loss, backward and optimizer in one compiled function, with the
-    learning rate as a tensor.
+    Compiled is --torchcompile-strategy step: forward, loss, backward and optimizer in one compiled
+    function, with the learning rate as a tensor.
     """
     sys.path.append(str(Path(__file__).parent / "peers"))
     try:
@@ -335,7 +338,10 @@ def show(model: str, line: dict[str, Any]) -> None:
         f"{t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
     )
     rest = f"{line['images_per_second']:9,.0f} images/s {line['gemm_fraction']:5.0%} of GEMM"
-    peak = f"{line['peak_bytes'] / 1e9:6.1f} GB, ready after {line['ready_seconds']:.0f} s, loss {line['loss']:.3f}"
+    peak = (
+        f"{line['peak_bytes'] / 1e9:6.1f} GB, ready after {line['ready_seconds']:.0f} s, loss"
+        f" {line['loss']:.3f}"
+    )
     print(f"{name:34} batch {line['batch']:5} {times} {rest} {peak}", flush=True)
 
 
@@ -351,7 +357,8 @@ def ratios(lines: list[dict[str, Any]]) -> list[str]:
             ratio = theirs[0]["seconds"]["median"] / best["seconds"]["median"]
             where = f"batch {best['batch']}, {best['tokens']} tokens"
             found.append(
-                f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip {kind}"
+                f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip"
+                f" {kind}"
             )
     return found
 

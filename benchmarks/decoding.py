@@ -3,8 +3,9 @@
     python benchmarks/decoding.py --json docs/results/decoding.json
     python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/scale.md
 
-The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds alternate; files are in
-the page cache. `batches` are those of `m1clip train --cache off --workers N`, with captions, over two epochs.
+The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds
+alternate; files are in the page cache. `batches` are those of `m1clip train --cache off --workers
+N`, with captions, over two epochs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def through(refs: list[FileImage], **how: Any) -> float:
 
 
 def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path) -> float:
-    """Images per second of filling rows of a file, as the cache does; with the time to write them to disk."""
+    """Images per second of filling rows of a file, as the cache does.
+
+    With the time to write them to disk.
+    """
     path = folder / "rows.bin"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:

@@ -2,10 +2,11 @@
 
     python benchmarks/encode.py runs/lite0 DATA --also runs/frozen --json docs/results/encode.json
 
-Both sides answer in turn, each in its own process with all cores, and go from files and strings to float32 unit
-vectors. onnxruntime gets the same decoder with threads that decode ahead; it is also measured on decoded images.
-Then the seconds of `m1clip eval`, the peak memory, and recall in bf16 against fp32. Takes 5 minutes on 2 idle cores.
-Without onnxruntime (m1clip[export]) the figures of m1clip alone are printed.
+Both sides answer in turn, each in its own process with all cores, and go from files and strings to
+float32 unit vectors. onnxruntime gets the same decoder with threads that decode ahead; it is also
+measured on decoded images. Then the seconds of `m1clip eval`, the peak memory, and recall in bf16
+against fp32. Takes 5 minutes on 2 idle cores. Without onnxruntime (m1clip[export]) the figures of
+m1clip alone are printed.
 """
 
 from __future__ import annotations
@@ -279,7 +280,10 @@ def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[s
         f"{k} {100 * c['change']:+.2f} [{100 * c['low']:+.2f}, {100 * c['high']:+.2f}]"
         for k, c in changes
     )
-    what = f"bf16 instead of fp32, change in points ({recall['images']:,} images, {recall['captions']:,} captions)"
+    what = (
+        f"bf16 instead of fp32, change in points ({recall['images']:,} images,"
+        f" {recall['captions']:,} captions)"
+    )
     found.append(
         {
             "what": what,

@@ -3,10 +3,11 @@
     python benchmarks/end_to_end.py --images 300 --model tiny --batch-size 32     # two cores
     python benchmarks/end_to_end.py --device cuda --json docs/results/end_to_end.json
 
-The files are made by the script (photo_set.py) and are in the page cache; m1clip's own cache is empty. `m1clip` is
-`m1clip train`, which also evaluates, and saves two models; `m1clip, no cache` decodes with --cache off --workers.
-open_clip (set PEERS, and PEER_SOURCE for a checkout) is its training command with as many workers, without an
-evaluation. Same work: AdamW, complete images (no patch dropout), one caption per image, 77 tokens at most.
+The files are made by the script (photo_set.py) and are in the page cache; m1clip's own cache is
+empty. `m1clip` is `m1clip train`, which also evaluates, and saves two models; `m1clip, no cache`
+decodes with --cache off --workers. open_clip (set PEERS, and PEER_SOURCE for a checkout) is its
+training command with as many workers, without an evaluation. Same work: AdamW, complete images (no
+patch dropout), one caption per image, 77 tokens at most.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ def show(side: str, found: dict[str, Any]) -> None:
         if key.startswith("images_per_second")
     )
     print(
-        f"{side}: {found['seconds']:.1f} s for {found['images']:,} images ({parts}); images/s: {speeds}",
+        f"{side}: {found['seconds']:.1f} s for {found['images']:,} images ({parts}); images/s:"
+        f" {speeds}",
         flush=True,
     )
 

@@ -3,8 +3,9 @@
     python benchmarks/export.py tiny=runs/demo frozen=runs/frozen ViT-B-32=runs/vit --out exports
     python benchmarks/export.py tiny= frozen= ViT-B-32= --out exports      # print what is stored
 
-Exports what has no NAME-TARGET.json in --out yet, and deletes the exported folder: the file is its export.json, or has
-the reason why the export was refused. `NAME=RUN,DATA` compares on other data than the run's.
+Exports what has no NAME-TARGET.json in --out yet, and deletes the exported folder: the file is its
+export.json, or has the reason why the export was refused. `NAME=RUN,DATA` compares on other data
+than the run's.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python benchmarks/frozen.py DATA                              # all rows; about 15 minutes on two cores
     python benchmarks/frozen.py DATA --rows both --seeds 0 --test    # scores the test split, once
 
-The first seed of a row starts with an empty cache, the others reuse its features. `few` trains on 300 random images,
-another draw for each seed; `few-random` does so from random heads instead of CCA.
+The first seed of a row starts with an empty cache, the others reuse its features. `few` trains on
+300 random images, another draw for each seed; `few-random` does so from random heads instead of
+CCA.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def main() -> None:
                     f" in {clock(run['seconds'])} from an empty cache" if run["empty_cache"] else ""
                 )
                 print(
-                    f"{name}, seed {seed}: {run['split']} recall@10 {100 * recall_at_10(run):.1f}{took}",
+                    f"{name}, seed {seed}: {run['split']} recall@10"
+                    f" {100 * recall_at_10(run):.1f}{took}",
                     flush=True,
                 )
                 write(options.json, {"machine": place, "rows": rows(runs), "runs": runs})
@@ -121,7 +123,8 @@ def train(
     kind, run = KINDS[name], folder / f"{name}-{seed}"
     # One set of towers each.
     cache = options.cache or folder / ("both-cache" if kind.images else f"{name}-cache")
-    # In one folder for all rows: the cache knows an image by its path below the folder of the table.
+    # In one folder for all rows: the cache knows an image by its path below the folder of the
+    # table.
     table = choose(folder, folder / f"{run.name}.jsonl", kind.images, seed, options.test)
     words = [
         sys.executable,
@@ -198,7 +201,10 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
             where, test = ("test", " --test") if split == "test" else ("validation", "")
             found.append(
                 {
-                    "what": f"{own[0]['machine']['data']}, frozen {kind.words}: mean of both {where} recall@10",
+                    "what": (
+                        f"{own[0]['machine']['data']}, frozen {kind.words}: mean of both {where}"
+                        " recall@10"
+                    ),
                     "figure": f"**{ten}%**, mean of six recalls {six}" + "".join(times),
                     "n": plural(len(own), "draw" if kind.images else "seed"),
                     "command": f"python benchmarks/frozen.py DATA --rows {name}{test}",

@@ -4,9 +4,10 @@
         --json docs/results/general.json
     python benchmarks/general.py --show docs/results/general.json
 
-Recall on the test splits of two captioned datasets; zero-shot accuracy on ten class folders that no model was trained
-on; and a search for 50 everyday words among the images of both test splits, where an image matches if at least two of
-its captions mention the word. Features of the towers are computed once; each model applies its heads to them.
+Recall on the test splits of two captioned datasets; zero-shot accuracy on ten class folders that no
+model was trained on; and a search for 50 everyday words among the images of both test splits, where
+an image matches if at least two of its captions mention the word. Features of the towers are
+computed once; each model applies its heads to them.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python benchmarks/gpu_studies.py batch --json docs/results/gpu_batch.json
     python benchmarks/gpu_studies.py encode DATA --json docs/results/gpu_encode.json
 
-sizes: each model sees the same images of DATA in a process of its own, with and without activation checkpointing:
-images per second, fraction of the bf16 GEMM rate, peak memory, energy of the GPU, loss at the end.
-batch: one exact ViT-B-32 step of this batch in micro-batches, with the plain and the blockwise loss.
-encode: ViT-B-32 with random weights. The limits are the compiled model on tensors that are already on the GPU, and
-decoding without a model.
+sizes: each model sees the same images of DATA in a process of its own, with and without activation
+checkpointing: images per second, fraction of the bf16 GEMM rate, peak memory, energy of the GPU,
+loss at the end. batch: one exact ViT-B-32 step of this batch in micro-batches, with the plain and
+the blockwise loss. encode: ViT-B-32 with random weights. The limits are the compiled model on
+tensors that are already on the GPU, and decoding without a model.
 """
 
 from __future__ import annotations
@@ -259,17 +259,24 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         joules = f", {line['joules_per_image']:.2f} J per image" if line["joules_per_image"] else ""
         figure = (
-            f"{line['images_per_second']:,.0f} images per second, {line['gemm_fraction']:.0%} of the GEMM rate, "
-            f"{line['peak_bytes'] / 1e9:.1f} GB{joules}, loss {line['last_loss']:.2f} after {line['images']:,} images"
+            f"{line['images_per_second']:,.0f} images per second, {line['gemm_fraction']:.0%} of"
+            f" the GEMM rate, {line['peak_bytes'] / 1e9:.1f} GB{joules}, loss"
+            f" {line['last_loss']:.2f} after {line['images']:,} images"
         )
         size = f"{name} ({line['parameters'] / 1e6:.0f}M)"
         what = f"{size}, batch {result['batch']}, on a GPU, eager, default patch dropout"
         found.append({"what": what, "figure": figure, "n": 1, "command": "sizes DATA"})
     for name, line in result.get("figures", {}).items():
         if "median" in line:
-            what = f"{result['model']}, batch {result['batch']:,} in micro-batches of {result['micro_batch']:,}: {name}"
+            what = (
+                f"{result['model']}, batch {result['batch']:,} in micro-batches of"
+                f" {result['micro_batch']:,}: {name}"
+            )
             seconds = {key: line[key] for key in ("median", "low", "high", "n")}
-            figure = f"{spread(seconds, '.2f', ' s')}, {line['added_bytes'] / 1e9:.1f} GB above the model"
+            figure = (
+                f"{spread(seconds, '.2f', ' s')}, {line['added_bytes'] / 1e9:.1f} GB above the"
+                " model"
+            )
             found.append({"what": what, "figure": figure, "n": line["n"], "command": "batch"})
     for name, line in result.get("per_second", {}).items():
         what = f"encoding with ViT-B-32 on a GPU: {name}, per second"

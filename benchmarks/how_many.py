@@ -3,11 +3,11 @@
     python benchmarks/how_many.py flickr8k-112 --json docs/results/how_many.json
     python benchmarks/how_many.py --show docs/results/how_many.json
 
-In each draw, some photos with one caption each are labels, and a learning curve predicts the gain of more. Heads are
-then fitted with these labels and with more, and both are tested on other photos, as many at a time as the curve has
-candidates. Features of the towers are computed once. `WIDENING` was chosen on 300 -> 500. The check on 500 -> 1,000 was
-stopped after four draws, before this script was complete: the interval held in each, with gains predicted about a point
-too low.
+In each draw, some photos with one caption each are labels, and a learning curve predicts the gain
+of more. Heads are then fitted with these labels and with more, and both are tested on other photos,
+as many at a time as the curve has candidates. Features of the towers are computed once. `WIDENING`
+was chosen on 300 -> 500. The check on 500 -> 1,000 was stopped after four draws, before this script
+was complete: the interval held in each, with gains predicted about a point too low.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/label_order.py flickr8k-112 --cache features     # three seeds, some minutes on one core
 
-A part of the training images is the library of the user, who writes one of its captions for each photo that is chosen.
-Recall is measured on all images and captions of the validation split (--test: of the test split). Orders: random, plain
-diverse (each photo is the one farthest from those before it, k-center), cover (the page's order without the weights of
-uncertainty) and page. Two users:
+A part of the training images is the library of the user, who writes one of its captions for each
+photo that is chosen. Recall is measured on all images and captions of the validation split (--test:
+of the test split). Orders: random, plain diverse (each photo is the one farthest from those before
+it, k-center), cover (the page's order without the weights of uncertainty) and page. Two users:
 
 - new: there is no model yet; photos are compared by the features of the image tower, and heads are fitted by CCA to the
   captions so far, as `m1clip train --recipe frozen` initializes them.

@@ -1,6 +1,7 @@
 """How long does the Label page take to answer? Over HTTP, with random vectors.
 
-python benchmarks/label_page.py --images 100000 --labels 300        # general; needs the extra towers
+python benchmarks/label_page.py --images 100000 --labels 300        # general; needs the extra
+towers
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/large_batch.py --peers PEERS/bin/python --json docs/results/large_batch.json
 
-Plain and chunked steps of the same batch are made in turn, each in a process of its own, so that each has a peak of
-its own. The gradients are those of one pass and of chunks over the same samples in fp32, parameter by parameter.
+Plain and chunked steps of the same batch are made in turn, each in a process of its own, so that
+each has a peak of its own. The gradients are those of one pass and of chunks over the same samples
+in fp32, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -144,11 +145,12 @@ def show(result: dict[str, Any]) -> None:
     """The tables."""
     place, n = result["machine"], result["ratio"]["n"]
     print(
-        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
-        f"commit {place['commit']}, {result['precision']}"
+        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch"
+        f" {place['torch']}, commit {place['commit']}, {result['precision']}"
     )
     print(
-        f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles], n={n}"
+        f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles],"
+        f" n={n}"
     )
     peer = result["peer"]
     for side, words in SIDES.items():
@@ -168,7 +170,8 @@ def show(result: dict[str, Any]) -> None:
         return
     found = peer["gradients"]
     print(
-        f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32"
+        f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own"
+        " single pass, fp32"
     )
     print(
         f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "

@@ -2,7 +2,8 @@
 
     python benchmarks/loader.py DATA --peer-python PEERS/bin/python
 
-Everything up to a normalized float batch counts. What the `tiny` training step consumes is printed with it.
+Everything up to a normalized float batch counts. What the `tiny` training step consumes is printed
+with it.
 """
 
 from __future__ import annotations
@@ -217,7 +218,10 @@ def main() -> None:
         for peer in peers:
             # Its input stays open in workers forked since, so closing it is not enough.
             peer.ask("stop")
-    machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
+    machine = (
+        f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch"
+        f" {torch.__version__}, "
+    )
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
     machine += f", open_clip {version}" if version else ""
     print(f"\n{machine}; {SIZE} px, batch {options.batch_size}")

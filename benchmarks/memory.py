@@ -4,11 +4,12 @@
     python benchmarks/memory.py --components --json docs/results/memory_components.json
     python benchmarks/memory.py --rows lora,last-blocks,all-blocks --repeats 1 --json memory_lora.json
 
-`--components` shows what the peak of three models consists of, as the run logs it (docs/monitor.md, "The machine").
+`--components` shows what the peak of three models consists of, as the run logs it (docs/monitor.md,
+"The machine").
 
-The 76.7M job is `--preset original` (batch 12) in the default precision; the large batch is the same model with a
-batch of 1024 in chunks. The first run of a model measures its precision before it begins; the other rows have that
-behind them.
+The 76.7M job is `--preset original` (batch 12) in the default precision; the large batch is the
+same model with a batch of 1024 in chunks. The first run of a model measures its precision before it
+begins; the other rows have that behind them.
 """
 
 from __future__ import annotations

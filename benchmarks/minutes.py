@@ -2,10 +2,10 @@
 
 python benchmarks/minutes.py DATA --runs 10 --out docs/results/minutes.json
 
-Each run trains for two minutes. From a random moment on, or until one, a load makes the computer 1.5 to 3 times
-slower: the run is stopped and continued every few milliseconds, as when a hypervisor or a busy program takes the
-processor away. On Linux as root, real-time priority keeps other programs out, so that the strength of the load is
-the one that is reported.
+Each run trains for two minutes. From a random moment on, or until one, a load makes the computer
+1.5 to 3 times slower: the run is stopped and continued every few milliseconds, as when a hypervisor
+or a busy program takes the processor away. On Linux as root, real-time priority keeps other
+programs out, so that the strength of the load is the one that is reported.
 """
 
 from __future__ import annotations

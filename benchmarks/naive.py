@@ -1,7 +1,8 @@
 """Training as in the original project, written without optimizations: the baseline of step.py and same_work.py.
 
-Own code after the description: fp32, attention as two matrix products with a softmax between, dropout 0.1, every
-caption padded to 77, the causal mask not used, float images made one by one, AdamW a parameter at a time.
+Own code after the description: fp32, attention as two matrix products with a softmax between,
+dropout 0.1, every caption padded to 77, the causal mask not used, float images made one by one,
+AdamW a parameter at a time.
 """
 
 from __future__ import annotations
@@ -175,7 +176,10 @@ class NaiveTrainer:
 
 
 def original_job(config: Config) -> RunInputs:
-    """The data, tokenizer and shape of the job; nothing is measured, the baseline has no choices."""
+    """The data, tokenizer and shape of the job.
+
+    Nothing is measured, the baseline has no choices.
+    """
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, device="cpu", precision="fp32"),  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""A set of JPEG files with the statistics of photographs, for measurements of decoding; nothing here is measured."""
+"""A set of JPEG files with the statistics of photographs, for measurements of decoding.
+
+Nothing here is measured.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ def caption(number: int) -> str:
 
 
 def write_set(folder: Path, train: int, val: int = 500) -> list[Path]:
-    """Write a folder with captions.csv and train.tsv (for open_clip), unless it is complete; its training images."""
+    """Write a folder with captions.csv and train.tsv (for open_clip), unless it is complete.
+
+    Its training images.
+    """
     count = train + val
     names = [folder / f"{number:06}.jpg" for number in range(count)]
     table = folder / "captions.csv"

@@ -2,8 +2,8 @@
 
     python benchmarks/plot_time.py          # writes docs/images/time-recall.png from docs/results
 
-Steps are converted to minutes of two CPU cores: 115 steps of `tiny` a minute (docs/recipe.md). It needs
-matplotlib (pip install 'm1clip[plot]').
+Steps are converted to minutes of two CPU cores: 115 steps of `tiny` a minute (docs/recipe.md). It
+needs matplotlib (pip install 'm1clip[plot]').
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/probes.py --json docs/results/probes.json
 
-The work of an analysis is far below the noise of a run's time, so each one is timed as well, in processor time, which
-other programs do not add to. The percentage is that of a ten-minute run with `--evaluations` of them. It does not
-include the memory probe, one step of a session, nor synchronized steps, which a run limits to 1% of its time.
+The work of an analysis is far below the noise of a run's time, so each one is timed as well, in
+processor time, which other programs do not add to. The percentage is that of a ten-minute run with
+`--evaluations` of them. It does not include the memory probe, one step of a session, nor
+synchronized steps, which a run limits to 1% of its time.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
     python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
 
-The batch of a rank is the same for any number of ranks (--total: the batch of all). Rounds with each number of ranks
-alternate. Efficiency is the speed of n ranks divided by n times that of one.
+The batch of a rank is the same for any number of ranks (--total: the batch of all). Rounds with
+each number of ranks alternate. Efficiency is the speed of n ranks divided by n times that of one.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def wrapped(options: argparse.Namespace) -> dict[str, Any]:
     """Steps of one process without ranks, with the exchange of gradients, and with FSDP2, on a group of one rank.
 
-    A run of one rank exchanges nothing: here the parts are built as for several, so that every call is made.
+    A run of one rank exchanges nothing: here the parts are built as for several, so that every call
+    is made.
     """
     import torch.distributed as dist
 
@@ -292,7 +293,8 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
         )
         if options.overlap and size > 1:
             words.append(
-                f"{spread(figures['overlap'])} times as fast as with exchanges after the backward pass"
+                f"{spread(figures['overlap'])} times as fast as with exchanges after the backward"
+                " pass"
             )
         words += (
             [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"]

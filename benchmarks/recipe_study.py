@@ -4,12 +4,12 @@
     python benchmarks/recipe_study.py run study-data.pt QUEUE.json OUT --seconds 500 --processes 8
 
 QUEUE.json is a list of jobs: {"name": ..., "seed": ..., "steps": ..., and fields of `Job`}. A group
-`{"ensemble": "name", "of": [names]}` scores the embeddings of finished runs side by side. Results are
-appended to OUT/runs.jsonl as they come; a job that would not end in time is not started.
+`{"ensemble": "name", "of": [names]}` scores the embeddings of finished runs side by side. Results
+are appended to OUT/runs.jsonl as they come; a job that would not end in time is not started.
 
-The model, its losses, optimizers and views are those of m1clip; the loop is not: batches, views, word
-dropout and learning rates are drawn on the GPU inside the graph, so random numbers differ from m1clip's
-and the host only replays. All scores are of the validation split unless --test is given.
+The model, its losses, optimizers and views are those of m1clip; the loop is not: batches, views,
+word dropout and learning rates are drawn on the GPU inside the graph, so random numbers differ from
+m1clip's and the host only replays. All scores are of the validation split unless --test is given.
 """
 
 from __future__ import annotations

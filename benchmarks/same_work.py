@@ -2,9 +2,10 @@
 
     python benchmarks/same_work.py --peers PEERS/bin/python --json docs/results/same_work.json
 
-Each side runs in its own process and waits while another works. The peers use their fastest settings, found by a
-short probe, on inputs prepared in advance; m1clip and the baseline also create their batches. Text length,
-vocabulary, AdamW and class token are the same for all; the default training of m1clip is a separate line.
+Each side runs in its own process and waits while another works. The peers use their fastest
+settings, found by a short probe, on inputs prepared in advance; m1clip and the baseline also create
+their batches. Text length, vocabulary, AdamW and class token are the same for all; the default
+training of m1clip is a separate line.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from m1clip.config import (
 from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
-# Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
+# Ways a library can run; a probe takes the fastest of each line, which then stands in the
+# alternation.
 VARIANTS = {
     "open_clip": ("open_clip amp_bf16",),
     "open_clip_pure": ("open_clip pure_bf16",),
@@ -60,7 +62,8 @@ FP32_VARIANTS = {  # on a CPU without bf16 instructions, where m1clip also uses 
     "open_clip": ("open_clip fp32",),
     "hugging_face": ("hugging_face sdpa fp32", "hugging_face eager fp32"),
 }
-# In the order of the table. Weights in bf16 lose small updates: less work than m1clip does, so they stand apart.
+# In the order of the table. Weights in bf16 lose small updates: less work than m1clip does, so they
+# stand apart.
 SIDES = {
     "naive": "naive baseline, fp32",
     "open_clip": "open_clip",
@@ -81,7 +84,10 @@ GOALS = {
 
 
 def job_config(name: str, data: str | None, quick: bool) -> Config:
-    """The original project's job, or `tiny` with 32 or 50 text tokens; for a smoke run the same with small towers."""
+    """The original project's job, or `tiny` with 32 or 50 text tokens.
+
+    For a smoke run the same with small towers.
+    """
     if name == "76.7M":
         config = from_dict(read_preset("original"), "original").changed(
             precision="auto", workers=0, loss="multi-positive", warmup=0.1
@@ -151,7 +157,10 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
-    """m1clip: the same work as the peers, the same with its text trimmed, and its defaults; facts; the rate."""
+    """m1clip: the same work as the peers, the same with its text trimmed, and its defaults; facts.
+
+    The rate.
+    """
     import torch
 
     from m1clip.hardware.timing import gemm_rate

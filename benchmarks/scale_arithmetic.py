@@ -3,8 +3,8 @@
     python benchmarks/scale_arithmetic.py                     # the tables of docs/scale.md
     python benchmarks/scale_arithmetic.py --simulate 1e9      # also the shuffle and the shards of an epoch
 
-Measured: the step (docs/results/cuda_step.json), decoding (--decode, --nvjpeg), bytes of a file. Assumed, and printed:
-cores and network of a node. Nothing here was run on more than one GPU.
+Measured: the step (docs/results/cuda_step.json), decoding (--decode, --nvjpeg), bytes of a file.
+Assumed, and printed: cores and network of a node. Nothing here was run on more than one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Rates:
 
 
 def step_seconds(rates: Rates, gpus: int) -> dict[str, float]:
-    """Seconds of a step by what takes them, if nothing overlapped; the batch grows with the GPUs."""
+    """Seconds of a step by what takes them, if nothing overlapped.
+
+    The batch grows with the GPUs.
+    """
     nodes = max(1, gpus // GPUS_PER_NODE)
     own = min(gpus, GPUS_PER_NODE)
     shape = PRESETS[MODEL]

@@ -2,8 +2,9 @@
 
     python benchmarks/search.py --json docs/results/search.json
 
-In turn with numpy on float32 in memory, and usearch on int8 in memory (not exact) if it is installed. All sides use
-all cores, after two queries to warm up. Every result of ours is compared with brute force in float64.
+In turn with numpy on float32 in memory, and usearch on int8 in memory (not exact) if it is
+installed. All sides use all cores, after two queries to warm up. Every result of ours is compared
+with brute force in float64.
 """
 
 from __future__ import annotations

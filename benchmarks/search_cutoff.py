@@ -3,14 +3,15 @@
     python benchmarks/search_cutoff.py runs/frozen flickr8k --json docs/results/search_cutoff.json
     python benchmarks/search_cutoff.py general flickr8k coco --json docs/results/search_cutoff_general.json
 
-Two kinds of queries over the images of a split: words and pairs of words, where an image matches if its captions
-mention them; and captions, where only the image matches that the caption was written for. The weights and the
-cut-offs are fitted on the validation split; the tables and the reliability diagram show the test split. Compared with
-a threshold on the cosine similarity, and one on the standard score of the cosine within the library's images. Queries
-of one or two words are encoded as `m1clip search` does (m1clip/search/short_queries.py); "plain cosine" is the cosine
-of the query alone, which is the baseline. The last row of a table is the difference of the probability and the
-baseline, over the same resamples of queries. The test split
-is read once, with the rules and cut-offs of the validation split.
+Two kinds of queries over the images of a split: words and pairs of words, where an image matches if
+its captions mention them; and captions, where only the image matches that the caption was written
+for. The weights and the cut-offs are fitted on the validation split; the tables and the reliability
+diagram show the test split. Compared with a threshold on the cosine similarity, and one on the
+standard score of the cosine within the library's images. Queries of one or two words are encoded as
+`m1clip search` does (m1clip/search/short_queries.py); "plain cosine" is the cosine of the query
+alone, which is the baseline. The last row of a table is the difference of the probability and the
+baseline, over the same resamples of queries. The test split is read once, with the rules and
+cut-offs of the validation split.
 """
 
 from __future__ import annotations
@@ -35,8 +36,14 @@ LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
 BINS = (0.0, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)
 MENTIONS, IMAGES = 3, 4  # a word is a query if it is in 3 captions of at least 4 images
-SMALL = "his her its their him who she them they has have had being are was were while that this there with from for"
-SMALL += " the and into onto out off over under near next down along around through behind two three one other another"
+SMALL = (
+    "his her its their him who she them they has have had being are was were while that this there"
+    " with from for"
+)
+SMALL += (
+    " the and into onto out off over under near next down along around through behind two three one"
+    " other another"
+)
 SMALL += " some front each wearing using doing"
 
 
@@ -113,7 +120,8 @@ class Queries:
     def rates(self, score: np.ndarray, cut: float, queries: Any = slice(None)) -> dict[str, float]:
         """Of the results above a cut-off, for some of the queries.
 
-        A query is answered correctly by a right result, or by none if its matching images are removed.
+        A query is answered correctly by a right result, or by none if its matching images are
+        removed.
         """
         listed, present = score[queries] >= cut, self.present[queries]
         found = listed & self.right[queries]
@@ -255,11 +263,13 @@ def main() -> None:
     record: dict[str, Any] = {"weights": weights}
     for name, (val, test) in tasks.items():
         fitted, tested = val.scores(weights), test.scores(weights)
-        # Of captions, correct answers are no criterion: without its image, a caption finds others as good.
+        # Of captions, correct answers are no criterion: without its image, a caption finds others
+        # as good.
         rate = "correct answers" if name == "words" else "F1"
         cuts = {rule: val.of_rule(rule).best_cut(score, rate) for rule, score in fitted.items()}
         if name == "words":
-            # As they are in the package: they were chosen on the frozen model of docs/lab-search.md.
+            # As they are in the package: they were chosen on the frozen model of
+            # docs/lab-search.md.
             fitted["in use"] = probabilities(val.zscore)
             tested["in use"] = probabilities(test.zscore)
             cuts["in use"] = CUTOFF

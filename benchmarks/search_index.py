@@ -3,7 +3,8 @@
     m1clip export runs/frozen --to onnx --out frozen-onnx
     python benchmarks/search_index.py frozen-onnx flickr8k/images --count 500 --json docs/results/search_index.json
 
-Each side is a process of its own, in turn: images per second without loading the model, CPU seconds, peak memory.
+Each side is a process of its own, in turn: images per second without loading the model, CPU
+seconds, peak memory.
 """
 
 from __future__ import annotations

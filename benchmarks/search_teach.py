@@ -2,11 +2,12 @@
 
     python benchmarks/search_teach.py runs/frozen flickr8k --json docs/results/search_teach.json
 
-Examples and ranked images are of the validation and test splits together, which the model has not seen. In each draw,
-20 images of a word are set aside, the first 3, 5, 10 or 20 of them are the examples, and all images that are not set
-aside are ranked; an image is right if at least three of its captions contain the word. Compared with the word as a text
-query, the prototype (mean of the examples) and a linear probe (logistic regression against 200 other images). The
-intervals are 95%, by resampling words and, of each word, draws. Nothing is tuned here.
+Examples and ranked images are of the validation and test splits together, which the model has not
+seen. In each draw, 20 images of a word are set aside, the first 3, 5, 10 or 20 of them are the
+examples, and all images that are not set aside are ranked; an image is right if at least three of
+its captions contain the word. Compared with the word as a text query, the prototype (mean of the
+examples) and a linear probe (logistic regression against 200 other images). The intervals are 95%,
+by resampling words and, of each word, draws. Nothing is tuned here.
 """
 
 from __future__ import annotations

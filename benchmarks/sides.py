@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from m1clip.training.inputs import RunInputs
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-NO_PEERS = "not measured: set PEERS=PYTHON, a Python with open_clip and transformers (benchmarks/README.md)"
+NO_PEERS = (
+    "not measured: set PEERS=PYTHON, a Python with open_clip and transformers"
+    " (benchmarks/README.md)"
+)
 
 
 class Side:

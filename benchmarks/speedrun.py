@@ -1,7 +1,8 @@
 """The speedrun: recall on Flickr8k from random weights against a fixed clock. Rules and table: docs/speedrun.md.
 
-python benchmarks/speedrun.py DATA --entry m1clip                    # three seeds, appended to the log
-python benchmarks/speedrun.py DATA --entry m1clip --options '--lr 1e-3'   # a trial: validation only, not logged
+python benchmarks/speedrun.py DATA --entry m1clip                    # three seeds, appended to the
+log python benchmarks/speedrun.py DATA --entry m1clip --options '--lr 1e-3'   # a trial: validation
+only, not logged
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def main() -> None:
                 run |= {"data": Path(options.data).resolve().name, "data_hash": data_hash}
                 shown = "val" if trial else "test"
                 print(
-                    f"{run['entry']}, seed {seed}: {run['images_seen']:,} images seen in {run['seconds']:.0f} s, "
-                    f"{shown} recall@10 {100 * recall_at_10(run[shown]):.1f}",
+                    f"{run['entry']}, seed {seed}: {run['images_seen']:,} images seen in"
+                    f" {run['seconds']:.0f} s, {shown} recall@10"
+                    f" {100 * recall_at_10(run[shown]):.1f}",
                     flush=True,
                 )
                 if log:
@@ -149,11 +151,15 @@ def parse() -> argparse.Namespace:
 
 
 def write_splits(data: str, folder: Path) -> str:
-    """FOLDER/data.jsonl with train and val, for training, and one file per split; returns their hash."""
+    """FOLDER/data.jsonl with train and val, for training, and one file per split.
+
+    Returns their hash.
+    """
     source = open_sources((data,))
     if missing := {"train", "val", "test"} - set(source.splits()):
         raise SystemExit(
-            f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test"
+            f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and"
+            " test"
         )
     digest, visible = hashlib.sha256(), ""
     for split in ("train", "val", "test"):
@@ -354,7 +360,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         found = list(ranked)
         lines += ["", f"**{TRACKS[track].words}, {data}** (data {found[0][0]['data_hash']})", ""]
         lines += [
-            "| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine | source |"
+            "| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine |"
+            " source |"
         ]
         lines += [
             "|---" * 9 + "|",
@@ -374,7 +381,9 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
             f"`{first['entry']}`",
             f"**{mean_spread(recalls(group, 'test'))}**",
         ),
-        f"{statistics.fmean(50 * (run['test'][RECALLS[0]] + run['test'][RECALLS[3]]) for run in group):.1f}",
+        (
+            f"{statistics.fmean(50 * (run['test'][RECALLS[0]] + run['test'][RECALLS[3]]) for run in group):.1f}"
+        ),
         mean_spread([run["seconds"] / 60 for run in group], ".2f")
         + (" (over the clock)" if late else ""),
         *(seen(group), ", ".join(str(run["seed"]) for run in group)),

@@ -1,7 +1,8 @@
 """Seconds of one training step of the original project's model: the naive baseline and m1clip, in alternation.
 
-Each side lives in its own process (m1clip changes how its process keeps memory, which must not help the other) and
-waits while the other works, so that a busy moment of the machine falls on both alike.
+Each side lives in its own process (m1clip changes how its process keeps memory, which must not help
+the other) and waits while the other works, so that a busy moment of the machine falls on both
+alike.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def show(result: dict[str, Any]) -> None:
 
     place = result["machine"]
     print(
-        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
-        f"commit {place['commit']}, load before {place['load_before']:.1f}"
+        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch"
+        f" {place['torch']}, commit {place['commit']}, load before {place['load_before']:.1f}"
     )
     count, n = result["parameters"], result["naive"]["n"]
     print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")

@@ -168,7 +168,8 @@ def main() -> None:
         write(options.folder, options.samples)
         disk = sum(file.stat().st_size for file in options.folder.iterdir())
         print(
-            f"wrote {options.samples:,} samples, {size(disk)}, in {time.perf_counter() - start:.0f} s",
+            f"wrote {options.samples:,} samples, {size(disk)}, in"
+            f" {time.perf_counter() - start:.0f} s",
             flush=True,
         )
         start = time.perf_counter()

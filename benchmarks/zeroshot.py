@@ -2,9 +2,9 @@
 
     python benchmarks/zeroshot.py MODEL DATA --test
 
-The class of an image is the only one of ten words that its captions contain. Prompts, priors and the weight decay of
-the probes are chosen on validation; with --test, the default and the best zero-shot classifier, and the probes, are
-scored on the test split.
+The class of an image is the only one of ten words that its captions contain. Prompts, priors and
+the weight decay of the probes are chosen on validation; with --test, the default and the best
+zero-shot classifier, and the probes, are scored on the test split.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def accuracy(scores: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 class Zeroshot:
-    """Scores of classes by prompts and priors. Priors come from training captions and unlabeled training images."""
+    """Scores of classes by prompts and priors.
+
+    Priors come from training captions and unlabeled training images.
+    """
 
     def __init__(self, model: Any, unlabeled: Tensor, captions: list[str]) -> None:
         self.model, self.unlabeled = model, unlabeled
@@ -135,7 +138,8 @@ def main() -> None:
         name(*each): (vectors, functools.partial(score, prompts=each[0], prior=each[1]))
         for each in (DEFAULT, best)
     }
-    # Weights of a probe are in the span of the training images: fewer dimensions give the same probe.
+    # Weights of a probe are in the span of the training images: fewer dimensions give the same
+    # probe.
     basis = torch.linalg.qr(features["train"].T)[0]
     tower = {split: rows @ basis for split, rows in features.items()}
     scaled = {split: rows * rows.shape[1] ** 0.5 for split, rows in vectors.items()}
@@ -170,8 +174,10 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "what": f"{key}, {len(WORDS)} classes from words of captions: {split} top-1",
-            "figure": f"{100 * got['top1']:.1f}% [{100 * got['interval'][0]:.1f}, {100 * got['interval'][1]:.1f}], "
-            f"mean over classes {100 * got['per_class']:.1f}%",
+            "figure": (
+                f"{100 * got['top1']:.1f}% [{100 * got['interval'][0]:.1f},"
+                f" {100 * got['interval'][1]:.1f}], mean over classes {100 * got['per_class']:.1f}%"
+            ),
             "n": f"{got['n']} images",
             "command": "python benchmarks/zeroshot.py MODEL DATA"
             + (" --test" if split == "test" else ""),

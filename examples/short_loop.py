@@ -2,8 +2,8 @@
 
     python examples/short_loop.py
 
-`m1clip train` does the same, and adds what a real run needs: evaluation, checkpoints, large batches,
-precision, devices. docs/learn.md explains the terms.
+`m1clip train` does the same, and adds what a real run needs: evaluation, checkpoints, large
+batches, precision, devices. docs/learn.md explains the terms.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The table of analyses that a run makes of itself at every evaluation.
 
-An analysis is one entry of `ANALYSES` and one function of what it needs. The rest follows from the entry: the loop
-hands out gradients when they are due, the log is validated, and the page, the report, `m1clip eval --analysis` and the
-docs show it. Functions are given as "module:function" and imported where they are called, so that programs that read
-a log do not import torch.
+An analysis is one entry of `ANALYSES` and one function of what it needs. The rest follows from the
+entry: the loop hands out gradients when they are due, the log is validated, and the page, the
+report, `m1clip eval --analysis` and the docs show it. Functions are given as "module:function" and
+imported where they are called, so that programs that read a log do not import torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 from m1clip.log_field import LogField, figure
 
-# What the function of an analysis takes:
-# "step": a `training.step_view.StepView`, the gradients and weights of the step before the evaluation, on all ranks;
-# "features": the `inference.features.SplitFeatures` of the evaluated split, on rank 0;
-# "split": an `evaluation.evaluate.Evaluator` (model, source, samples) and the features, on rank 0;
-# "nothing": no argument, on rank 0.
+# What the function of an analysis takes: "step": a `training.step_view.StepView`, the gradients and
+# weights of the step before the evaluation, on all ranks; "features": the
+# `inference.features.SplitFeatures` of the evaluated split, on rank 0; "split": an
+# `evaluation.evaluate.Evaluator` (model, source, samples) and the features, on rank 0; "nothing":
+# no argument, on rank 0.
 Need = Literal["step", "features", "split", "nothing"]
-# "curve": a number; "curves": a dict of numbers or of rates (`RATE`), one curve each, rates also as a table in the
-# report and in `eval --analysis`; "heat map": a dict of positive numbers, rows over evaluations on a logarithmic scale,
-# and a table in the report.
+# "curve": a number; "curves": a dict of numbers or of rates (`RATE`), one curve each, rates also as
+# a table in the report and in `eval --analysis`; "heat map": a dict of positive numbers, rows over
+# evaluations on a logarithmic scale, and a table in the report.
 Display = Literal["curve", "curves", "heat map"]
 # The schema of a fraction with its 95% interval, its chance level and the number of trials.
 RATE = {"value": float, "low": float, "high": float, "chance": float, "n": int}
@@ -108,8 +108,11 @@ ANALYSES = {
             needs="split",
             function="m1clip.evaluation.analysis:held_out_batch_accuracy",
             schema={str: RATE},
-            meaning="how often an image is closest to its own caption among those of a batch as in training: "
-            "chance is 1 / batch size, so values of different batch sizes cannot be compared",
+            meaning=(
+                "how often an image is closest to its own caption among those of a batch as in"
+                " training: chance is 1 / batch size, so values of different batch sizes cannot be"
+                " compared"
+            ),
             shown_as="curves",
             title="Validation accuracy within a batch, % (not comparable between batch sizes)",
             factor=100.0,

@@ -1,7 +1,8 @@
 """All settings of a run as frozen dataclasses. The line under a field is its help text.
 
-A setting has one name: `--batch-size` on the command line, `batch_size` in Python and in its section of a TOML file.
-Two names are shorter outside of TOML: `model` is [model] name, `data` is [data] source.
+A setting has one name: `--batch-size` on the command line, `batch_size` in Python and in its
+section of a TOML file. Two names are shorter outside of TOML: `model` is [model] name, `data` is
+[data] source.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ class OptimConfig(Section):
     def check(self) -> None:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UserError(
-                f"--warmup must be a fraction below 1 or an integer number of steps, not {self.warmup}"
+                "--warmup must be a fraction below 1 or an integer number of steps, not"
+                f" {self.warmup}"
             )
 
 
@@ -461,7 +463,10 @@ def make_config(
 
 
 def read_tables(file: str | Path | None, preset: str | None) -> dict[str, Any]:
-    """The tables of a TOML file or of a preset, checked so that an error names it; {} for neither."""
+    """The tables of a TOML file or of a preset, checked so that an error names it.
+
+    {} for neither.
+    """
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
     values: dict[str, Any] = {}
@@ -485,7 +490,10 @@ def merge_config(options: Mapping[str, Any], tables: dict[str, Any]) -> Config:
 
 
 def is_clip(model: Path) -> bool:
-    """Whether a model has the projections of CLIP; False for the adapter heads of --recipe frozen."""
+    """Whether a model has the projections of CLIP.
+
+    False for the adapter heads of --recipe frozen.
+    """
     boxed = Path(__file__).parent / "models" / model.name  # a model with a name, such as general
     for folder in (model, model / "best", model / "model", *([] if model.exists() else [boxed])):
         try:
@@ -499,7 +507,10 @@ def is_clip(model: Path) -> bool:
 
 
 def nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Group flat options by section; the error for an unknown name suggests one that is spelled like it."""
+    """Group flat options by section.
+
+    The error for an unknown name suggests one that is spelled like it.
+    """
     nested: dict[str, Any] = {}
     for name, value in options.items():
         known = ALIASES.get(name, name)
@@ -518,7 +529,10 @@ def nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Merge two layers of settings. A duration replaces one of another kind; a new model resets shape overrides."""
+    """Merge two layers of settings.
+
+    A duration replaces one of another kind; a new model resets shape overrides.
+    """
     merged = {
         section: dict(values) if isinstance(values, dict) else values
         for section, values in lower.items()
@@ -591,7 +605,10 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(name: str, clip: bool = False, lora: bool = False) -> Recipe:
-    """Read one of RECIPES. `clip` is for a CLIP model, not for towers with adapter heads; `lora` for LoRA on it."""
+    """Read one of RECIPES.
+
+    `clip` is for a CLIP model, not for towers with adapter heads; `lora` for LoRA on it.
+    """
     settings = _read_packaged("recipes", name)
     batch_size = settings.pop("batch_size")
     for variant, applies in (("clip", clip), ("lora", lora)):
@@ -673,7 +690,8 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# Settings that are no longer there, with the value that changed nothing: older runs have them in their config.toml.
+# Settings that are no longer there, with the value that changed nothing: older runs have them in
+# their config.toml.
 REMOVED = {"transfer.lora_rank": 0}
 
 

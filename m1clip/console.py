@@ -247,7 +247,10 @@ class Progress:
 
 
 class Bar:
-    """A row of the live display on a terminal; appears when it is first shown. Any thread may show it."""
+    """A row of the live display on a terminal; appears when it is first shown.
+
+    Any thread may show it.
+    """
 
     def __init__(self) -> None:
         self._task: TaskID | None = None

@@ -17,7 +17,8 @@ MAX_PHASES = 4
 MAX_LOSS_POINTS = 120  # of the loss curve that is divided into phases
 MIN_PHASE_POINTS = 4
 Z95 = 1.959964  # standard errors of a 95% interval
-# A phase is a plateau if its loss changes by less than this fraction of the whole change, or not significantly.
+# A phase is a plateau if its loss changes by less than this fraction of the whole change, or not
+# significantly.
 PLATEAU = 0.03
 EPOCH_HEAD = (
     *("epoch", "loss", "train accuracy", "val accuracy", "chance 1/B"),
@@ -25,8 +26,9 @@ EPOCH_HEAD = (
 )
 PHASE_HEAD = ("phase", "steps", "epochs", "loss", "slope per epoch", "95% interval", "trend")
 NOT_COMPARABLE = (
-    "Accuracies are within a batch of B images: their chance level is 1/B, so they cannot be compared between runs "
-    "with different batch sizes. Recall is over the complete validation split."
+    "Accuracies are within a batch of B images: their chance level is 1/B, so they cannot be"
+    " compared between runs with different batch sizes. Recall is over the complete validation"
+    " split."
 )
 
 
@@ -258,7 +260,8 @@ Point = tuple[float, float]  # step, loss
 def find_phases(points: Sequence[Point], steps_per_epoch: float | None = None) -> list[LossPhase]:
     """Divide a loss curve into the straight lines with the smallest squared error.
 
-    Another phase must be worth it by the Bayesian information criterion, a little stricter. Steps must rise.
+    Another phase must be worth it by the Bayesian information criterion, a little stricter. Steps
+    must rise.
     """
     means = _binned(points)
     lines = [fit_line(means[first:last]) for first, last in itertools.pairwise(_best_edges(means))]
@@ -349,7 +352,8 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
     if n < 2 * MIN_PHASE_POINTS:
         return [0, n]
     error = _line_errors(points)
-    # For each number of phases: the smallest error of the first points, and where the last phase begins.
+    # For each number of phases: the smallest error of the first points, and where the last phase
+    # begins.
     best = [[error(0, last) for last in range(n + 1)]]
     begins = [[0] * (n + 1)]
     for _ in range(1, MAX_PHASES):
@@ -369,7 +373,8 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
     floor = 1e-6 * statistics.pvariance(losses) + 1e-12
 
     def criterion(phases: int) -> float:
-        # A phase has three parameters: its line and where it begins. Two more, as neighboring losses are correlated.
+        # A phase has three parameters: its line and where it begins. Two more, as neighboring
+        # losses are correlated.
         return n * math.log(best[phases - 1][n] / n + floor) + 5 * phases * math.log(n)
 
     possible = [count for count in range(1, MAX_PHASES + 1) if math.isfinite(best[count - 1][n])]
@@ -381,7 +386,10 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
 
 
 def _line_errors(points: Sequence[Point]) -> Callable[[int, int], float]:
-    """The squared error of the best line through points first to last - 1, in constant time; inf if they are few."""
+    """The squared error of the best line through points first to last - 1, in constant time.
+
+    Inf if they are few.
+    """
     mean_step = statistics.fmean(step for step, _ in points)
     scale = statistics.pstdev(step for step, _ in points) or 1.0
     mean_loss = statistics.fmean(loss for _, loss in points)

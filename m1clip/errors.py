@@ -1,4 +1,7 @@
-"""The error type for user-facing messages: what happened, where, and what to do next; other errors in one line."""
+"""The error type for user-facing messages: what happened, where, and what to do next.
+
+Other errors in one line.
+"""
 
 
 class UserError(Exception):

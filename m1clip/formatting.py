@@ -29,8 +29,9 @@ def did_you_mean(name: str, known: Iterable[str], meant: str = "", prefix: str =
 def one_line(text: str) -> str:
     """Make text from files, requests and other programs printable on one line.
 
-    Control characters, which include escape sequences and line ends, and characters that change the direction of the
-    text are shown as escapes: a name cannot move the cursor, color the terminal or hide a part of itself.
+    Control characters, which include escape sequences and line ends, and characters that change the
+    direction of the text are shown as escapes: a name cannot move the cursor, color the terminal or
+    hide a part of itself.
     """
     if text.isprintable():
         return text
@@ -169,7 +170,10 @@ def amount(text: str, unit: str, option: str) -> float:
 
 
 class SaveInterval(NamedTuple):
-    """How often a checkpoint is saved: every so many steps, seconds or epochs; two of them are 0."""
+    """How often a checkpoint is saved: every so many steps, seconds or epochs.
+
+    Two of them are 0.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -187,5 +191,6 @@ def save_interval(value: int | str, option: str) -> SaveInterval:
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return SaveInterval(steps=int(text))
     raise UserError(
-        f"{option} {value}: expected an integer number of steps, a time such as 30s, 10m or 1h, or epochs such as 2ep"
+        f"{option} {value}: expected an integer number of steps, a time such as 30s, 10m or 1h, or"
+        " epochs such as 2ep"
     )

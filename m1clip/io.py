@@ -74,7 +74,10 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into; it replaces `path` when the block ends without an error."""
+    """Yield a temporary folder to write into.
+
+    It replaces `path` when the block ends without an error.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -226,7 +229,10 @@ def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: 
 
 
 def open_regular(path: str | Path, inside: str | Path | None = None) -> BinaryIO:
-    """Open a regular file for reading; OSError for a FIFO, device or folder, or a link out of the folder `inside`."""
+    """Open a regular file for reading.
+
+    OSError for a FIFO, device or folder, or a link out of the folder `inside`.
+    """
     # Non-blocking: opening a FIFO would otherwise wait for a writer before its kind can be checked.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(path, flags) if inside is None else _open_inside(path, inside, flags)
@@ -294,7 +300,10 @@ def sync_folder(path: Path) -> None:
 
 
 def restore_folders(folder: Path) -> list[str]:
-    """Restore folders that `atomic_folder` had moved aside when it was killed; returns their names."""
+    """Restore folders that `atomic_folder` had moved aside when it was killed.
+
+    Returns their names.
+    """
     names = []
     for old in sorted(folder.glob(f"*{OLD}")) if folder.is_dir() else ():
         target = old.with_name(old.name.removesuffix(OLD))
@@ -307,7 +316,10 @@ def restore_folders(folder: Path) -> list[str]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Restore what a killed process had moved aside and delete its partial files; returns the deleted names."""
+    """Restore what a killed process had moved aside and delete its partial files.
+
+    Returns the deleted names.
+    """
     restore_folders(folder)
     names = []
     for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():

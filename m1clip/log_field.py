@@ -12,9 +12,10 @@ from m1clip.schema import matches_schema
 def figure(value: Any) -> bool:
     """Accept a number, or the text that stands for one that is not finite.
 
-    JSON has no NaN: the log writes it as "nan". Use this schema for everything computed from losses, weights or
-    gradients, which may be NaN in a run that diverges; `float` would make such a line invalid, and a reader would
-    skip it. `float` is for what is always finite, such as times, bytes and fractions of counts.
+    JSON has no NaN: the log writes it as "nan". Use this schema for everything computed from
+    losses, weights or gradients, which may be NaN in a run that diverges; `float` would make such a
+    line invalid, and a reader would skip it. `float` is for what is always finite, such as times,
+    bytes and fractions of counts.
     """
     return matches_schema(value, float) or value in ("nan", "inf", "-inf")
 

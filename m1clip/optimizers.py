@@ -1,8 +1,8 @@
 """The optimizers: `OPTIMIZERS` gives the choices and help of `--optimizer`, the training step and the tests.
 
-Another optimizer is an entry here, of parts that exist or of a new one. A new part also needs a line in
-training/optim.py (`BUILDERS`), which builds it with torch, and, if it has one, its update in MLX in mlx/step.py
-(`UPDATES`). This module does not import torch, because the settings read it.
+Another optimizer is an entry here, of parts that exist or of a new one. A new part also needs a
+line in training/optim.py (`BUILDERS`), which builds it with torch, and, if it has one, its update
+in MLX in mlx/step.py (`UPDATES`). This module does not import torch, because the settings read it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Part:
     trains: Callable[[str, Parameter], bool]  # by name and parameter
     lr_setting: Literal["lr", "muon_lr"]  # the setting of [optim] that is its peak learning rate
     weight_decay: Callable[[float, Parameter], float]  # by --wd and parameter
-    # Whether its steps can be skipped on the device. A step that is not finite must change neither weights nor
-    # state. On CUDA this is decided on the device (training/update.py): all gradients are set to 0, and the
-    # attribute `found_inf` of the optimizer is a tensor of 1 during `step`, else of 0; `step` must then change
-    # nothing and must not read it on the host. `capturable` in its build options means that the learning rate
-    # of each group is a 0-d tensor on the device, which `step` never reads on the host (float(lr), lr > 0).
-    # With False, the host looks at the gradients before each step, which waits for the device, and CUDA graphs
-    # are off.
+    # Whether its steps can be skipped on the device. A step that is not finite must change neither
+    # weights nor state. On CUDA this is decided on the device (training/update.py): all gradients
+    # are set to 0, and the attribute `found_inf` of the optimizer is a tensor of 1 during `step`,
+    # else of 0; `step` must then change nothing and must not read it on the host. `capturable` in
+    # its build options means that the learning rate of each group is a 0-d tensor on the device,
+    # which `step` never reads on the host (float(lr), lr > 0). With False, the host looks at the
+    # gradients before each step, which waits for the device, and CUDA graphs are off.
     skips_on_device: bool = False
     in_mlx: bool = False  # whether mlx/step.py can train it; else --device mlx rejects it
 
@@ -49,7 +49,8 @@ class OptimizerEntry:
 
     help: str
     parts: tuple[Part, ...]  # a parameter belongs to the first part that trains it
-    # Relative to the learning rate and the weight decay of the recipe, which are AdamW's; a user's are not changed.
+    # Relative to the learning rate and the weight decay of the recipe, which are AdamW's; a user's
+    # are not changed.
     lr_factor: float = 1.0
     wd_factor: float = 1.0
 

@@ -10,7 +10,10 @@ JOULES_PER_WATT_HOUR = 3600.0
 
 
 class ResourceUse:
-    """Sums over the steps of a log, in constant memory. Steps that were rolled back count: they were made."""
+    """Sums over the steps of a log, in constant memory.
+
+    Steps that were rolled back count: they were made.
+    """
 
     def __init__(self) -> None:
         self.joules = 0.0

@@ -37,7 +37,9 @@ RECORD_KINDS = {
     "skipped": "an image that could not be read",
     "parity": "the gradients of the device were compared with the CPU's",
     "wise_ft": "--wise-ft has tried a mean of the initial and the trained weights",
-    "adaptation": "the score of the initial and of the best model on the new data, or on --general-data",
+    "adaptation": (
+        "the score of the initial and of the best model on the new data, or on --general-data"
+    ),
     "end": "the run is finished; scores of the best model",
 }
 # The metric that selects the best model, and its label: the first of these that an evaluation has.
@@ -93,8 +95,9 @@ class RunLog:
             same_file = False
         if not same_file:
             raise UserError(
-                f"{self.path.parent}: the run folder (or its {NAME}) was removed or renamed during training, so "
-                f"the run stopped; if it was renamed, continue it with m1clip train --resume NEW_NAME"
+                f"{self.path.parent}: the run folder (or its {NAME}) was removed or renamed during"
+                " training, so the run stopped; if it was renamed, continue it with m1clip train"
+                " --resume NEW_NAME"
             )
 
     def _append(self, line: bytes) -> None:
@@ -139,7 +142,10 @@ def read_log(run: Path) -> Iterator[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The record of one line; None if it is truncated, of a newer version, or has a field of the wrong type."""
+    """The record of one line.
+
+    None if it is truncated, of a newer version, or has a field of the wrong type.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -175,8 +181,9 @@ def _by_name(*fields: LogField) -> dict[str, LogField]:
 # A phase of the loss (monitor/epochs.py), in the record of the end.
 LOSS_PHASE = {"first_step": int, "last_step": int, "slope": float, "trend": str}
 
-# All fields that readers use. Plots are shown in this order. The default schema, `figure`, also accepts NaN; `float`
-# is for what is always finite. A field of an analysis belongs into its entry in analyses.py.
+# All fields that readers use. Plots are shown in this order. The default schema, `figure`, also
+# accepts NaN; `float` is for what is always finite. A field of an analysis belongs into its entry
+# in analyses.py.
 FIELDS = _by_name(
     # curves of the steps
     LogField(name="loss", curve="step", title="Loss", log_scale=True),

@@ -11,7 +11,10 @@ from m1clip.formatting import did_you_mean
 
 
 def format_version(record: Any) -> int:
-    """The "format" field of a file that m1clip wrote; KeyError, TypeError or ValueError if it is missing or invalid."""
+    """The "format" field of a file that m1clip wrote.
+
+    KeyError, TypeError or ValueError if it is missing or invalid.
+    """
     version = record["format"]
     if type(version) is not int or version < 1:
         raise ValueError(f"format must be an integer of at least 1, not {str(version)[:40]}")
@@ -42,7 +45,10 @@ def check_limits(values: object, prefix: str) -> None:
 
 
 def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
-    """The arguments of a dataclass; a missing or unknown key or a wrong type is a UserError that names it."""
+    """The arguments of a dataclass.
+
+    A missing or unknown key or a wrong type is a UserError that names it.
+    """
     hints = get_type_hints(cls)
     odd = sorted(set(values) ^ set(hints))
     if odd:
@@ -137,8 +143,8 @@ def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
 def matches_schema(value: Any, schema: Any) -> bool:
     """Whether a JSON value matches: a type, a predicate, [schema of each item], (schema, schema) or {key: schema}.
 
-    float accepts any number, int a non-negative integer. {str: schema} accepts any keys; other dicts may have
-    more keys than the schema.
+    float accepts any number, int a non-negative integer. {str: schema} accepts any keys; other
+    dicts may have more keys than the schema.
     """
     if isinstance(schema, list):
         return isinstance(value, list) and all(matches_schema(item, schema[0]) for item in value)

@@ -50,7 +50,8 @@ def lock_file(handle: int) -> None:
 def wait_for_writers(handle: int) -> None:
     """Wait until no process has this file open through the handle of another opener, then keep others waiting.
 
-    Unlike that of `lock_file`, the lock is inherited by processes that get the handle: it ends with the last of them.
+    Unlike that of `lock_file`, the lock is inherited by processes that get the handle: it ends with
+    the last of them.
     """
     if fcntl is not None:
         fcntl.flock(handle, fcntl.LOCK_EX)

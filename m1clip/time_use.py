@@ -1,4 +1,7 @@
-"""Where the time of a command goes: seconds by part, from the start of the process. Inner parts count once."""
+"""Where the time of a command goes: seconds by part, from the start of the process.
+
+Inner parts count once.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ settings.load_profile("m1clip")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which `make test &` in a script ignores
 
-# xdist's workers inherit the folder from the first process, so that they share the cached measurements.
+# xdist's workers inherit the folder from the first process, so that they share the cached
+# measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
     os.environ |= {
@@ -74,7 +75,10 @@ def counts(request: pytest.FixtureRequest) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """One thread again, since OpenMP hangs in a forked child; end what a failed test has left running."""
+    """One thread again, since OpenMP hangs in a forked child.
+
+    End what a failed test has left running.
+    """
     torch.set_num_threads(1)
     _keep_precision()
     logger = logging.getLogger("m1clip")

@@ -2,8 +2,9 @@
 
     python tests/fake_hub.py FOLDER [PORT]
 
-serves FOLDER/owner/name as the repository owner/name; HF_ENDPOINT=http://127.0.0.1:PORT makes m1clip and
-huggingface_hub use it. Large files are redirected to another address, as the Hub does with files of LFS.
+serves FOLDER/owner/name as the repository owner/name; HF_ENDPOINT=http://127.0.0.1:PORT makes
+m1clip and huggingface_hub use it. Large files are redirected to another address, as the Hub does
+with files of LFS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Several ranks without torchrun: processes forked from a server that has imported torch; this one has their store."""
+"""Several ranks without torchrun: processes forked from a server that has imported torch.
+
+This one has their store.
+"""
 
 import json
 import os
@@ -128,7 +131,10 @@ def start_ranks(
     gate: Gate | None = None,
     hangs_at: int | None = None,
 ) -> list[Command]:
-    """`m1clip WORDS` on each rank; rank r runs the r-th command, in the r-th folder or all in the same."""
+    """`m1clip WORDS` on each rank.
+
+    Rank r runs the r-th command, in the r-th folder or all in the same.
+    """
     STORES.append(new_store())
     place = (len(commands), STORES[-1].port, timeout, gate, hangs_at)
     folders = cwd * len(commands)

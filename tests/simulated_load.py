@@ -13,7 +13,10 @@ QUANTUM = 0.05  # seconds of work between two looks at the load
 
 
 class SimulatedTime:
-    """Stands in for the module `time`. `work(seconds)` takes as long as the load at that moment makes it take."""
+    """Stands in for the module `time`.
+
+    `work(seconds)` takes as long as the load at that moment makes it take.
+    """
 
     def __init__(self, slowdown: Slowdown = lambda now: 1.0) -> None:
         self.now = 0.0

@@ -156,7 +156,10 @@ def weights_sha256(run: Path, model: str = "model") -> str:
 
 
 class Command:
-    """`m1clip WORDS` in a separate process and process group; `prepare` runs in it first (a module-level function)."""
+    """`m1clip WORDS` in a separate process and process group.
+
+    `prepare` runs in it first (a module-level function).
+    """
 
     started: ClassVar[list[Command]] = []  # killed after each test by conftest.py
 
@@ -233,8 +236,8 @@ def before_each_step(
 ) -> None:
     """Call an action with (train_step, batch, step) before every training step of this process.
 
-    The one place where tests replace the step: `patch` undoes it after the test; without it, it stays.
-    A step that is repeated because memory ran out is one step.
+    The one place where tests replace the step: `patch` undoes it after the test; without it, it
+    stays. A step that is repeated because memory ran out is one step.
     """
     earlier = TrainStep.__dict__.get("attempt")  # of another call of this function
     newest: list[Batch] = []

@@ -24,7 +24,10 @@ def test_loading_images() -> None:
     speed = result("loader.json")["images_per_second"]
     loaded = speed["cached, float batch"]["median"]
     trained = speed["tiny training step"]["median"]
-    text = f"one process prepares {loaded:,.0f} images/s, and training `tiny` needs about {trained:.0f} "
+    text = (
+        f"one process prepares {loaded:,.0f} images/s, and training `tiny` needs about"
+        f" {trained:.0f} "
+    )
     assert text in page("findings.md")
     assert f"cached images are loaded {loaded / trained:.1f} times" in page("dos-and-donts.md")
 

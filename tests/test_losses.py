@@ -1,4 +1,7 @@
-"""Losses against known values, float64 loops and autograd; blocks and ranks against the whole batch."""
+"""Losses against known values, float64 loops and autograd.
+
+Blocks and ranks against the whole batch.
+"""
 
 import math
 import re
@@ -120,7 +123,8 @@ DUPLICATES = same_image_or_caption(
 def test_positives_with_several_captions_per_image() -> None:
     ids = Ids(torch.tensor([7, 8, 7]), torch.tensor([1, 2, 3, 2, 4]), torch.tensor([0, 0, 1, 1, 2]))
     own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
-    # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of neither.
+    # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of
+    # neither.
     same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
     assert own_captions(ids).int().tolist() == own
     assert same_image_or_caption(ids).int().tolist() == same
@@ -467,7 +471,10 @@ def test_fused_loss_matches_its_row_term(name: str, seed: int, scale: float) -> 
 
 @given(st.data())
 def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> None:
-    """The whole batch, blocks of any size, and the rows of two ranks; also for losses that are new to the registry."""
+    """The whole batch, blocks of any size, and the rows of two ranks.
+
+    Also for losses that are new to the registry.
+    """
     n, m = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
     numbers = {
         name: st.lists(st.integers(0, 4), min_size=k, max_size=k)
@@ -555,7 +562,10 @@ def test_scaled_backward_scales_gradients_but_not_the_loss(
 def test_values_are_not_read_on_an_accelerator(
     name: str, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meta tensors have none: a step that reads one would wait for the device. Nor have fake tensors on the CPU."""
+    """Meta tensors have none: a step that reads one would wait for the device.
+
+    Nor have fake tensors on the CPU.
+    """
     monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
     loss = RunLoss(
         LOSSES[name], text_contrast=0.3, teacher=lambda images, texts: images[:, None] + 0.5 * texts

@@ -1,7 +1,8 @@
 """Every code block of the README and of docs/python.md runs, in order and in one folder.
 
-An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller `m1clip train`.
-In any page, `<!-- test: output -->` marks a block whose commands print exactly what follows them.
+An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller
+`m1clip train`. In any page, `<!-- test: output -->` marks a block whose commands print exactly what
+follows them.
 """
 
 import re

@@ -6,9 +6,10 @@
     git clone https://github.com/EliSchwartz/imagenet-sample-images clones/imagenet-sample-images
     python tools/general_data.py --clones clones --out data
 
-Writes data/coco (images, and captions.csv with the splits of benchmarks/general_ids.json), data/caltech101 and
-data/imagenet_names.txt. The clones need no work tree: `git clone --bare` or `--no-checkout` is enough. Flickr8k is not
-among them; its train split is a folder with images and captions.csv.
+Writes data/coco (images, and captions.csv with the splits of benchmarks/general_ids.json),
+data/caltech101 and data/imagenet_names.txt. The clones need no work tree: `git clone --bare` or
+`--no-checkout` is enough. Flickr8k is not among them; its train split is a folder with images and
+captions.csv.
 """
 
 from __future__ import annotations

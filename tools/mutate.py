@@ -2,8 +2,9 @@
 
     python tools/mutate.py m1clip/formatting.py m1clip/training/schedule.py --count 10 --seed 0
 
-A mutant that no test notices (a survivor) is listed with its line: a test is missing there, or the change has no
-effect that matters. Works on a copy of the repository; the tests of m1clip/a/b.py are tests/a/test_b.py.
+A mutant that no test notices (a survivor) is listed with its line: a test is missing there, or the
+change has no effect that matters. Works on a copy of the repository; the tests of m1clip/a/b.py are
+tests/a/test_b.py.
 """
 
 from __future__ import annotations

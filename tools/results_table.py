@@ -2,7 +2,8 @@
 
     python tools/results_table.py [FOLDER]       # docs/results by default
 
-A file with an unknown name can define its own rows: a list "rows" of {"what", "figure", "n", "command"}.
+A file with an unknown name can define its own rows: a list "rows" of {"what", "figure", "n",
+"command"}.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
     )
     yield Row(
         f"{what}: fraction of the {result['precision']} GEMM rate",
-        f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s",
+        f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f}"
+        " GFLOP/s",
         n,
         command,
     )
@@ -62,7 +64,10 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Each implementation against m1clip doing the same work."""
     command = "python benchmarks/same_work.py"
     for name, job in result["jobs"].items():
-        size = f"{name.partition('-')[0]}, {job['precision']}, batch {job['batch']}, {job['text_tokens']} tokens"
+        size = (
+            f"{name.partition('-')[0]}, {job['precision']}, batch {job['batch']},"
+            f" {job['text_tokens']} tokens"
+        )
         what = f"same work, {size}"
         own = job["seconds"]["m1clip"]
         version = (job.get("versions") or {}).get("open_clip", "")
@@ -77,9 +82,10 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
                 yield Row(
-                    f"{what}: {words}, {job['samples'][side]:.0f} pairs of {job['tokens'][side]:.0f} tokens",
-                    f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} image-caption pairs per second "
-                    f"(same work: {job['samples']['m1clip'] / own['median']:.0f})",
+                    f"{what}: {words}, {job['samples'][side]:.0f} pairs of"
+                    f" {job['tokens'][side]:.0f} tokens",
+                    f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} image-caption pairs per"
+                    f" second (same work: {job['samples']['m1clip'] / own['median']:.0f})",
                     n,
                     command,
                 )
@@ -103,8 +109,9 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
     for group in groups(result["runs"]):
         first = group[0]
         yield Row(
-            f"{first['data']} from random weights, {TRACKS[first['track']].words}: {first['version']} "
-            f"(commit {first['machine']['commit']}, entry `{first['entry']}`), mean of both test recall@10",
+            f"{first['data']} from random weights, {TRACKS[first['track']].words}:"
+            f" {first['version']} (commit {first['machine']['commit']}, entry `{first['entry']}`),"
+            " mean of both test recall@10",
             f"**{mean_spread(recalls(group, 'test'))}%**, {seen(group)} seen",
             plural(len(group), "seed"),
             f"python benchmarks/speedrun.py DATA --entry {first['entry']}",
@@ -133,7 +140,8 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     )
     yield Row(
         f"{what}: step with / without micro-batches",
-        f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB vs. {peak['plain']:.2f} GB",
+        f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB vs."
+        f" {peak['plain']:.2f} GB",
         n,
         command,
     )
@@ -182,8 +190,8 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
         if best is not None:
             yield Row(
                 f"{model} on a GPU: fraction of the bf16 GEMM rate",
-                f"{best['gemm_fraction']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
-                f"{best['images_per_second']:,.0f} images per second)",
+                f"{best['gemm_fraction']:.0%} ({best['variant']}, batch {best['batch']},"
+                f" {best['tokens']} tokens, {best['images_per_second']:,.0f} images per second)",
                 str(best["seconds"]["n"]),
                 "python benchmarks/cuda_step.py",
             )

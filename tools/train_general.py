@@ -5,17 +5,19 @@
         --names data/imagenet_names.txt --cache features
 
 --captions: folders with captions.csv (image, caption, split); rows of split `train` are used.
---classes: a folder with one folder of images per class, of which HELD_OUT are not used; may be left out.
---names: the 1,000 class names of ImageNet, one per line, in the order of the classifiers in the towers' packages.
---cache: where features are stored, so that a second run does not compute them again.
+--classes: a folder with one folder of images per class, of which HELD_OUT are not used; may be left
+out. --names: the 1,000 class names of ImageNet, one per line, in the order of the classifiers in
+the towers' packages. --cache: where features are stored, so that a second run does not compute them
+again.
 
 The same data gives the same file on the same kind of machine: all random numbers have a fixed seed.
 
-The towers are frozen. Both heads start from a canonical correlation analysis (CCA) of images and captions, and are then
-trained with a contrastive loss on captions, on class folders, and on synthetic features of the ImageNet classes: the
-classifiers that the EfficientNet packages contain tell in which direction of the features a class lies, so no image of
-ImageNet is needed to connect the class to its name. This is done twice, once with more weight on captions and once with
-more on classes; the model is the mean of both, weighted.
+The towers are frozen. Both heads start from a canonical correlation analysis (CCA) of images and
+captions, and are then trained with a contrastive loss on captions, on class folders, and on
+synthetic features of the ImageNet classes: the classifiers that the EfficientNet packages contain
+tell in which direction of the features a class lies, so no image of ImageNet is needed to connect
+the class to its name. This is done twice, once with more weight on captions and once with more on
+classes; the model is the mean of both, weighted.
 """
 
 from __future__ import annotations
@@ -286,7 +288,10 @@ def initialize(model: CLIP, data: Captioned) -> None:
 
 
 def contrastive(images: Tensor, texts: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
-    """The symmetric contrastive loss; `positive` (images, texts) is True where a text describes an image."""
+    """The symmetric contrastive loss.
+
+    `positive` (images, texts) is True where a text describes an image.
+    """
     logits = scale * images @ texts.T
     by_image = -(F.log_softmax(logits, dim=1) * positive).sum(dim=1) / positive.sum(dim=1)
     by_text = -(F.log_softmax(logits, dim=0) * positive).sum(dim=0) / positive.sum(dim=0)

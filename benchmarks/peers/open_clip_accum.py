@@ -1,8 +1,8 @@
 """open_clip's --accum-freq: its gradients, its work and its time. Runs in a Python that has open_clip.
 
-Argument: a JSON file with the job (shape, batch, chunk, text tokens, threads). Each line on standard input is a JSON
-object: {"do": "versions"}, {"do": "gradients"}, {"do": "step", "accum": K} or {"do": "peak"}; each gets one line back.
-Every step is made by open_clip's own `train_one_epoch`.
+Argument: a JSON file with the job (shape, batch, chunk, text tokens, threads). Each line on
+standard input is a JSON object: {"do": "versions"}, {"do": "gradients"}, {"do": "step", "accum": K}
+or {"do": "peak"}; each gets one line back. Every step is made by open_clip's own `train_one_epoch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Images per second of open_clip's CSV loader. Runs in a Python that has open_clip; driven line by line by loader.py.
 
-Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on standard input it
-takes N batches and answers with images per second, after the batches that were prefetched. `stop` ends it.
+Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on
+standard input it takes N batches and answers with images per second, after the batches that were
+prefetched. `stop` ends it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     samples = int(8 * batch if job["quick"] else fits) // batch * batch
     if samples < 2 * batch:
         raise SystemExit(
-            f"open_clip: set-up takes {speed['around_seconds']:.0f} s; no two batches fit into the clock"
+            f"open_clip: set-up takes {speed['around_seconds']:.0f} s; no two batches fit into the"
+            " clock"
         )
     return run_training(job, "run", samples)
 
@@ -124,7 +125,10 @@ def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]
 
 
 def bf16_is_fast() -> bool:
-    """Whether this processor has instructions for bf16; without them it is many times slower than fp32."""
+    """Whether this processor has instructions for bf16.
+
+    Without them it is many times slower than fp32.
+    """
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

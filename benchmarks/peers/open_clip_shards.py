@@ -15,8 +15,8 @@ import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
 import open_clip
 import open_clip_train.data as training
 
-# open_clip 3.3.0 does not know the end marks that webdataset 1.x puts between shards: it fails on any shards,
-# those of webdataset's own writer too, unless they are turned off.
+# open_clip 3.3.0 does not know the end marks that webdataset 1.x puts between shards: it fails on
+# any shards, those of webdataset's own writer too, unless they are turned off.
 training.tar_file_expander = partial(training.tar_file_expander, eof_value=None)
 
 
@@ -35,7 +35,8 @@ def main() -> None:
     images, texts = found[0]
     count = sum(len(batch[0]) for batch in found)
     print(
-        f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts {tuple(texts.shape)}"
+        f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts"
+        f" {tuple(texts.shape)}"
     )
     print(f"first caption: {tokenizer.decode(texts[0][texts[0] != 0].tolist())}")
 

@@ -1,8 +1,9 @@
 """Training steps of open_clip and Hugging Face's CLIPModel, one per request. Runs in a Python that has both.
 
-Argument: a JSON file with the job (shape, batch, text tokens, threads). Each line on standard input is a JSON object:
-{"do": "versions"}, {"do": "step", "variant": "open_clip amp_bf16"} or {"do": "drop", "variant": ...}; each gets one
-line of JSON back. Inputs lie ready as float images and token ids: the peers' data path costs nothing here.
+Argument: a JSON file with the job (shape, batch, text tokens, threads). Each line on standard input
+is a JSON object: {"do": "versions"}, {"do": "step", "variant": "open_clip amp_bf16"} or {"do":
+"drop", "variant": ...}; each gets one line of JSON back. Inputs lie ready as float images and token
+ids: the peers' data path costs nothing here.
 """
 
 from __future__ import annotations

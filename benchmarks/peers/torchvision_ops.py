@@ -13,7 +13,8 @@ def _binary_loads() -> bool:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         raise SystemExit(
-            "this Python has no torchvision: see benchmarks/README.md, 'An environment for the peers'"
+            "this Python has no torchvision: see benchmarks/README.md, 'An environment for the"
+            " peers'"
         )
     files = [
         file
@@ -28,7 +29,8 @@ def _binary_loads() -> bool:
     return bool(files)
 
 
-# No torchvision build loads with a CPU-only torch on Linux unless these two exist; nothing here calls them.
+# No torchvision build loads with a CPU-only torch on Linux unless these two exist; nothing here
+# calls them.
 LIBRARY = None
 if not _binary_loads():
     LIBRARY = torch.library.Library("torchvision", "DEF")

@@ -38,7 +38,10 @@ COMPRESSED = (".html", ".js", ".mjs", ".json", ".wasm", ".onnx", ".f16")
 
 
 def write_images(index: Index, site: Path) -> int:
-    """vectors.f16, one row per image in the order of images.json, and thumbnails; returns their number."""
+    """vectors.f16, one row per image in the order of images.json, and thumbnails.
+
+    Returns their number.
+    """
     photos = index.photos_at(range(len(index.vectors)))  # one file of each content
     np.stack([index.vectors[photo.row] for photo in photos]).astype("<f2").tofile(
         site / "vectors.f16"

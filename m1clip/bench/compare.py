@@ -155,7 +155,8 @@ def configurations(
 ) -> list[Configuration]:
     """Every device and precision for each model and batch size, from small to large.
 
-    A single model is also measured with one change at a time from the likely fastest configuration of each device.
+    A single model is also measured with one change at a time from the likely fastest configuration
+    of each device.
     """
     listed = [
         default_configuration(facts, model, batch_size, device, precision, options.optimizer)
@@ -401,7 +402,10 @@ class Session:
         return ""
 
     def measure(self, c: Configuration, seconds: float) -> None:
-        """Time steps of a configuration for at most `seconds`; its gradient is checked once per model and variant."""
+        """Time steps of a configuration for at most `seconds`.
+
+        Its gradient is checked once per model and variant.
+        """
         self.show(c.label)
         key = c.model, c.variant
         arguments = c, min(COMPARED_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients

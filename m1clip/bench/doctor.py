@@ -225,11 +225,17 @@ def check_software(m: Machine) -> Iterator[Finding]:
 def check_resources(m: Machine) -> Iterator[Finding]:
     free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
     level: Level = "problem" if free < 1 else "warning" if free < 0.25 * total else "ok"
-    remedy = "close other programs, or train with --memory to set a limit; even the tiny model needs about 1 GB"
+    remedy = (
+        "close other programs, or train with --memory to set a limit; even the tiny model needs"
+        " about 1 GB"
+    )
     yield Finding(level, "memory", f"{free:.1f} of {total:.1f} GiB free", remedy)
     free = m.disk_free / GIB
     level = "problem" if free < 1 else "warning" if free < 5 else "ok"
-    remedy = "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `original` take 0.9 GB each"
+    remedy = (
+        "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `original`"
+        " take 0.9 GB each"
+    )
     yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", remedy)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
@@ -255,7 +261,10 @@ def check_power(m: Machine) -> Iterator[Finding]:
         "warning" if busy else "ok", "load", text, "stop other programs: they compete with training"
     )
     meters = [f"{kind} by {name}" for kind, name in m.meters.items() if name]
-    text = "no energy meter available: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
+    text = (
+        "no energy meter available: runs report 'not measured' (pip install 'm1clip[energy]' may"
+        " add one)"
+    )
     yield Finding("ok", "energy", ", ".join(meters) or text)
 
 
@@ -398,7 +407,10 @@ def check_choices(m: Machine) -> Iterator[Finding]:
 
 
 def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
-    """Which known errors of torch on Apple GPUs this device has; m1clip avoids them, other programs may not."""
+    """Which known errors of torch on Apple GPUs this device has.
+
+    M1clip avoids them, other programs may not.
+    """
     from m1clip.bench.known_errors import KNOWN_ERRORS
 
     present = [

@@ -43,8 +43,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Decide a run as `train` does with the same options, and predict what it will need.
 
-    `images` is the number of training images, with one caption each. `ranks` is the number of ranks,
-    by default that of torchrun; `bandwidth` is what each rank sends in a second.
+    `images` is the number of training images, with one caption each. `ranks` is the number of
+    ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
     options = options or {}
     for option, value, least in (("images", images, 2), ("ranks", ranks, 1)):
@@ -141,8 +141,8 @@ def _rank_count(ranks: int | None, connected: int, bandwidth: str | None) -> int
     count = ranks or connected
     if count > connected == 1 and bandwidth is None:
         raise UserError(
-            f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
-            f"torchrun --nproc-per-node 2 -m m1clip plan --ranks {count}"
+            f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it"
+            f" between two: torchrun --nproc-per-node 2 -m m1clip plan --ranks {count}"
         )
     return count
 
@@ -163,10 +163,14 @@ def step_time(c: Configuration, facts: MachineInfo, device: Device) -> tuple[flo
     if found := predict(c, load_measured(facts)):
         return found[0], f"{found[1]} on this machine"
     rate = _gemm_rate(device, c.precision)
-    source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {rate / 1e12:.3g} TFLOP/s measured on this machine"
-    return size_of(c)[1] / (
-        rate * ASSUMED_GEMM_FRACTION
-    ), f"{source}; m1clip compare measures the step itself"
+    source = (
+        f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {rate / 1e12:.3g} TFLOP/s measured on this"
+        " machine"
+    )
+    return (
+        size_of(c)[1] / (rate * ASSUMED_GEMM_FRACTION),
+        f"{source}; m1clip compare measures the step itself",
+    )
 
 
 @functools.cache  # one rate for one rank and for several

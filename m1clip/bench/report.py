@@ -69,8 +69,8 @@ def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[
 
 def verdict(results: Sequence[Result]) -> list[str]:
     lines = [
-        f"{r.configuration.label}: gradients differ from the CPU's in fp32 by {r.gradient_difference:.1%}, so it is "
-        "excluded from the verdict."
+        f"{r.configuration.label}: gradients differ from the CPU's in fp32 by"
+        f" {r.gradient_difference:.1%}, so it is excluded from the verdict."
         for r in results
         if not r.gradient_is_right
     ]
@@ -93,8 +93,9 @@ def _fastest(group: list[Result]) -> Iterator[str]:
     best, *others = group
     c, t = best.configuration, best.seconds
     yield (
-        f"{c.model}, batch {c.batch_size}: {c.variant} is the fastest of {len(group)}, {duration(t.median)} per step "
-        f"[{duration(t.low)}, {duration(t.high)}], n={t.n}, {best.images_per_second:,.1f} images/s."
+        f"{c.model}, batch {c.batch_size}: {c.variant} is the fastest of {len(group)},"
+        f" {duration(t.median)} per step [{duration(t.low)}, {duration(t.high)}], n={t.n},"
+        f" {best.images_per_second:,.1f} images/s."
     )
     rivals = {
         r.configuration.device: r for r in reversed(others) if r.configuration.device != c.device
@@ -102,7 +103,10 @@ def _fastest(group: list[Result]) -> Iterator[str]:
     for device, r in rivals.items():
         ratios = (r.seconds.median / t.median, r.seconds.low / t.high, r.seconds.high / t.low)
         middle, low, high = (f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}" for ratio in ratios)
-        yield f"It is {middle} times as fast [{low}, {high}] as {r.configuration.variant}, the fastest on {device}."
+        yield (
+            f"It is {middle} times as fast [{low}, {high}] as {r.configuration.variant}, the"
+            f" fastest on {device}."
+        )
     if rivals:
         yield f"Use --device {c.device} --precision {c.precision} for it."
 
@@ -110,7 +114,8 @@ def _fastest(group: list[Result]) -> Iterator[str]:
 def crossovers(results: Sequence[Result]) -> Iterator[str]:
     """Up to which batch size the CPU is faster than each accelerator, by model and precision.
 
-    Times count as different only where their quartiles do not overlap; the cost models predict where they are equal.
+    Times count as different only where their quartiles do not overlap; the cost models predict
+    where they are equal.
     """
     series: dict[tuple[str, str], list[Result]] = {}  # by device and precision
     for r in results:
@@ -146,7 +151,10 @@ def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
         ratios = [
             f"{cpu.median / gpu.median:.1f} times at {batch}" for batch, (cpu, gpu) in pairs.items()
         ]
-        return f"{device} is faster than the CPU at every batch size measured, {ratios[0]}, {ratios[-1]}"
+        return (
+            f"{device} is faster than the CPU at every batch size measured, {ratios[0]},"
+            f" {ratios[-1]}"
+        )
     return f"no clear difference between the CPU and {device} at the batch sizes measured"
 
 

@@ -80,7 +80,10 @@ class Configuration:
         )
 
     def options(self) -> dict[str, Any]:
-        """The options of `train` whose step this is; one image is measured with the settings of two."""
+        """The options of `train` whose step this is.
+
+        One image is measured with the settings of two.
+        """
         return {**asdict(self), "batch_size": max(2, self.batch_size), "steps": MEASURED_RUN_STEPS}
 
 
@@ -174,7 +177,10 @@ class CostModel:
 
 
 def fit(results: Sequence[Result]) -> CostModel | None:
-    """Non-negative coefficients with a small relative error; None for fewer than three measured steps."""
+    """Non-negative coefficients with a small relative error.
+
+    None for fewer than three measured steps.
+    """
     if len(results) < 3:
         return None
     columns = np.array([[1.0, r.parameters, r.flops] for r in results])
@@ -197,14 +203,20 @@ def fit(results: Sequence[Result]) -> CostModel | None:
 def crossing(
     first: CostModel, second: CostModel, parameters: float, flops_per_image: float
 ) -> float | None:
-    """The batch size at which two devices take the same time; None if one is faster at every batch size."""
+    """The batch size at which two devices take the same time.
+
+    None if one is faster at every batch size.
+    """
     start = first.seconds(parameters, 0) - second.seconds(parameters, 0)
     slope = (second.per_flop - first.per_flop) * flops_per_image
     return start / slope if slope and start / slope > 0 else None
 
 
 def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] | None:
-    """Seconds of a step and where they come from; None without measured steps of the same variant."""
+    """Seconds of a step and where they come from.
+
+    None without measured steps of the same variant.
+    """
     alike = [
         r
         for r in measured

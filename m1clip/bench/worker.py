@@ -66,7 +66,10 @@ class Worker:
         theirs.close()
 
     def call(self, method: str, timeout: float, *arguments: Any) -> Any:
-        """Call a function of this module in the worker; MeasurementError if it fails, crashes or times out."""
+        """Call a function of this module in the worker.
+
+        MeasurementError if it fails, crashes or times out.
+        """
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(timeout):
@@ -93,7 +96,10 @@ class Worker:
 
 
 def _serve(pipe: Connection, log: str) -> None:
-    """Answer calls with (reason, value) until the other end closes. Everything printed goes to the log."""
+    """Answer calls with (reason, value) until the other end closes.
+
+    Everything printed goes to the log.
+    """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

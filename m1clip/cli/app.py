@@ -37,7 +37,10 @@ app = App(
     version=__version__,
     usage="Usage: m1clip COMMAND [ARGUMENTS] [OPTIONS]",
     help="Train CLIP on the computer you have, then use it.",
-    help_epilogue=f"Every command has --help with examples; --debug shows a full traceback. Guides: {DOCS_URL}",
+    help_epilogue=(
+        "Every command has --help with examples; --debug shows a full traceback. Guides:"
+        f" {DOCS_URL}"
+    ),
     group_commands=OPTIONS,  # --help and --version; each command names its own group
     config=reject_empty_values,
     suppress_keyboard_interrupt=False,  # main reports it

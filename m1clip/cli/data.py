@@ -76,8 +76,9 @@ def data_make(
 def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")], /) -> None:
     """Write captions.csv with one row per image of a folder; the captions are empty, for you to fill in.
 
-    m1clip data template photos, then write the captions into photos/captions.csv, with a spreadsheet or an editor. An
-    image may have several rows, each with a caption. m1clip train photos skips rows without one.
+    m1clip data template photos, then write the captions into photos/captions.csv, with a
+    spreadsheet or an editor. An image may have several rows, each with a caption. m1clip train
+    photos skips rows without one.
     """
     import csv
     import io
@@ -97,7 +98,10 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(text).writerows([("image", "caption"), *((name, "") for name in names)])
     write_text(path, "\ufeff" + text.getvalue())  # the mark tells spreadsheets that it is UTF-8
-    message = f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}"
+    message = (
+        f"{path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train"
+        f" {folder}"
+    )
     print(f"wrote      {one_line(message)}")
 
 
@@ -122,10 +126,10 @@ def data_caption(
 ) -> None:
     """Let a vision model on your computer write a caption for each photo, into captions.csv beside them.
 
-    m1clip data caption photos --dry-run --model gemma3 asks about three photos and shows the answers. Works with any
-    server with OpenAI's interface, such as Ollama, LM Studio and llama.cpp. An interrupted run continues with the same
-    command. Captions that people wrote, or that the photos contain, stay; m1clip train --captions person leaves out the
-    generated ones.
+    m1clip data caption photos --dry-run --model gemma3 asks about three photos and shows the
+    answers. Works with any server with OpenAI's interface, such as Ollama, LM Studio and llama.cpp.
+    An interrupted run continues with the same command. Captions that people wrote, or that the
+    photos contain, stay; m1clip train --captions person leaves out the generated ones.
 
     Parameters
     ----------
@@ -211,9 +215,9 @@ def data_howmany(
 ) -> None:
     """Predict how much more captions would help: "200 more captions: +3.1 points [+1.2, +5.0]".
 
-    Heads are fitted to parts of the captioned photos and tested on the others, and the curve is continued. Recall is
-    that among the held-out photos, so it is only comparable with itself. The features are computed once, then it takes
-    seconds.
+    Heads are fitted to parts of the captioned photos and tested on the others, and the curve is
+    continued. Recall is that among the held-out photos, so it is only comparable with itself. The
+    features are computed once, then it takes seconds.
 
     Parameters
     ----------
@@ -285,8 +289,9 @@ def data_index(
 ) -> None:
     """Index webdataset shards, so that training can stream them: m1clip data index 's3://bucket/train-{0000..0999}.tar'
 
-    Each shard is read once, from start to end; m1clip train does the same if an index is missing. The index is written
-    next to the shard (upload it with the shard), or to the cache folder if the shard is remote or read-only.
+    Each shard is read once, from start to end; m1clip train does the same if an index is missing.
+    The index is written next to the shard (upload it with the shard), or to the cache folder if the
+    shard is remote or read-only.
 
     Parameters
     ----------
@@ -308,14 +313,18 @@ def data_index(
         console.warn(str(problem))
     if len(problems) > 10:
         console.warn(f"{plural(len(problems) - 10, 'more problem')}")
-    counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
+    counts = (
+        f"{plural(sum(s.samples for s in found), 'image')},"
+        f" {plural(sum(s.captions for s in found), 'caption')}"
+    )
     seconds = duration(time.perf_counter() - start)
     console.print(
         f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}"
     )
     if empty := sum(not shard.samples for shard in found):
         raise UserError(
-            f"{plural(empty, 'shard')} without images that can be read: see above; replace or remove them"
+            f"{plural(empty, 'shard')} without images that can be read: see above; replace or"
+            " remove them"
         )
 
 
@@ -351,6 +360,7 @@ def data_pack(
         console.warn(f"skipped {line}")
     if len(packed.skipped) > 10:
         console.warn(
-            f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint lists them"
+            f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint"
+            " lists them"
         )
     console.print(str(packed))

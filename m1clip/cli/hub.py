@@ -142,10 +142,11 @@ def _measure(name: str) -> Speed:
 def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     """Download a model from the Hugging Face Hub. No other command downloads a model.
 
-    Shows the size and the license and asks first. The model goes to the cache of Hugging Face ($HF_HOME, by default
-    ~/.cache/huggingface), and a model that is there already is used as it is. Ctrl-C at any time: the next call
-    continues. Every file is checked against the hash that the Hub lists. HF_TOKEN or hf auth login give access to
-    gated models, HF_ENDPOINT is the address of a mirror, HTTPS_PROXY of a proxy; HF_HUB_OFFLINE=1 forbids downloads.
+    Shows the size and the license and asks first. The model goes to the cache of Hugging Face
+    ($HF_HOME, by default ~/.cache/huggingface), and a model that is there already is used as it is.
+    Ctrl-C at any time: the next call continues. Every file is checked against the hash that the Hub
+    lists. HF_TOKEN or hf auth login give access to gated models, HF_ENDPOINT is the address of a
+    mirror, HTTPS_PROXY of a proxy; HF_HUB_OFFLINE=1 forbids downloads.
 
         m1clip download siglip2-b-32
         m1clip download openai/clip-vit-base-patch32 --yes

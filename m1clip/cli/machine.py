@@ -134,7 +134,8 @@ def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
         sys.exit(1)
 
 
-# Settings of a run of `train` that `plan` decides and predicts; the others have little effect on them.
+# Settings of a run of `train` that `plan` decides and predicts; the others have little effect on
+# them.
 PLANNED = (
     *("model", "batch_size", "micro_batch", "memory", "epochs", "steps"),
     *("device", "precision", "optimizer", "fsdp", "threads", "grad_checkpointing"),
@@ -154,10 +155,11 @@ def plan(
 ) -> None:
     """Decide a run as m1clip train does, without training, and predict its memory and time.
 
-    The run is one of a model from random weights with one caption per image. A device and a precision that are not
-    given are measured as for train. For the time, uses the steps that m1clip compare measured on this machine, or else
-    measures matrix multiplication speed. --sizes lists models from tiny to 1B with their memory and
-    a recommended device of this machine. Under torchrun it measures the bandwidth between two ranks.
+    The run is one of a model from random weights with one caption per image. A device and a
+    precision that are not given are measured as for train. For the time, uses the steps that m1clip
+    compare measured on this machine, or else measures matrix multiplication speed. --sizes lists
+    models from tiny to 1B with their memory and a recommended device of this machine. Under
+    torchrun it measures the bandwidth between two ranks.
 
         m1clip plan --model ViT-B-32 --minutes 60
         m1clip plan --sizes

@@ -263,9 +263,10 @@ def export(
     --to onnx writes image.onnx and text.onnx with everything they need, for any model, and an
     example.py that uses them without torch. --to transformers.js is for JavaScript, --to immich for
     Immich's machine-learning service, --to coreml for Apple devices, --to sentence-transformers for
-    SentenceTransformer(FOLDER), --to openclip for open_clip.create_model("local-dir:FOLDER"), --to hf for transformers'
-    CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder. The export is compared with the
-    original, on the validation images of the run or of --data, and deleted if it differs.
+    SentenceTransformer(FOLDER), --to openclip for open_clip.create_model("local-dir:FOLDER"), --to
+    hf for transformers' CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder.
+    The export is compared with the original, on the validation images of the run or of --data, and
+    deleted if it differs.
 
         m1clip export runs/demo --to onnx
         python runs/demo-onnx/example.py photo.jpg "a dog"

@@ -160,8 +160,8 @@ def _choices_text(name: str) -> list[str]:
 def default_text(name: str, default: Any = None, recipe: str | None = None) -> str | None:
     """The default of a setting, followed by those of recipes with another value; or that of a `recipe`.
 
-    --init is listed if it differs from finetune. Cyclopts gives the `default` of the signature, which
-    is not needed here.
+    --init is listed if it differs from finetune. Cyclopts gives the `default` of the signature,
+    which is not needed here.
     """
     values = recipe_defaults(name)
     if all(value in (None, ()) for value in values.values()):

@@ -24,8 +24,8 @@ def monitor(
 ) -> None:
     """Monitor running or finished runs, in this terminal or with --web in a browser.
 
-    Without a name it shows the run that is training now, or else the newest in runs/. Ctrl-C closes it and never
-    affects the run.
+    Without a name it shows the run that is training now, or else the newest in runs/. Ctrl-C closes
+    it and never affects the run.
 
         m1clip monitor
         m1clip monitor --web
@@ -109,7 +109,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML file about a run: scores against chance, curves, examples, settings.
 
-    Several runs are overlaid, with a table of their differences. Plots need matplotlib (pip install 'm1clip[plot]').
+    Several runs are overlaid, with a table of their differences. Plots need matplotlib (pip install
+    'm1clip[plot]').
 
         m1clip report runs/demo
         m1clip report runs/cpu runs/gpu --out cpu-gpu.html
@@ -137,7 +138,8 @@ def report(
 def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> None:
     """List the checkpoints of a run: step, size and time.
 
-    m1clip train --resume RUN continues from the newest valid one, and skips damaged ones. The best model is in best/.
+    m1clip train --resume RUN continues from the newest valid one, and skips damaged ones. The best
+    model is in best/.
 
         m1clip checkpoints runs/demo --verify
 

@@ -39,8 +39,9 @@ def index(
 ) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
-    The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable or belongs
-    to another user. Indexing can be interrupted at any time; the next call continues it.
+    The index is stored in .m1clip-index in that folder, or in your user data folder if that is not
+    writable or belongs to another user. Indexing can be interrupted at any time; the next call
+    continues it.
 
         m1clip index ~/Pictures
         m1clip index ~/Pictures --model runs/frozen
@@ -89,7 +90,10 @@ def index(
 
 def _report_lines(report: Report, shown: int | None) -> list[str]:
     changes = f"{report.added:,} new, {report.kept:,} moved or copied, {report.removed:,} removed"
-    skipped = f"{report.hidden:,} hidden, {plural(report.links, 'link')}, {plural(report.other, 'other file')}"
+    skipped = (
+        f"{report.hidden:,} hidden, {plural(report.links, 'link')},"
+        f" {plural(report.other, 'other file')}"
+    )
     lines = [
         f"index      {report.place}",
         f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",
@@ -181,8 +185,9 @@ def _reject_folders(texts: tuple[str, ...]) -> None:
     for text in texts:
         if (len(texts) > 1 or os.sep in text) and os.path.isdir(os.path.expanduser(text)):
             raise UserError(
-                f"{text}: is a folder; to search in it: --index {text} (if it is indexed) or --subfolder {text} "
-                f"(if it is in the indexed folder); to search for the word: '1*{text}'"
+                f"{text}: is a folder; to search in it: --index {text} (if it is indexed) or"
+                f" --subfolder {text} (if it is in the indexed folder); to search for the word:"
+                f" '1*{text}'"
             )
 
 
@@ -209,7 +214,8 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
     unlisted = len(found) - len(listed)
     if unlisted:
         print(
-            f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)"
+            f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists"
+            " them)"
         )
 
 
@@ -247,7 +253,8 @@ def teach(
 ) -> None:
     """Teach a new word from a few images, in seconds: the name of a pet, a person, a place or a product.
 
-    Without a name, it lists all taught words, including those from marks on the page of m1clip serve.
+    Without a name, it lists all taught words, including those from marks on the page of m1clip
+    serve.
 
         m1clip teach Rex rex/*.jpg
         m1clip search "Rex on a beach"
@@ -309,8 +316,8 @@ def teach(
 def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> None:
     """List groups of identical and near-duplicate images in an indexed folder; nothing is deleted.
 
-    Near-duplicates look alike: re-encoded, resized, brightened or grayscale copies, or photos of the same scene. The
-    first image of each group has the most pixels.
+    Near-duplicates look alike: re-encoded, resized, brightened or grayscale copies, or photos of
+    the same scene. The first image of each group has the most pixels.
 
         m1clip duplicates ~/Pictures
 
@@ -351,7 +358,8 @@ def serve(
 ) -> None:
     """Serve a page on this machine only, to search your photos and to monitor runs.
 
-    Type to search, drop an image to find similar ones, mark results as right or wrong. Nothing is sent over a network.
+    Type to search, drop an image to find similar ones, mark results as right or wrong. Nothing is
+    sent over a network.
 
         m1clip serve ~/Pictures
 

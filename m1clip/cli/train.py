@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 SPLIT_DESCRIPTIONS = {
     "test": "test split, not seen in training",
-    "val": "validation split, not trained on, but used to choose the model (the data has no test split)",
-    "train": "training split: how well the model fits its own training data (the data has no other split)",
+    "val": (
+        "validation split, not trained on, but used to choose the model (the data has no test"
+        " split)"
+    ),
+    "train": (
+        "training split: how well the model fits its own training data (the data has no other"
+        " split)"
+    ),
 }
 # Settings that may differ from those of a run that is resumed.
 RESUME_OPTIONS = ("device", "fsdp")
@@ -170,7 +176,8 @@ def _train(
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
         console.print(
-            f"{interrupted} outside of training; m1clip train --resume continues a run that had started"
+            f"{interrupted} outside of training; m1clip train --resume continues a run that had"
+            " started"
         )
         sys.exit(interrupted.exit_code)
     console.print(f"\n{SPLIT_DESCRIPTIONS[result.split]}\n\n{result.scores}\n")

@@ -1,8 +1,8 @@
 """CUDA graphs: capture a step once, then replay it with a single launch.
 
-The step of a small model has a thousand short kernels, which the host launches more slowly than the GPU runs them. A
-graph needs fixed shapes (texts are padded to the longest so far in their group), learning rates on the
-device, and no synchronization.
+The step of a small model has a thousand short kernels, which the host launches more slowly than the
+GPU runs them. A graph needs fixed shapes (texts are padded to the longest so far in their group),
+learning rates on the device, and no synchronization.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class CapturedStep:
         phases: Phases,
         context_length: int,
     ) -> None:
-        """`step` is captured, and called for what is not replayed; `clear` forgets a capture that failed."""
+        """`step` is captured, and called for what is not replayed.
+
+        `clear` forgets a capture that failed.
+        """
         self.step = step
         self.clear = clear
         self.device = device
@@ -78,7 +81,10 @@ class CapturedStep:
     def __call__(
         self, batch: Batch, step: int, micro_batch: int, mark: Mark, probe: Any = None
     ) -> Any:
-        """Train on one batch; a step whose gradients a `probe` reads, or whose stages are timed, is not replayed."""
+        """Train on one batch.
+
+        A step whose gradients a `probe` reads, or whose stages are timed, is not replayed.
+        """
         if self.accepts(batch, micro_batch):
             batch = self.pad(batch)  # a probed step has the shapes of the others
             replays = probe is None and not self.phases.is_synchronized
@@ -115,7 +121,10 @@ class CapturedStep:
         return result
 
     def pad(self, batch: Batch) -> Batch:
-        """The batch with each group of texts padded to its longest length so far; padding does not affect features."""
+        """The batch with each group of texts padded to its longest length so far.
+
+        Padding does not affect features.
+        """
         if batch.tokens is None or not batch.lengths:
             return batch
         groups, context = batch.text_rows(), self.context_length
@@ -126,7 +135,8 @@ class CapturedStep:
             most if length <= most else rounded(length + LENGTH_MULTIPLE, context)
             for length, most in zip(lengths, known, strict=True)
         ]
-        # Texts are sorted by length and truncated to the longest of their group: no group may be shorter than the last.
+        # Texts are sorted by length and truncated to the longest of their group: no group may be
+        # shorter than the last.
         padded = list(itertools.accumulate(padded, max))
         self._lengths[len(batch.tokens)] = padded
         each = tuple(
@@ -164,7 +174,8 @@ class CapturedStep:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = self.step(batch, step, 0, mark)
         except (RuntimeError, MemoryPressure) as error:
-            # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
+            # Out of memory, or a kernel that cannot be captured: the step without a graph handles
+            # both.
             self.disabled = first_line(error)
             self.clear()
             return False

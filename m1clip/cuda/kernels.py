@@ -7,7 +7,8 @@
 Imported only where they are used (`CLIP.use_triton`): triton comes with torch for CUDA only.
 """
 
-# No `from __future__ import annotations`: torch reads the types below to describe the operations to its compiler.
+# No `from __future__ import annotations`: torch reads the types below to describe the operations to
+# its compiler.
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ DIMS = (16, 32, 64)  # head dimensions: powers of two that tensor cores accept
 
 
 def tiles_of(length: int) -> tuple[int, int]:
-    """Tile lengths for a sequence, powers of two that tensor cores accept; 77 is 64 and 16, because 128 is slow."""
+    """Tile lengths for a sequence, powers of two that tensor cores accept.
+
+    77 is 64 and 16, because 128 is slow.
+    """
     first = min(64, max(16, triton.next_power_of_2(length)))
     return first, max(16, triton.next_power_of_2(length - first)) if length > first else 0
 
@@ -78,7 +82,10 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _rows(base, row, length, stride, D: tl.constexpr):
-    """Rows of one head, strided between those of the other heads; zero past the end of the sequence."""
+    """Rows of one head, strided between those of the other heads.
+
+    Zero past the end of the sequence.
+    """
     dim = tl.arange(0, D)
     return tl.load(
         base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0

@@ -1,7 +1,7 @@
 """Crop, resize, flip and color jitter of a batch on the training device; a function of (seed, epoch, sample).
 
-Cropping, resizing (antialiased) and flipping are linear in the pixels and separable, so one batch is two small
-batched matrix products, with one matrix per sample.
+Cropping, resizing (antialiased) and flipping are linear in the pixels and separable, so one batch
+is two small batched matrix products, with one matrix per sample.
 """
 
 import functools
@@ -31,7 +31,8 @@ def draw_views(
 ) -> Tensor | None:
     """(n, 7) float32, the random view of each image: left, top, width, height, flipped, brightness, contrast.
 
-    The box is in fractions of the side. A view is a function of (seed, epoch, sample); None if all are complete.
+    The box is in fractions of the side. A view is a function of (seed, epoch, sample); None if all
+    are complete.
     """
     if augmentation.crop_min == 1 and augmentation.flip == augmentation.color_jitter == 0:
         return None
@@ -67,8 +68,8 @@ def draw_patches(
 def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tensor:
     """(n, side, side, 3) uint8 -> (n, 3, size, size) float32: cropped, resized, recolored and normalized.
 
-    `views` are those of `draw_views`; None shows each image in full. Under autocast the two products run in its
-    precision, whose rounding error is similar to that of 8-bit pixels.
+    `views` are those of `draw_views`; None shows each image in full. Under autocast the two
+    products run in its precision, whose rounding error is similar to that of 8-bit pixels.
     """
     constants = (lambda function, *of: function(*of)) if pixels.device.type == "cpu" else _sent
     if views is None and pixels.shape[1] == preprocess.image_size:

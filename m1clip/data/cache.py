@@ -1,10 +1,11 @@
 """Rows of decoded images or computed features on disk, computed once and shared by all runs.
 
-`.m1clip-cache/KEY/rows.bin` holds rows of one shape and type, and `names.bin` the 16-byte key of each row.
-KEY is a hash of what all rows depend on (image size; or tower weights and preprocessing), a row key a hash of what one
-row depends on (path, size and time of the image file; or the caption). A changed image gets a new row, so an old row
-is never stale. Rows are written in any order, also by other processes. A key is written after its row is on disk: a row
-without a key (16 zero bytes) is free, so a killed process leaves free rows, and the next one continues with them.
+`.m1clip-cache/KEY/rows.bin` holds rows of one shape and type, and `names.bin` the 16-byte key of
+each row. KEY is a hash of what all rows depend on (image size; or tower weights and preprocessing),
+a row key a hash of what one row depends on (path, size and time of the image file; or the caption).
+A changed image gets a new row, so an old row is never stale. Rows are written in any order, also by
+other processes. A key is written after its row is on disk: a row without a key (16 zero bytes) is
+free, so a killed process leaves free rows, and the next one continues with them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def row_key(*parts: str) -> bytes:
 
 
 def image_keys(samples: Sequence[Sample], folders: Sequence[str]) -> list[bytes]:
-    """The row key of each image. Paths are relative to the data folders, so that the data may be moved."""
+    """The row key of each image.
+
+    Paths are relative to the data folders, so that the data may be moved.
+    """
     here, roots = os.getcwd(), [os.path.join(os.path.abspath(folder), "") for folder in folders]
     keys = []
     for sample in samples:
@@ -102,7 +106,10 @@ class RowCache:
         return sorted(first.values())
 
     def fill(self, keys: Sequence[bytes], compute: Compute) -> tuple[np.ndarray, dict[int, str]]:
-        """(n,) the row of each key, computing missing ones; and the items that failed, whose row is -1."""
+        """(n,) the row of each key, computing missing ones.
+
+        And the items that failed, whose row is -1.
+        """
         failed = self._add(keys, compute) if self.missing(keys) else {}
         stored = self._index()
         rows = np.array([stored.get(key, -1) for key in keys], np.int64)
@@ -177,7 +184,8 @@ class RowCache:
                 raise
             # Without a lock, two processes could assign keys to each other's rows.
             raise UserError(
-                f"{self.path}: this disk does not support file locks; choose another with --cache-dir"
+                f"{self.path}: this disk does not support file locks; choose another with"
+                " --cache-dir"
             ) from None
 
     @contextmanager
@@ -221,13 +229,17 @@ class RowCache:
         free = shutil.disk_usage(self.path).free
         if needed * DISK_MARGIN > free:
             raise UserError(
-                f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has {free / 1e9:.2f} GB "
-                f"free: free some space, choose another disk with --cache-dir, or use --cache ram or off"
+                f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has"
+                f" {free / 1e9:.2f} GB free: free some space, choose another disk with --cache-dir,"
+                " or use --cache ram or off"
             )
 
 
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
-    """The requested folder; else next to the data; else, if that is not writable, the user's cache folder."""
+    """The requested folder; else next to the data.
+
+    Else, if that is not writable, the user's cache folder.
+    """
     places = (
         [Path(asked).expanduser()]
         if asked

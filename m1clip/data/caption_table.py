@@ -1,6 +1,7 @@
 """Read and change captions.csv: what is not changed stays, and two programs cannot lose each other's captions.
 
-A row has the name of an image and a caption. `source` says who wrote it: `person` (or nothing), or `model:NAME`.
+A row has the name of an image and a caption. `source` says who wrote it: `person` (or nothing), or
+`model:NAME`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def clean_caption(text: str) -> str:
     caption = " ".join(spaced.split())
     if len(caption) > MAX_CAPTION_CHARACTERS:
         raise UserError(
-            f"a caption has at most {MAX_CAPTION_CHARACTERS:,} characters, this one {len(caption):,}; shorten it"
+            f"a caption has at most {MAX_CAPTION_CHARACTERS:,} characters, this one"
+            f" {len(caption):,}; shorten it"
         )
     return caption
 
@@ -75,10 +77,14 @@ def lock_captions(path: Path) -> Iterator[None]:
 
 
 def read_captions(path: Path) -> CaptionFile:
-    """The table at a path; a new one if there is none. UserError for a file that is not such a table."""
+    """The table at a path; a new one if there is none.
+
+    UserError for a file that is not such a table.
+    """
     if path.is_symlink():
         raise user_error(
-            f"{path}: is a symbolic link, and m1clip does not write through links; replace it by a copy"
+            f"{path}: is a symbolic link, and m1clip does not write through links; replace it by a"
+            " copy"
         )
     if not path.exists():
         return CaptionFile(path, list(COLUMNS), [], ",")
@@ -139,7 +145,8 @@ class CaptionFile:
     ) -> None:
         """Give an image these captions of one source; those of other sources stay.
 
-        A split is only set where the image has none. An empty row of `m1clip data template` is filled.
+        A split is only set where the image has none. An empty row of `m1clip data template` is
+        filled.
         """
         wanted = list(dict.fromkeys(captions))
         places = self._rows_of(name)
@@ -174,7 +181,10 @@ class CaptionFile:
         self._index()
 
     def write(self) -> None:
-        """Replace the file atomically; OSError for a full disk, after which the old file is still there."""
+        """Replace the file atomically.
+
+        OSError for a full disk, after which the old file is still there.
+        """
         text = io.StringIO(newline="")
         csv.writer(text, delimiter=self.delimiter).writerows([self.header, *self.rows])
         try:

@@ -55,7 +55,10 @@ class CaptionTable:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(images,) the class of each image, numbered from 0; None if captions are not made from classes."""
+        """(images,) the class of each image, numbered from 0.
+
+        None if captions are not made from classes.
+        """
         return (
             np.unique(self.caption_ids[self.first[:-1]], return_inverse=True)[1]
             if self.classes
@@ -77,14 +80,20 @@ class CaptionTable:
 
 @dataclass(frozen=True)
 class LazyCaptions:
-    """Captions that are read and tokenized for each batch. `read` returns the captions of an image."""
+    """Captions that are read and tokenized for each batch.
+
+    `read` returns the captions of an image.
+    """
 
     read: Callable[[int], tuple[str, ...]]
     tokenizer: Tokenizer
     context_length: int
 
     def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
-        """A table of the captions of some images; numbers and ids do not depend on the other images of the batch."""
+        """A table of the captions of some images.
+
+        Numbers and ids do not depend on the other images of the batch.
+        """
         texts = [self.read(image)[:MAX_LAZY_CAPTIONS] for image in images.tolist()]
         table = tokenize_captions(texts, self.tokenizer, self.context_length)
         keys = [
@@ -105,7 +114,10 @@ class LazyCaptions:
 def drop_tokens(
     tokens: np.ndarray, lengths: np.ndarray, dropped: np.ndarray, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Captions without the tokens where `dropped` (n, context) is true; BOS, EOT and at least one token stay."""
+    """Captions without the tokens where `dropped` (n, context) is true.
+
+    BOS, EOT and at least one token stay.
+    """
     place = np.arange(tokens.shape[1])
     inner = (place > 0) & (place < lengths[:, None] - 1)
     dropped = dropped & inner

@@ -1,8 +1,8 @@
 """Processes that decode images on all cores, and write their pixels straight to where they are needed.
 
-Only file names and reports go through pipes. Pixels are written into a file: the cache on disk, or shared memory
-without a name, so a killed process leaves nothing behind. A process that is killed is replaced, and its blocks are
-decoded again.
+Only file names and reports go through pipes. Pixels are written into a file: the cache on disk, or
+shared memory without a name, so a killed process leaves nothing behind. A process that is killed is
+replaced, and its blocks are decoded again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class _Process:
 
 
 class DecodePool:
-    """Runs work on blocks of items in processes; the rows go to a file, the reports to the caller."""
+    """Runs work on blocks of items in processes.
+
+    The rows go to a file, the reports to the caller.
+    """
 
     def __init__(
         self,
@@ -199,7 +202,8 @@ class DecodePool:
         self._deaths += 1
         if self._deaths > (MAX_KILLS if code >= 0 and not dead.ready else MOST_DEATHS):
             raise UserError(
-                f"a process that decodes images cannot be started (exit code {code}); its messages are above"
+                f"a process that decodes images cannot be started (exit code {code}); its messages"
+                " are above"
             )
         blocks = list(dead.blocks)
         during = f" while decoding {_name(blocks[0].items[0])}" if blocks else ""
@@ -215,13 +219,17 @@ class DecodePool:
         self._send()
 
     def _split(self, block: Block, code: int) -> list[Block]:
-        """The items of a block one by one, to find the one that ends its process; UserError if it does so again."""
+        """The items of a block one by one, to find the one that ends its process.
+
+        UserError if it does so again.
+        """
         if block.number < 0:
             self.tries[block.number] = self.tries.get(block.number, 0) + 1
             if self.tries[block.number] >= MAX_KILLS:
                 raise UserError(
-                    f"{_name(block.items[0])}: {MAX_KILLS} processes that decoded it were killed (exit code {code}): "
-                    f"remove the image if it is damaged, or close other programs if memory is short, then run again"
+                    f"{_name(block.items[0])}: {MAX_KILLS} processes that decoded it were killed"
+                    f" (exit code {code}): remove the image if it is damaged, or close other"
+                    " programs if memory is short, then run again"
                 )
             return [block]
         self.left[block.number] = len(block.items)
@@ -260,7 +268,10 @@ class SharedRows:
 def decode_in_order(
     work: RowWork, items: Iterable[Any], processes: int, shape: tuple[int, ...], timeout: float
 ) -> Generator[tuple[list[Any], np.ndarray]]:
-    """(reports, rows) of blocks of items in order; the rows are those of the caller until the next block."""
+    """(reports, rows) of blocks of items in order.
+
+    The rows are those of the caller until the next block.
+    """
     blocks = 2 * BLOCKS_AHEAD * processes
     shared = SharedRows(blocks * IMAGES_PER_BLOCK, shape, np.uint8)
     done: dict[int, list[Any]] = {}

@@ -1,7 +1,7 @@
 """A process that decodes images for `DecodePool`. It must start quickly, so nothing here imports torch.
 
-The process is started as a program of its own: a fork would copy the threads' locks and the state of CUDA, and
-multiprocessing's spawn would import the caller's script again.
+The process is started as a program of its own: a fork would copy the threads' locks and the state
+of CUDA, and multiprocessing's spawn would import the caller's script again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import numpy as np
 
 from m1clip.system import STOP_SIGNALS
 
-# Work on one item: (the values of its row, or None; what to report). Picklable, and never raises for a bad image.
+# Work on one item: (the values of its row, or None; what to report). Picklable, and never raises
+# for a bad image.
 RowWork = Callable[[Any], tuple[np.ndarray | None, Any]]
 PROGRAM = "from m1clip.data.decode_worker import main; main()"
 
 
 class Job(NamedTuple):
-    """What all blocks of a process have in common; sent once, and small: the parent does not wait for the process."""
+    """What all blocks of a process have in common.
+
+    Sent once, and small: the parent does not wait for the process.
+    """
 
     work: RowWork
     timeout: float  # seconds for one item

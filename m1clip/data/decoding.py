@@ -85,7 +85,10 @@ class LazyImages:
         return pixels, failed
 
     def decode(self, indices: Sequence[int], threads: int = 1) -> Iterator[np.ndarray | str]:
-        """(side, side, 3) uint8 of each image, or why it failed; uses threads, since Pillow releases the GIL."""
+        """(side, side, 3) uint8 of each image, or why it failed.
+
+        Uses threads, since Pillow releases the GIL.
+        """
         work = functools.partial(_decode, side=self.side, resize=self.resize)
         results = map_with_timeout(
             [self.refs[index] for index in indices], work, self.timeout, threads
@@ -137,7 +140,8 @@ def read_or_replace(
 ) -> tuple[np.ndarray, np.ndarray, tuple[Failure, ...]]:
     """(members, their pixels, failures): unreadable images are replaced by others.
 
-    The replacement is a function of (seed, epoch, sample), so it is the same for any number of workers.
+    The replacement is a function of (seed, epoch, sample), so it is the same for any number of
+    workers.
     """
     pixels, failed = images.try_read(members)
     chosen, failures = members.copy(), list[Failure]()
@@ -154,8 +158,8 @@ def read_or_replace(
                 break
         else:
             raise UserError(
-                f"{again[0].where}: {again[0].reason}; {REPLACEMENT_TRIES} replacement images cannot be read "
-                f"either: is the disk with the images still connected?"
+                f"{again[0].where}: {again[0].reason}; {REPLACEMENT_TRIES} replacement images"
+                " cannot be read either: is the disk with the images still connected?"
             )
     return chosen, pixels, tuple(failures)
 
@@ -178,7 +182,10 @@ def decode_options(machine: MachineInfo, device: str = "cpu") -> DecodeOptions:
 
 
 def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:
-    """How many processes decode these images on so many cores, by default those of this rank; 0: use threads."""
+    """How many processes decode these images on so many cores, by default those of this rank.
+
+    0: use threads.
+    """
     if not all(ref.in_processes for ref in refs):
         return 0
     return decode_processes(len(refs), cpus or usable_cpus() // local_ranks())
@@ -246,7 +253,10 @@ def decode_to_rows(
     options: DecodeOptions,
     timeout: float = READ_TIMEOUT,
 ) -> Computed:
-    """Write the pixels of all images to their rows, in any order; yields the places that are written."""
+    """Write the pixels of all images to their rows, in any order.
+
+    Yields the places that are written.
+    """
     processes = 0 if options.gpu else processes_for(refs, options.cpus)
     if not processes:
         blocks = decode_images(

@@ -7,9 +7,10 @@ from PIL import Image
 
 LOOK_BYTES, _THUMB_SIDE = 16, 16
 THUMB_BYTES = _THUMB_SIDE**2
-# Chosen by eye on Flickr8k: the 7 pairs within these limits are one image or one scene; looser limits add
-# pairs of sky and fog. Of 1,000 of its images, copies that were re-encoded, resized, brightened or made gray
-# were all found; of those cropped by 8% on each side 228, of mirrored ones 5.
+# Chosen by eye on Flickr8k: the 7 pairs within these limits are one image or one scene; looser
+# limits add pairs of sky and fog. Of 1,000 of its images, copies that were re-encoded, resized,
+# brightened or made gray were all found; of those cropped by 8% on each side 228, of mirrored ones
+# 5.
 MAX_BITS = 32  # of 128 that differ
 MIN_CORRELATION = 0.8
 MIN_DETAIL_CORRELATION = 0.55
@@ -20,7 +21,8 @@ MAX_ALL_PAIRS = 200_000  # above, comparing all pairs takes longer than decoding
 def appearance(image: Image.Image) -> tuple[bytes, bytes]:
     """(hash of how an image looks, gray thumbnail), by which `near_duplicates` compares images.
 
-    The hash is a dHash of 128 bits: whether brightness grows to the right and downwards, on a grid of 8 x 8.
+    The hash is a dHash of 128 bits: whether brightness grows to the right and downwards, on a grid
+    of 8 x 8.
     """
     gray = image.convert("L")
     small = np.asarray(gray.resize((9, 9), Image.Resampling.BOX), np.int16)

@@ -35,7 +35,8 @@ def check_failures(
         raise _too_many_failures(found, plural(tried, f"{split} image"), tried, limit)
     if len(found) > FAILURES_SHOWN:
         console.warn(
-            f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them"
+            f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl"
+            " lists all of them"
         )
     return found
 
@@ -43,8 +44,9 @@ def check_failures(
 def _too_many_failures(found: Sequence[Failure], of: str, tried: int, limit: float) -> UserError:
     examples = "; ".join(f"{failure.where}: {failure.reason}" for failure in found[:EXAMPLES])
     return UserError(
-        f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}), such as {examples}. "
-        f"m1clip data lint lists all of them; repair them, or raise --max-unreadable"
+        f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}),"
+        f" such as {examples}. m1clip data lint lists all of them; repair them, or raise"
+        " --max-unreadable"
     )
 
 

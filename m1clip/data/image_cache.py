@@ -45,8 +45,9 @@ def choose_kind(
 ) -> Kind:
     """Where to cache a split that needs `needed` more bytes on disk, of a set of `total` bytes.
 
-    Synthetic images and small datasets stay in RAM. Others go to disk, so that the next run starts immediately; if the
-    disk is too small they stay in RAM, and if that is too small they are decoded each time.
+    Synthetic images and small datasets stay in RAM. Others go to disk, so that the next run starts
+    immediately; if the disk is too small they stay in RAM, and if that is too small they are
+    decoded each time.
     """
     if asked not in ("auto", "stream"):
         return asked  # type: ignore[return-value]
@@ -133,7 +134,8 @@ def cache_split(
                 array[items] = pixels
         images = ArrayView(np.delete(array, list(bad), axis=0) if bad else array)
     else:
-        # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.
+        # Evaluation images are a fixed set, so try all of them; of the training images, try a
+        # sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
         bad = _unreadable(refs, tried, threads)

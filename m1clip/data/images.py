@@ -1,4 +1,7 @@
-"""Decode and preprocess images: common formats, HEIC, previews of RAW files; size checked first, always 8-bit RGB."""
+"""Decode and preprocess images: common formats, HEIC, previews of RAW files.
+
+Size checked first, always 8-bit RGB.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ from m1clip.schema import check_limits, validated
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The formats of photos that Pillow reads; other formats are rare, and EPS would start another program.
+# The formats of photos that Pillow reads; other formats are rare, and EPS would start another
+# program.
 PIL_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
 SUFFIXES = raw.RAW_SUFFIXES | {
     *(
@@ -85,7 +89,8 @@ MAX_PIXELS = 64 * 2**20
 MAX_JPEG_PIXELS = 256 * 2**20
 JPEG_SCALES = (1, 2, 4, 8)
 MAX_FILE_BYTES = 2**30
-# Bytes of any image file: headers, metadata, previews, further frames. Files with more need the pixels for it.
+# Bytes of any image file: headers, metadata, previews, further frames. Files with more need the
+# pixels for it.
 MAX_EXTRA_BYTES = 2**27
 MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits without compression
 MAX_MEMBER_BYTES = 2**28  # of an image in a shard, which is read at once
@@ -155,7 +160,8 @@ ORIENTATIONS = {
 def _decode_jpeg(image: JpegImageFile, data: bytes | None) -> Image.Image | None:
     """The image as Pillow decodes it, by a binding of the same libjpeg-turbo that is faster and needs no GIL.
 
-    None where simplejpeg is not installed, or reports anything unusual: Pillow decides what a damaged image is.
+    None where simplejpeg is not installed, or reports anything unusual: Pillow decides what a
+    damaged image is.
     """
     library = _simplejpeg()
     too_large = image.width * image.height > MAX_PIXELS
@@ -204,7 +210,10 @@ def _reduce(image: JpegImageFile, want: int | None) -> None:
 
 @contextmanager
 def open_header(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
-    """The image with only its header read, its size already checked; BadImage if it cannot be opened."""
+    """The image with only its header read, its size already checked.
+
+    BadImage if it cannot be opened.
+    """
     if isinstance(data, bytes) and not data:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
     with io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where) as stream:
@@ -212,7 +221,10 @@ def open_header(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Im
 
 
 def _open_header(stream: BinaryIO, where: str) -> Image.Image:
-    """Read the header of an image, and check what decoding it would need; BadImage if it cannot be used."""
+    """Read the header of an image, and check what decoding it would need.
+
+    BadImage if it cannot be used.
+    """
     try:
         image = raw.open_preview(stream)
         if image is None:
@@ -248,7 +260,10 @@ def _open_any(stream: BinaryIO) -> Image.Image:
 
 
 def _is_decoded_in_strips(image: Image.Image) -> bool:
-    """Whether a JPEG is sequential with all colors in one scan; for others, libjpeg keeps values of every pixel."""
+    """Whether a JPEG is sequential with all colors in one scan.
+
+    For others, libjpeg keeps values of every pixel.
+    """
     if not isinstance(image, JpegImageFile) or image.fp is None:
         return False
     image.fp.seek(2)
@@ -367,11 +382,15 @@ class ImageRef:
     """An image that is not yet decoded: hashable, picklable for worker processes, and as a string its place."""
 
     __slots__ = ()
-    # Whether another process can read it as fast as this one; else its file may be read again for each image.
+    # Whether another process can read it as fast as this one; else its file may be read again for
+    # each image.
     in_processes: ClassVar[bool] = False
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; `want` is the short side needed, so that JPEG may be decoded smaller. BadImage on failure."""
+        """Decode to RGB; `want` is the short side needed, so that JPEG may be decoded smaller.
+
+        BadImage on failure.
+        """
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
@@ -420,7 +439,8 @@ def file_stamp(path: str | Path) -> str:
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-# Above this the ends are cropped before resizing: an image of 60,000 x 1 would become 13 million pixels wide.
+# Above this the ends are cropped before resizing: an image of 60,000 x 1 would become 13 million
+# pixels wide.
 MAX_DECODED_ASPECT = 16
 
 
@@ -434,8 +454,9 @@ class Preprocess:
     image_size: int
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
-    # Shortest side then center crop, or squash to a square. An odd margin is halved as torchvision and open_clip do, or
-    # ("-floor") as transformers does: the crop then moves by one pixel. Bicubic, unless it says otherwise.
+    # Shortest side then center crop, or squash to a square. An odd margin is halved as torchvision
+    # and open_clip do, or ("-floor") as transformers does: the crop then moves by one pixel.
+    # Bicubic, unless it says otherwise.
     resize: Literal[
         "shortest",
         "shortest-floor",
@@ -569,7 +590,8 @@ def map_with_timeout(
                 reads.put(waiting[-1])
             if not waiting:
                 return
-            # The oldest read is running: those before it are finished, or their threads were replaced.
+            # The oldest read is running: those before it are finished, or their threads were
+            # replaced.
             read, item = waiting.popleft()
             now = time.monotonic()
             try:
@@ -583,8 +605,9 @@ def map_with_timeout(
                 _abandoned[:] = [each for each in (*_abandoned, read) if not each.done()]
                 if len(_abandoned) > MAX_ABANDONED:
                     raise UserError(
-                        f"{item}: the {len(_abandoned)}th read that hangs for more than {timeout:g} s; "
-                        f"is the disk with the images still connected? Continue with --resume when it is"
+                        f"{item}: the {len(_abandoned)}th read that hangs for more than {timeout:g}"
+                        " s; is the disk with the images still connected? Continue with --resume"
+                        " when it is"
                     ) from None
                 start()
                 yield None

@@ -125,7 +125,10 @@ class LintReport:
         total = sum(self.images.values())
         splits = ", ".join(f"{name} {count:,}" for name, count in self.images.items())
         checked = "all" if self.checked == total else f"{self.checked:,}"
-        head = f"{self.source}: {plural(total, 'image')} ({splits}), {plural(self.captions, 'caption')}"
+        head = (
+            f"{self.source}: {plural(total, 'image')} ({splits}),"
+            f" {plural(self.captions, 'caption')}"
+        )
         lines = [f"{head}; {checked} checked in {self.seconds:.1f} s"]
         for name, values in self.facts.items():
             lines.append(
@@ -169,7 +172,10 @@ class Entry:
 def lint(
     source: Source, sample: int | None = None, *, context_length: int = 77, workers: int = 2
 ) -> LintReport:
-    """Decode every image once and check all captions; with `sample`, or of streamed shards, only some of them."""
+    """Decode every image once and check all captions.
+
+    With `sample`, or of streamed shards, only some of them.
+    """
     start = time.perf_counter()
     counts = {split: len(source.samples(split)) for split in source.splits()}
     total = sum(counts.values())
@@ -240,7 +246,10 @@ MIN_SIDE, USUAL_ASPECT = 16, 8
 NEAR_EMPTY_CONTRAST = 2.0
 _DECODED_SIDE = 36  # enough for the hash and the thumbnail; JPEG decodes at a fraction of its size
 _CHECKED_CHUNK = 32  # images per task of a thread
-TOO_MANY_FOR_PAIRS = f"only identical images were searched for: near-duplicates take too long above {MAX_ALL_PAIRS:,}"
+TOO_MANY_FOR_PAIRS = (
+    "only identical images were searched for: near-duplicates take too long above"
+    f" {MAX_ALL_PAIRS:,}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +282,10 @@ def inspect(ref: ImageRef) -> ImageFacts:
 
 
 def inspect_all(refs: Sequence[ImageRef], workers: int) -> list[ImageFacts]:
-    """Facts of each image, in order. Threads: decoding releases the GIL, and processes were slower."""
+    """Facts of each image, in order.
+
+    Threads: decoding releases the GIL, and processes were slower.
+    """
     refresh = console.current_progress()
     facts: list[ImageFacts] = []
     chunks = [refs[start : start + _CHECKED_CHUNK] for start in range(0, len(refs), _CHECKED_CHUNK)]
@@ -289,7 +301,10 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
     found: list[Finding] = []
     bad = sum(fact.fault is not None for fact in facts)
     if bad > MAX_UNREADABLE_FRACTION * len(facts):
-        message = f"unusable images among {len(facts):,} (training stops above {MAX_UNREADABLE_FRACTION:.0%})"
+        message = (
+            f"unusable images among {len(facts):,} (training stops above"
+            f" {MAX_UNREADABLE_FRACTION:.0%})"
+        )
         found.append(Finding("too-many-bad", "problem", bad, message))
     both = list(zip(entries, facts, strict=True))
     for fault, (message, remedy) in FAULTS.items():
@@ -426,14 +441,23 @@ def check_captions(
         names(overlong),
     )
     if class_captions:
-        message = f"images whose captions are made from {plural(len(images), 'class name')} (this is classification)"
+        message = (
+            f"images whose captions are made from {plural(len(images), 'class name')} (this is"
+            " classification)"
+        )
         return [*found, Finding("labels", "info", len(entries), message)]
     captions = sum(len(entry.sample.captions) for entry in entries)
     if len(short) > _MANY * captions or (
         len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)
     ):
-        message = f"captions that are only labels ({len(images):,} different ones for {plural(len(entries), 'image')})"
-        remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
+        message = (
+            f"captions that are only labels ({len(images):,} different ones for"
+            f" {plural(len(entries), 'image')})"
+        )
+        remedy = (
+            "describe each image instead of naming it; or use class folders, whose names become"
+            " sentences"
+        )
         examples = tuple(names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
         found.append(
             Finding("labels", "warning", len(short) or captions, message, remedy, examples)

@@ -156,7 +156,10 @@ class BatchPlan:
 
 @dataclass
 class TrainingSet:
-    """Makes the batch of a step, from `image_features`, `device_images` or `images`. Picklable, for workers."""
+    """Makes the batch of a step, from `image_features`, `device_images` or `images`.
+
+    Picklable, for workers.
+    """
 
     images: Images | ReadAhead | None
     captions: CaptionTable | LazyCaptions
@@ -232,7 +235,10 @@ class TrainingSet:
         return torch.from_numpy(tokens.astype(np.int64)), tuple(lengths.tolist())
 
     def join(self, pieces: Sequence[Batch], pin: bool = False) -> Batch:
-        """The batch of all its pieces; captions sorted by length, unless all get the full length."""
+        """The batch of all its pieces.
+
+        Captions sorted by length, unless all get the full length.
+        """
         batch = _concatenated(pieces, pin)
         if batch.tokens is None:
             return batch
@@ -325,7 +331,10 @@ def batches(
 def _in_this_process(
     data: TrainingSet, start: int, stop: int, interruptible: Interruptible
 ) -> Feed:
-    """Batches without workers; a thread reads streamed ones ahead, as reads of remote shards mostly wait."""
+    """Batches without workers.
+
+    A thread reads streamed ones ahead, as reads of remote shards mostly wait.
+    """
     if data.plan.blocks is None:
         yield from (data[step] for step in range(start, stop))
         return
@@ -402,7 +411,8 @@ def _from_workers(
             reason = f"{death} while preparing step {step + 1:,}; the system may be out of memory"
             if deaths > RESTARTS:
                 raise UserError(
-                    f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower --workers"
+                    f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower"
+                    " --workers"
                 ) from None
             on_restart(f"{reason}. Restarted the workers")
         finally:
@@ -448,7 +458,8 @@ class _Workers:
                 process.start()
                 far_end.close()  # so that reading ends when the worker does
                 self.workers.append((process, pipe))
-        # Sending waits until the worker has imported torch: in threads, so that all workers import it at once.
+        # Sending waits until the worker has imported torch: in threads, so that all workers import
+        # it at once.
         data_bytes = None if forked else ForkingPickler.dumps(data)
         for _, pipe in self.workers:
             greeting = threading.Thread(target=self._greet, args=(pipe, data_bytes), daemon=True)
@@ -456,7 +467,10 @@ class _Workers:
             self.greetings.append(greeting)
 
     def batches(self) -> Feed:
-        """All batches; a thread receives the next one, and pins its memory, while the caller uses the last."""
+        """All batches.
+
+        A thread receives the next one, and pins its memory, while the caller uses the last.
+        """
         with ThreadPoolExecutor(1) as thread:
             coming = (thread.submit(self._receive, place) for place in range(len(self.steps)))
             try:
@@ -528,7 +542,10 @@ def _follow_parent() -> None:
 
 
 def _make_pieces(pipe: Connection, number: int, pieces: int, data: TrainingSet | None) -> None:
-    """Run a worker: receive the data unless it is forked, then numbers of steps; send its pieces of their batches."""
+    """Run a worker: receive the data unless it is forked, then numbers of steps.
+
+    Send its pieces of their batches.
+    """
     _follow_parent()
     # Sent to the process group: the parent needs batches for its step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 """JPEG decoding on a CUDA GPU with nvJPEG, where torchvision has it. What it cannot decode is left to the CPU.
 
-nvJPEG rounds differently from libjpeg-turbo, and interpolates colors differently, so its rows are cached apart.
+nvJPEG rounds differently from libjpeg-turbo, and interpolates colors differently, so its rows are
+cached apart.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ DecodeBatch = Callable[[list[Any]], list[Any]]
 
 @cache
 def gpu_decoder() -> DecodeBatch | None:
-    """The function that decodes JPEG on the GPU; None if there is no GPU, or torchvision cannot do it."""
+    """The function that decodes JPEG on the GPU.
+
+    None if there is no GPU, or torchvision cannot do it.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -115,7 +119,10 @@ def _is_rotated(segment: bytes) -> bool:
 
 
 def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
-    """(n, side, side, 3) uint8 of decoded images, as `to_square` makes them; images of one size together."""
+    """(n, side, side, 3) uint8 of decoded images, as `to_square` makes them.
+
+    Images of one size together.
+    """
     import torch
 
     device = images[0].device
@@ -217,7 +224,10 @@ def _tensor(data: bytes | BadImage | None) -> Tensor:
 def decode_on_gpu(
     refs: Sequence[ImageRef], batches: GpuBatches, timeout: float = READ_TIMEOUT
 ) -> Generator[tuple[list[str | None], np.ndarray]]:
-    """(why each image failed, or None; pixels) of batches in order; two are in work while one is used."""
+    """(why each image failed, or None; pixels) of batches in order.
+
+    Two are in work while one is used.
+    """
     reads = map_with_timeout(refs, read_bytes, timeout, READ_THREADS)
     coming: deque[Future[tuple[list[str | None], np.ndarray]]] = deque()
     with closing(reads), ThreadPoolExecutor(2, "nvjpeg") as threads:

@@ -118,7 +118,10 @@ class ShardJob(NamedTuple):
     def write(
         self, samples: Sequence[Sample], refresh: Callable[[int], object]
     ) -> tuple[str, int, list[str]]:
-        """Name, number of samples and unreadable images of the shard; `refresh` gets the number of new images."""
+        """Name, number of samples and unreadable images of the shard.
+
+        `refresh` gets the number of new images.
+        """
         shard, skipped = read_index(str(self.path)), list[str]()
         if shard is not None:  # from before the interruption
             missing = len(self.numbers) - shard.samples

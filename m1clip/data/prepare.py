@@ -76,7 +76,10 @@ def choose_augmentation(
     keep_patches: bool = False,
     keep_words: bool = False,
 ) -> Augmentation:
-    """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
+    """The augmentation of the config, or the default for this data.
+
+    No dropout of patches or words if `keep_...`.
+    """
     # Imports torch, which an evaluation in onnxruntime does not need.
     from m1clip.data.augment import Augmentation
 
@@ -102,7 +105,8 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
         held_out = max(2, min(config.synthetic_images // 9, 1000))
         size = min(image_size, MAX_SCENE_SIZE)  # scaled up for a larger model
         return SyntheticSource(size, config.synthetic_images, held_out, held_out, seed=seed)
-    # The split seed stays fixed, so that the validation images are the same for every training seed.
+    # The split seed stays fixed, so that the validation images are the same for every training
+    # seed.
     columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
     options = Options(*columns, stream, config.cache_dir, config.captions)
     return open_sources(config.source, options=options)
@@ -111,8 +115,8 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
 def crop_margin(crop_min: float, image_size: int, samples: Sequence[Sample] = ()) -> float:
     """How much larger than the training size images are cached, so that crops are not upscaled.
 
-    No larger than the files of `samples`, if given: training on enlarged images costs 3 points of recall
-    (docs/recipe.md).
+    No larger than the files of `samples`, if given: training on enlarged images costs 3 points of
+    recall (docs/recipe.md).
     """
     if crop_min == 1:
         return 1.0
@@ -180,7 +184,10 @@ def stream_split(
 
 
 def other_classes(source: Source, samples: Sequence[Sample]) -> list[Sample]:
-    """One sample of each class of the source that none of these samples has; none unless it has classes."""
+    """One sample of each class of the source that none of these samples has.
+
+    None unless it has classes.
+    """
     if not source.class_captions:
         return []
     here = {_class_key(sample) for sample in samples}

@@ -35,8 +35,9 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: int) -> np.ndarray:
     """Samples first .. last - 1 of an epoch in which neighbours stay near each other, for data that is streamed.
 
-    `blocks` are sizes of groups of neighbours. The blocks are shuffled, then the samples in each window of WINDOW of
-    them: each sample comes once, and memory does not grow with the number of samples.
+    `blocks` are sizes of groups of neighbours. The blocks are shuffled, then the samples in each
+    window of WINDOW of them: each sample comes once, and memory does not grow with the number of
+    samples.
     """
     order = permutation(seed, epoch, len(blocks))
     starts, ends = (np.cumsum(blocks) - blocks)[order], np.cumsum(blocks[order])

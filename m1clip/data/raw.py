@@ -19,7 +19,10 @@ Directory = dict[int, tuple[int, ...]]  # {tag: values}
 
 
 def open_preview(stream: BinaryIO) -> Image.Image | None:
-    """The largest JPEG in a RAW file, with the rotation and date of the file; None if there is none."""
+    """The largest JPEG in a RAW file, with the rotation and date of the file.
+
+    None if there is none.
+    """
     head, length = stream.read(10), stream.seek(0, io.SEEK_END)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4]) if len(head) == 10 else None
     found = list(_directories(stream, order, head[4:8])) if order else []

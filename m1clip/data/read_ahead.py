@@ -26,8 +26,8 @@ class _Request:
 class ReadAhead:
     """Reads like `LazyImages`; the images of requested batches are decoded in processes meanwhile.
 
-    The processes import neither torch nor the data: they start in a moment, and get the names of a few images at a
-    time. Used by one thread at a time.
+    The processes import neither torch nor the data: they start in a moment, and get the names of a
+    few images at a time. Used by one thread at a time.
     """
 
     ram_bytes = 0
@@ -41,7 +41,10 @@ class ReadAhead:
         slots: int,
         on_restart: Callable[[str], None],
     ) -> None:
-        """For batches of at most `batch` images; `slots` of them may be requested and not yet copied."""
+        """For batches of at most `batch` images.
+
+        `slots` of them may be requested and not yet copied.
+        """
         self.images = images
         self.side = images.side
         self.batch = batch

@@ -82,7 +82,10 @@ def difficulty(features: SplitFeatures) -> dict[str, Rate]:
 
 
 def scene_difficulty(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
-    """Accuracy against other captions of synthetic images by what they describe; {} for other data."""
+    """Accuracy against other captions of synthetic images by what they describe.
+
+    {} for other data.
+    """
     source = evaluator.source
     if not isinstance(source, SyntheticSource):
         return {}
@@ -198,8 +201,9 @@ def difficulty_by_similarity(
 def accuracy_within_batches(features: SplitFeatures, batch_size: int) -> Metric | None:
     """How often an image is closest to its own caption among the captions of its batch.
 
-    Batches are random but always the same, with one caption per image, the first; a rest that fills no batch is left
-    out. A split that is smaller than a batch is one batch. None for fewer than two images with a caption.
+    Batches are random but always the same, with one caption per image, the first; a rest that fills
+    no batch is left out. A split that is smaller than a batch is one batch. None for fewer than two
+    images with a caption.
     """
     captioned, first_caption = np.unique(features.image_index, return_index=True)
     size = min(batch_size, len(captioned))
@@ -266,8 +270,8 @@ def negatives_accuracy(
 ) -> Scores:
     """How often an image scores its true caption above a negative one; chance is 1/2.
 
-    image: (n, d); caption, negative: (m, d), the true and the negative caption of image image_index[j], which differ
-    in the attribute changed[j].
+    image: (n, d); caption, negative: (m, d), the true and the negative caption of image
+    image_index[j], which differ in the attribute changed[j].
     """
     own = image[image_index]
     true, false = ((own * each).sum(axis=1) for each in (caption, negative))

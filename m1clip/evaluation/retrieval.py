@@ -26,9 +26,10 @@ def retrieval(
 ) -> Scores:
     """Recall of unit vectors image (n_images, d) and text (n_texts, d), in both directions.
 
-    image_index[t] is the image that text t describes; captions with equal `keys` are equally right. An image counts as
-    found when any of its captions is, a caption when any of its images is. With class `labels` (n_images,), top-1
-    accuracy comes first, among these classes and `other_classes` (n, d), which have no image here.
+    image_index[t] is the image that text t describes; captions with equal `keys` are equally right.
+    An image counts as found when any of its captions is, a caption when any of its images is. With
+    class `labels` (n_images,), top-1 accuracy comes first, among these classes and `other_classes`
+    (n, d), which have no image here.
     """
     found = ranks(image, text, image_index, keys)
     queries = np.flatnonzero(found.captioned)
@@ -143,7 +144,10 @@ def _class_hits(
     labels: np.ndarray,
     others: np.ndarray | None,
 ) -> tuple[np.ndarray, int]:
-    """(n_images,) whether each is closest to its class, the mean of the class's captions; the number of classes."""
+    """(n_images,) whether each is closest to its class, the mean of the class's captions.
+
+    The number of classes.
+    """
     sums = np.zeros((int(labels.max()) + 1, text.shape[1]), np.float32)
     np.add.at(sums, labels[image_index], text)
     classes = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
@@ -156,7 +160,8 @@ def _class_hits(
 class Ranks:
     """Ranks from 1, on the CPU; one more than the number of candidates means never found (NaN).
 
-    Captions with equal keys are one candidate, and every image that has the caption is right for it.
+    Captions with equal keys are one candidate, and every image that has the caption is right for
+    it.
     """
 
     text_to_image: np.ndarray  # (n_texts,) best rank among the images that have this caption
@@ -175,11 +180,15 @@ class Ranks:
 def ranks(
     image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
 ) -> Ranks:
-    """Ranks of image (n_images, d) against text (n_texts, d); a tie with a wrong candidate counts as a loss."""
+    """Ranks of image (n_images, d) against text (n_texts, d).
+
+    A tie with a wrong candidate counts as a loss.
+    """
     low, high = int(image_index.min()), int(image_index.max())
     if low < 0 or high >= len(image) or len(image_index) != len(text):
         raise ValueError(
-            f"image_index: {len(image_index)} rows from {low} to {high} for {len(text)} texts and {len(image)} images"
+            f"image_index: {len(image_index)} rows from {low} to {high} for {len(text)} texts and"
+            f" {len(image)} images"
         )
     # The first text with each key, and the number of each text's key.
     keys = np.arange(len(text)) if keys is None else keys
@@ -203,7 +212,10 @@ def ranks(
 def _best_ranks(
     query: np.ndarray, candidates: np.ndarray, query_of: np.ndarray, candidate_of: np.ndarray
 ) -> np.ndarray:
-    """(n_queries,) best rank of a right candidate; the right pairs (query_of, candidate_of) are sorted by query."""
+    """(n_queries,) best rank of a right candidate.
+
+    The right pairs (query_of, candidate_of) are sorted by query.
+    """
     chunk = _chunk(len(candidates))
     # The pairs of a chunk of queries are one slice, so no (chunk, n_candidates) mask is needed.
     edges = np.searchsorted(query_of, np.arange(len(query) + 1))
@@ -212,7 +224,8 @@ def _best_ranks(
         scores = query[start : start + chunk] @ candidates.T  # (chunk, n_candidates)
         pairs = slice(edges[start], edges[start + len(scores)])
         row, column = query_of[pairs] - start, candidate_of[pairs]
-        # The right scores come from the same product: computed separately, they could win by rounding.
+        # The right scores come from the same product: computed separately, they could win by
+        # rounding.
         right = scores[row, column]
         best = np.full(len(scores), -np.inf, np.float32)
         np.maximum.at(best, row, np.where(np.isnan(right), -np.inf, right).astype(np.float32))
@@ -228,14 +241,20 @@ def _best_ranks(
 def is_match(
     image: np.ndarray, key: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
 ) -> np.ndarray:
-    """Whether each image has a caption with this key; `image` and `key` broadcast, default keys are row numbers."""
+    """Whether each image has a caption with this key.
+
+    `image` and `key` broadcast, default keys are row numbers.
+    """
     keys = np.arange(len(image_index)) if keys is None else keys
     n = int(keys.max()) + 1
     return np.isin(image * n + key, image_index * n + keys)
 
 
 def nearest(query: np.ndarray, candidates: np.ndarray, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """Scores (n, k) and indices (n, k) of the k best candidates of each query, the best first; NaN comes last."""
+    """Scores (n, k) and indices (n, k) of the k best candidates of each query, the best first.
+
+    NaN comes last.
+    """
     k = min(k, len(candidates))
     chunk = _chunk(len(candidates))
     scores = np.empty((len(query), k), np.float32)

@@ -46,7 +46,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The metrics of one evaluation, in display order; for class folders also the accuracy of each class."""
+    """The metrics of one evaluation, in display order.
+
+    For class folders also the accuracy of each class.
+    """
 
     metrics: tuple[Metric, ...]
     classes: tuple[Metric, ...] = ()  # named by class
@@ -115,7 +118,10 @@ def wilson(fraction: float, n: float) -> Interval:
 def metrics_of(
     names: Sequence[str], hits: np.ndarray, chances: Sequence[float], image_index: np.ndarray
 ) -> list[Metric]:
-    """One metric per column of hits (n, metrics) bool; image_index (n,) is the image of each row."""
+    """One metric per column of hits (n, metrics) bool.
+
+    image_index (n,) is the image of each row.
+    """
     values = hits.mean(axis=0).tolist()
     columns = zip(names, values, chances, fraction_intervals(hits, image_index), strict=True)
     return [Metric(*column, len(hits)) for column in columns]

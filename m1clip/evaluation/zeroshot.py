@@ -31,7 +31,8 @@ def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     """Class names, and images with the index of their class, from one folder per class (cats/1.jpg)."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class"
+            f"{folder}: no such folder; --classes expects a folder with one subfolder of images per"
+            " class"
         )
     found = [
         (path.parts[0], folder / path)
@@ -41,7 +42,8 @@ def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     classes = sorted({label for label, _ in found})
     if len(classes) < 2:
         raise UserError(
-            f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are needed"
+            f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are"
+            " needed"
         )
     names = [label.replace("_", " ").replace("-", " ").strip() for label in classes]
     return names, [(path, classes.index(label)) for label, path in found]
@@ -59,7 +61,8 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[np.ndarray, li
     reasons = [f"{refs[index]}: {reason}" for index, reason in sorted(failures.items())]
     if not readable:
         raise UserError(
-            f"none of {plural(len(paths), 'image')} can be read; first: {(reasons or ['no images'])[0]}"
+            f"none of {plural(len(paths), 'image')} can be read; first:"
+            f" {(reasons or ['no images'])[0]}"
         )
     return np.concatenate(vectors), readable, reasons
 
@@ -92,7 +95,10 @@ class ZeroShot:
 def zero_shot(
     model: Model, folder: Path, templates: Sequence[str] = (), probe: bool = False
 ) -> ZeroShot:
-    """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe."""
+    """Zero-shot accuracy on class folders, given only the class names.
+
+    Optionally also of a linear probe.
+    """
     names, images = class_folders(folder)
     vectors, readable, unreadable = encode_readable(model, [path for path, _ in images])
     labels = np.array([images[index][1] for index in readable])

@@ -1,4 +1,7 @@
-"""Trained models in the formats of other programs. The package is also the function `m1clip.export`."""
+"""Trained models in the formats of other programs.
+
+The package is also the function `m1clip.export`.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,10 @@ class _CallablePackage(ModuleType):
     ) -> Path:
         """Write a model in the format of another program, like the command `m1clip export`; returns the new folder.
 
-        `model` is a run, a model folder or a checkpoint. `out` is the new folder, by default MODEL-onnx for
-        to="onnx", and so on. The result is compared with the original on the val split of `data`, by default that
-        of the run. A UserError, and no folder, if it differs, unless `force`.
+        `model` is a run, a model folder or a checkpoint. `out` is the new folder, by default
+        MODEL-onnx for to="onnx", and so on. The result is compared with the original on the val
+        split of `data`, by default that of the run. A UserError, and no folder, if it differs,
+        unless `force`.
         """
         from m1clip import console
         from m1clip.export.layouts import export

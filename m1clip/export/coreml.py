@@ -122,7 +122,8 @@ def write_coreml(folder: Path, saved: SavedModel) -> list[str]:
     write_text(folder / "tokenizer.json", saved.tokenizer.library().to_str())
     write_text(folder / VERIFY, (files("m1clip.export") / "verify_on_mac.txt").read_text("utf-8"))
     return [
-        f"Core ML runs only on Apple computers: python {VERIFY} in the folder compares the vectors there"
+        f"Core ML runs only on Apple computers: python {VERIFY} in the folder compares the vectors"
+        " there"
     ]
 
 
@@ -139,7 +140,8 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
         difference = (found - wanted).abs().max()
         if not difference < LARGEST_DIFFERENCE:
             raise UserError(
-                f"not exported: the program for {path.name} differs from the model by {difference:.2g}"
+                f"not exported: the program for {path.name} differs from the model by"
+                f" {difference:.2g}"
             )
         if image:
             given = coremltools.ImageType(
@@ -179,5 +181,6 @@ def check_package(path: Path, shape: tuple[int, ...], width: int) -> None:
     half = made.type.multiArrayType.dataType == made.type.multiArrayType.FLOAT16
     if not (fits and half and tuple(made.type.multiArrayType.shape) == (1, width)):
         raise UserError(
-            f"{path}: coremltools wrote another input or output than asked for; use another version of it"
+            f"{path}: coremltools wrote another input or output than asked for; use another version"
+            " of it"
         )

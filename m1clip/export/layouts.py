@@ -90,7 +90,8 @@ TRANSFORMERS_JS_TYPES: dict[Precision, TransformersJsType] = {
 IMMICH = Layout(
     "visual/model.onnx", "textual/model.onnx", (("image", "vector"), ("text", "vector")), int32=True
 )
-# Immich accepts only the names of its list, each with a fixed size of the vectors: one of each size.
+# Immich accepts only the names of its list, each with a fixed size of the vectors: one of each
+# size.
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
     640: "RN50x4__openai",
@@ -129,8 +130,8 @@ def export(
 ) -> Path:
     """Convert a model, compare the result with the original and write the comparison to export.json.
 
-    Returns the folder: `out`, or one next to the model. UserError, and no folder, if the result differs, unless
-    `force`.
+    Returns the folder: `out`, or one next to the model. UserError, and no folder, if the result
+    differs, unless `force`.
     """
     if not isinstance(model, str | Path):
         raise UserError(
@@ -169,7 +170,8 @@ def export(
         if to == "transformers.js":
             _write_pipeline_files(partial, precision)
         if to == "coreml":
-            # Core ML runs on Apple computers only: what the packages were converted from is compared.
+            # Core ML runs on Apple computers only: what the packages were converted from is
+            # compared.
             program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
             exported = Runtime(
                 program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False
@@ -219,7 +221,8 @@ def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[st
     saved, notes = with_full_vocabulary(with_learned_positions(saved))
     if not saved.preprocess.squashes and saved.preprocess.resize.removesuffix(BILINEAR) != crop:
         notes.append(
-            "for images with an odd margin, the center crops of open_clip and transformers differ by one pixel"
+            "for images with an odd margin, the center crops of open_clip and transformers differ"
+            " by one pixel"
         )
     return saved, notes
 
@@ -237,15 +240,19 @@ def with_learned_positions(saved: SavedModel) -> SavedModel:
 
 
 def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
-    """CLIP's 49,408 tokens in place of those that the training captions used; other tokenizers stay."""
+    """CLIP's 49,408 tokens in place of those that the training captions used.
+
+    Other tokenizers stay.
+    """
     old = saved.tokenizer
     if not isinstance(old, BpeTokenizer) or old.kept is None:
         return saved, []
     full = BpeTokenizer()
     config = with_fields(saved.config, vocab_size=full.vocab_size)
     note = (
-        f"the vocabulary grew from {old.vocab_size:,} to CLIP's {full.vocab_size:,} tokens: text of known tokens "
-        f"gives the same vectors; a token that the training captions never used starts as the mean of its parts"
+        f"the vocabulary grew from {old.vocab_size:,} to CLIP's {full.vocab_size:,} tokens: text of"
+        " known tokens gives the same vectors; a token that the training captions never used"
+        " starts as the mean of its parts"
     )
     weights = replace_tokens(saved.weights, row_sources(old, full))
     return replace(saved, config=config, weights=weights, tokenizer=full), [note]
@@ -339,7 +346,8 @@ def _write_sentence_transformers(folder: Path, saved: SavedModel) -> list[str]:
             folder / f"{MODULE}.py", (files("m1clip.export") / f"{MODULE}.txt").read_text("utf-8")
         )
         notes = [
-            f"custom code in {MODULE}.py: load it with SentenceTransformer(FOLDER, trust_remote_code=True)"
+            f"custom code in {MODULE}.py: load it with SentenceTransformer(FOLDER,"
+            " trust_remote_code=True)"
         ]
         modules = [f"{MODULE}.OnnxClip"]
     paths = ("", "1_Normalize")
@@ -422,7 +430,8 @@ def _write_immich(folder: Path, saved: SavedModel) -> list[str]:
     width = next((size for size in IMMICH_NAMES if size >= saved.config.embed_dim), None)
     if width is None:
         raise UserError(
-            f"Immich takes vectors of at most {max(IMMICH_NAMES)} numbers, not {saved.config.embed_dim}"
+            f"Immich takes vectors of at most {max(IMMICH_NAMES)} numbers, not"
+            f" {saved.config.embed_dim}"
         )
     if saved.preprocess.resize != "shortest-floor":
         notes.append("Immich crops images in its own way: recall is measured with it")
@@ -441,7 +450,10 @@ def _write_immich(folder: Path, saved: SavedModel) -> list[str]:
     name = IMMICH_NAMES[width]
     return [
         *notes,
-        f"copy the folder to clip/{name} in Immich's model cache, and choose {name} in its settings",
+        (
+            f"copy the folder to clip/{name} in Immich's model cache, and choose {name} in its"
+            " settings"
+        ),
     ]
 
 

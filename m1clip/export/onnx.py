@@ -89,7 +89,10 @@ def check_installed() -> None:
 
 
 def write_onnx(folder: Path, saved: SavedModel) -> list[str]:
-    """image.onnx, text.onnx, tokenizer.json, preprocess.json and example.py; returns notes for the user."""
+    """image.onnx, text.onnx, tokenizer.json, preprocess.json and example.py.
+
+    Returns notes for the user.
+    """
     write_graphs(folder, saved, ONNX)
     library, cut = saved.tokenizer.library(), token_parts(saved)
     if cut is None:
@@ -102,14 +105,20 @@ def write_onnx(folder: Path, saved: SavedModel) -> list[str]:
 
 
 def token_parts(saved: SavedModel) -> list[list[int]] | None:
-    """For each of CLIP's tokens, the ids in the model's smaller vocabulary; None if it has CLIP's or another."""
+    """For each of CLIP's tokens, the ids in the model's smaller vocabulary.
+
+    None if it has CLIP's or another.
+    """
     tokenizer = saved.tokenizer
     parts = tokenizer.parts if isinstance(tokenizer, BpeTokenizer) else None
     return parts and [*parts, [tokenizer.sot_id], [tokenizer.eot_id]]
 
 
 def write_graphs(folder: Path, saved: SavedModel, layout: Layout, width: int | None = None) -> None:
-    """Both graphs, and preprocess.json, with which `m1clip.load` opens them; `width` is that of the vectors."""
+    """Both graphs, and preprocess.json, with which `m1clip.load` opens them.
+
+    `width` is that of the vectors.
+    """
     check_installed()
     clip, preprocess, context = saved.build(), saved.preprocess, saved.config.context_length
     width, side = width or saved.config.embed_dim, preprocess.image_size
@@ -140,7 +149,8 @@ def write_graphs(folder: Path, saved: SavedModel, layout: Layout, width: int | N
         "logit_bias": None if clip.logit_bias is None else float(clip.logit_bias.detach()),
         "pad_id": saved.tokenizer.pad_id,
         "token_parts": token_parts(saved) is not None,
-        # tokenizer.json itself is the library's; this makes m1clip's own tokenizer, with CLIP's text cleaning.
+        # tokenizer.json itself is the library's; this makes m1clip's own tokenizer, with CLIP's
+        # text cleaning.
         "tokenizer": {name: value for name, value in record.items() if name != "tokenizer"},
     }
     write_json(folder / SETTINGS, settings)

@@ -98,7 +98,10 @@ class Examples:
 
 
 def open_examples(path: Path, data: tuple[str, ...], model: Model) -> Examples:
-    """The validation split of `data` or of the run's data; synthetic images where neither is known."""
+    """The validation split of `data` or of the run's data.
+
+    Synthetic images where neither is known.
+    """
     run = path / "config.toml"
     config = load_config(run) if run.is_file() else Config()
     real = bool(data) or run.is_file()
@@ -140,8 +143,9 @@ def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
     """Recall that falls below the 95% interval of the original's."""
     old, new = (retrieval(*each[:4]) for each in (before, after))
     return [
-        f"{metric.label} is {percent(new[metric.name].value)}, below the 95% interval of the original's "
-        f"{percent(metric.value)} ({percent(metric.interval.low)} to {percent(metric.interval.high)})"
+        f"{metric.label} is {percent(new[metric.name].value)}, below the 95% interval of the"
+        f" original's {percent(metric.value)} ({percent(metric.interval.low)} to"
+        f" {percent(metric.interval.high)})"
         for metric in old.metrics
         if metric.name.endswith(tuple(f"recall@{k}" for k in PARITY_RECALL_AT))
         and new[metric.name].value < metric.interval.low
@@ -245,7 +249,8 @@ def compare(
 ) -> dict[str, Any]:
     """The contents of export.json. The first model is the original, the last one was exported to `folder`.
 
-    `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are only timed.
+    `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are
+    only timed.
     """
     (original, _), *_, (exported, runtime) = runtimes.items()
     first = runtimes[original].model
@@ -274,7 +279,8 @@ def compare(
         record |= input_differences(folder, (first, last), splits[0], texts)
     if runtime.graph is not None:
         record["operator_set"] = operator_set(runtime.graph)
-    # A vocabulary that grew reads words that it did not have differently: compare captions with as many tokens.
+    # A vocabulary that grew reads words that it did not have differently: compare captions with as
+    # many tokens.
     lengths = [split.captions.lengths[: len(texts)] for split in splits]
     grew = first.tokenizer.vocab_size != last.tokenizer.vocab_size
     cut = grew & (lengths[0] == first.context_length)  # not at the same word
@@ -300,7 +306,10 @@ def _failures(record: dict[str, Any], exported: str, exact: bool) -> Iterator[st
     for name in ("image", "text"):
         cosine = record["runtimes"][exported].get(name, {}).get("cosine_min", 1.0)
         if exact and not cosine >= LEAST_COSINE:
-            yield f"the smallest cosine of {name} vectors with the original's is {cosine:.5f}, below {LEAST_COSINE}"
+            yield (
+                f"the smallest cosine of {name} vectors with the original's is {cosine:.5f}, below"
+                f" {LEAST_COSINE}"
+            )
 
 
 def operator_set(path: Path) -> int:

@@ -1,4 +1,7 @@
-"""ONNX graphs in int8 or fp16: weights of a quarter or half the size; layers that int8 would harm stay in float."""
+"""ONNX graphs in int8 or fp16: weights of a quarter or half the size.
+
+Layers that int8 would harm stay in float.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +26,8 @@ BLOCK_LAYERS = 4  # consecutive layers that are tried in float together
 ENOUGH_COSINE = 0.999
 QUANTIZED_BLOCK = 64  # weights, and activations, with one scale
 QUANTIZED_LAYERS = ("Conv", "MatMul")
-# Quantized together with the layer before them: the range before ReLU6 is much larger, and most of it is cut off.
+# Quantized together with the layer before them: the range before ReLU6 is much larger, and most of
+# it is cut off.
 BOUNDS = ("Clip", "Relu")
 
 
@@ -104,7 +108,8 @@ def _graph(path: Path) -> Any:
 def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
     """Quantize the layers that are not `left` to int8, with one scale per block of weights and of a row's activations.
 
-    With one scale for all activations of a batch, a few large ones would leave little of the range for the others.
+    With one scale for all activations of a batch, a few large ones would leave little of the range
+    for the others.
     """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
     from onnxruntime.quantization.onnx_model import ONNXModel
@@ -166,7 +171,10 @@ def _int8_embeddings(graph: Any) -> None:
 
 
 def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
-    """Weights and activations in int8, with ranges from the calibration images; returns the layers kept in float."""
+    """Weights and activations in int8, with ranges from the calibration images.
+
+    Returns the layers kept in float.
+    """
     from onnxruntime.quantization import (
         CalibrationDataReader,
         QuantFormat,

@@ -1,8 +1,8 @@
 """Choices by measurement that are right on a busy computer too, and the folder that keeps them.
 
-Candidates are timed in alternation, in short rounds, so that a busy moment affects all of them. The documented default
-of the hardware wins, unless another candidate is faster in nearly every round. What was measured while other programs
-were busy serves for the moment and is not kept.
+Candidates are timed in alternation, in short rounds, so that a busy moment affects all of them. The
+documented default of the hardware wins, unless another candidate is faster in nearly every round.
+What was measured while other programs were busy serves for the moment and is not kept.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def time_rounds(
 ) -> Rounds[Key]:
     """Time each call once per round, after one call that warms up; stops when `seconds` are over.
 
-    A candidate that has lost too many rounds to the default is not timed any further. A call must wait for its device.
+    A candidate that has lost too many rounds to the default is not timed any further. A call must
+    wait for its device.
     """
     load = load or Load()
     begin = time.perf_counter()
@@ -103,7 +104,10 @@ def matmul_precision(
     facts: MachineInfo,
     measure: Callable[[Device, Precision], Rounds[Precision]] | None = None,
 ) -> Precision:
-    """fp32 or bf16, whichever multiplies matrices faster; measured once, so that vectors stay the same."""
+    """fp32 or bf16, whichever multiplies matrices faster.
+
+    Measured once, so that vectors stay the same.
+    """
     default = default_precision(kind, facts)
     if rules(kind, facts).bf16 != "measure":
         return default

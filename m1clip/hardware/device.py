@@ -67,7 +67,10 @@ def device_parts(kind: Kind) -> tuple[SingleKind, SingleKind]:
 
 
 def available(facts: MachineInfo) -> tuple[SingleKind, ...]:
-    """Devices of this machine, usually the fastest first; MLX last, since only the user chooses it."""
+    """Devices of this machine, usually the fastest first.
+
+    MLX last, since only the user chooses it.
+    """
     kinds: dict[SingleKind, bool] = {
         "cuda": facts.cuda is not None,
         "mps": facts.mps,
@@ -91,12 +94,14 @@ def choose_device(asked: str, facts: MachineInfo) -> Kind:
             return kind
     fix = "run pip install 'm1clip[mlx]', or use" if asked == "mlx" else "use"
     raise UserError(
-        f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix} --device auto"
+        f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix}"
+        " --device auto"
     )
 
 
-# From this length on, MPS on M1 and M2 sums memory behind the operands into a matrix product, silently (pytorch#193487,
-# #195163). torch 2.14 has mended 2-D products of more than 32,768, and no batched ones.
+# From this length on, MPS on M1 and M2 sums memory behind the operands into a matrix product,
+# silently (pytorch#193487, #195163). torch 2.14 has mended 2-D products of more than 32,768, and no
+# batched ones.
 WRONG_REDUCTION = 32_767
 
 
@@ -129,7 +134,8 @@ def rules(kind: Kind, facts: MachineInfo) -> DeviceCapabilities:
             on_device=True,
         )
     if kind == "mps":
-        # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.
+        # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak
+        # memory.
         return DeviceCapabilities(
             precisions=("fp32", "bf16", "fp16"),
             bf16="no" if apple_chip(facts) <= 2 else "measure",
@@ -140,7 +146,8 @@ def rules(kind: Kind, facts: MachineInfo) -> DeviceCapabilities:
             worker_start="spawn",
         )
     if kind == "mlx":
-        # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its rules.
+        # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its
+        # rules.
         host = rules("mps" if facts.mps else "cpu", facts)
         return replace(host, precisions=("fp32", "bf16"), bf16="no", fixed_shapes=True)
     return DeviceCapabilities(worker_start="fork" if facts.system == "Linux" else "spawn")
@@ -180,7 +187,8 @@ def choose_precision(asked: str, kind: Kind, facts: MachineInfo) -> Precision:
         if precision == asked:
             return precision
     raise UserError(
-        f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)}, auto)"
+        f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)},"
+        " auto)"
     )
 
 
@@ -253,7 +261,10 @@ class Device:
         return self.memory_bytes() if peak is None else peak
 
     def reset_peak(self) -> bool:
-        """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""
+        """Free cached memory and reset the peak.
+
+        False where this is not possible (CPU, except on Linux).
+        """
         self.release()
         self._most_seen = 0
         if self.kind in ("cuda", "mlx"):
@@ -308,8 +319,8 @@ def autocast(
 ) -> Autocast:
     """Factory of the autocast context for forward passes; fp32 needs none.
 
-    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast weights. `place` is
-    the device of the tower, if it is not that of the image tower.
+    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast
+    weights. `place` is the device of the tower, if it is not that of the image tower.
     """
     if precision == "fp32":
         return nullcontext
@@ -326,7 +337,10 @@ def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton:
     if kind != "cpu":
         return ""  # Metal brings its own compiler
     if compiler is None:
-        return "it needs a C++ compiler, and none is installed (Linux: g++; macOS: xcode-select --install)"
+        return (
+            "it needs a C++ compiler, and none is installed (Linux: g++; macOS: xcode-select"
+            " --install)"
+        )
     if any(letter.isspace() for letter in torch_folder):
         return f"torch passes its own path to the linker, and {torch_folder} contains a space"
     return ""

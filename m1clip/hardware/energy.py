@@ -15,7 +15,10 @@ APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
 
 class EnergyMeter:
-    """Joules used since it was opened. `covers` is what it measures: only the GPU, or the processor packages."""
+    """Joules used since it was opened.
+
+    `covers` is what it measures: only the GPU, or the processor packages.
+    """
 
     def __init__(self, name: str, covers: str, read: Callable[[], float]) -> None:
         """`read` returns joules since some fixed moment."""
@@ -62,7 +65,10 @@ def idle_watts(
 
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
-    """All processor packages under a powercap folder; None if one cannot be read (often only root can)."""
+    """All processor packages under a powercap folder.
+
+    None if one cannot be read (often only root can).
+    """
     # A second colon marks a part of a package, which is already included in it.
     packages = [zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1]
     try:
@@ -115,7 +121,10 @@ def nvml_handle() -> tuple[Any, Any]:
 
 
 def _open_apple() -> EnergyMeter | None:
-    """CPU, GPU, memory and neural engine of an Apple chip, through zeus-apple-silicon; needs no root."""
+    """CPU, GPU, memory and neural engine of an Apple chip, through zeus-apple-silicon.
+
+    Needs no root.
+    """
     try:
         monitor = importlib.import_module("zeus_apple_silicon").AppleEnergyMonitor()
     except (ImportError, RuntimeError):

@@ -1,4 +1,7 @@
-"""A description of this machine as one record. Rules elsewhere are pure functions of it, which makes them testable."""
+"""A description of this machine as one record.
+
+Rules elsewhere are pure functions of it, which makes them testable.
+"""
 
 import importlib.metadata
 import os
@@ -34,7 +37,10 @@ class MachineInfo:
 
 
 def read_machine_info(gpu: bool = True) -> MachineInfo:
-    """Inspect this machine. Imports torch to find a GPU; without `gpu`, those fields keep their defaults."""
+    """Inspect this machine.
+
+    Imports torch to find a GPU; without `gpu`, those fields keep their defaults.
+    """
     cores = max(1, min(psutil.cpu_count(logical=False) or 1, usable_cpus()) // local_ranks())
     return MachineInfo(
         system=platform.system(),
@@ -64,7 +70,10 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def local_ranks() -> int:
-    """Processes that torchrun has started on this machine; each uses its share of cores and memory."""
+    """Processes that torchrun has started on this machine.
+
+    Each uses its share of cores and memory.
+    """
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -80,7 +89,8 @@ def decode_threads() -> int:
 
 def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     """Environment variables to set before torch is imported, unless the user has set them."""
-    # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy machine.
+    # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy
+    # machine.
     wanted = {"OMP_WAIT_POLICY": "passive"}
     if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
         # Spin for up to about 0.1 ms: between operations of a small model, sleeping costs more.
@@ -117,7 +127,8 @@ def has_bf16_flag(cpuinfo: str) -> bool:
 
 
 def _has_bf16_instructions() -> bool:
-    # Not on macOS: torch's CPU kernels there have no fast bf16 path that we have measured (docs/apple.md).
+    # Not on macOS: torch's CPU kernels there have no fast bf16 path that we have measured
+    # (docs/apple.md).
     return sys.platform == "linux" and has_bf16_flag(Path("/proc/cpuinfo").read_text())
 
 

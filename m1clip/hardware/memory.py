@@ -1,4 +1,7 @@
-"""malloc settings for training, which frees and allocates the same sizes in every step; and memory limits."""
+"""malloc settings for training, which frees and allocates the same sizes in every step.
+
+And memory limits.
+"""
 
 import contextlib
 import ctypes
@@ -23,8 +26,9 @@ _LARGE_ALLOCATION = 512 * 2**10
 def keep_freed_memory() -> bool:
     """Tell glibc to reuse freed blocks instead of returning them to the system; True if supported.
 
-    By default each block of some megabytes is unmapped when freed, and its pages are cleared and mapped again at the
-    next use: 110,000 page faults in one step of the 76.7M model (docs/speed.md).
+    By default each block of some megabytes is unmapped when freed, and its pages are cleared and
+    mapped again at the next use: 110,000 page faults in one step of the 76.7M model
+    (docs/speed.md).
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -37,8 +41,8 @@ def keep_freed_memory() -> bool:
 def map_large_blocks() -> bool:
     """Tell glibc to map each large block separately, for the first step; True if supported.
 
-    In that step oneDNN allocates its kernels, 258 kB each, permanently. In between tensors that are freed they would
-    fragment the heap.
+    In that step oneDNN allocates its kernels, 258 kB each, permanently. In between tensors that are
+    freed they would fragment the heap.
     """
     mallopt = _mallopt()
     return bool(mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE_ALLOCATION))

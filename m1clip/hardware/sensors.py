@@ -1,6 +1,7 @@
 """Temperature, fan, throttling, battery and kinds of cores: what this machine shows without root, and why not the rest.
 
-Everything is a function of a `Host`: a folder like /sys and a function that runs commands. A test gives its own.
+Everything is a function of a `Host`: a folder like /sys and a function that runs commands. A test
+gives its own.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _linux_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
         found[CELSIUS] = lambda: _highest(temperatures, 1000.0)
     else:
         reasons["temperature"] = (
-            "no processor sensor under /sys/class/hwmon or /sys/class/thermal (usual in a virtual machine)"
+            "no processor sensor under /sys/class/hwmon or /sys/class/thermal (usual in a virtual"
+            " machine)"
         )
     fans = sorted(host.sys.glob("class/hwmon/hwmon*/fan*_input"))
     if _highest(fans, 1.0) is not None:
@@ -173,7 +175,10 @@ def _apple_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
 
 
 def _nvml_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
-    """Sensors of the GPU through nvidia-ml-py; each may be missing (a server card has no fan of its own)."""
+    """Sensors of the GPU through nvidia-ml-py.
+
+    Each may be missing (a server card has no fan of its own).
+    """
     nvml, handle = host.nvml()
     if nvml is None:
         reason = "needs nvidia-ml-py (pip install 'm1clip[energy]') and NVIDIA's driver"

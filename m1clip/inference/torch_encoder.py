@@ -41,8 +41,8 @@ def fastest_precision(kind: Kind) -> Precision:
 class TorchEncoder:
     """Runs a torch module; vectors are tensors on the CPU.
 
-    `precision` is "fp32", "bf16" or "auto", the faster one on the device. May be used by several threads at the same
-    time, and on the CPU by forked processes, with one thread each.
+    `precision` is "fp32", "bf16" or "auto", the faster one on the device. May be used by several
+    threads at the same time, and on the CPU by forked processes, with one thread each.
     """
 
     def __init__(
@@ -124,11 +124,17 @@ class TorchEncoder:
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
+        """(indices into `refs`, their vectors), in chunks.
+
+        Unreadable images are added to `failures`.
+        """
         return self.towers().files(refs, failures)
 
     def split_images(self, split: Split, rows: range) -> Tensor:
-        """(rows, embed_dim) vectors of some images of a split; features of a frozen tower are reused."""
+        """(rows, embed_dim) vectors of some images of a split.
+
+        Features of a frozen tower are reused.
+        """
         with self._evaluating() as towers:
             if split.image_features is not None:
                 device = self.device
@@ -191,7 +197,10 @@ class TorchEncoder:
         self.clip.to(open_device(device))
 
     def save(self, path: Path) -> None:
-        """Write a model folder; an older one there is replaced only when the new one is complete."""
+        """Write a model folder.
+
+        An older one there is replaced only when the new one is complete.
+        """
         if (
             path.exists()
             and not (path / CONFIG).is_file()

@@ -1,7 +1,7 @@
 """Accuracy within a batch: how often an image is closest to one of its own captions among all of the batch.
 
-Its chance level is 1 / batch size, so values of different batch sizes cannot be compared. Recall over the complete
-validation split (evaluation/retrieval.py) can.
+Its chance level is 1 / batch size, so values of different batch sizes cannot be compared. Recall
+over the complete validation split (evaluation/retrieval.py) can.
 """
 
 import torch
@@ -21,8 +21,9 @@ def accuracy_within_batch(
 ) -> Tensor:
     """(2,) float32: the accuracy within a batch, and its chance level; nothing is read from the device.
 
-    image (n, d), text (m, d) and `ids` are those of the complete batch. Of a large batch, the first images stand for
-    all. `rows` are the rows of this process: the results of all processes add up to those of the batch.
+    image (n, d), text (m, d) and `ids` are those of the complete batch. Of a large batch, the first
+    images stand for all. `rows` are the rows of this process: the results of all processes add up
+    to those of the batch.
     """
     n = len(ids.sample_ids)
     own = slice(0, n) if rows is None else rows.images

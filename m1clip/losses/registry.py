@@ -65,7 +65,8 @@ class Ids(NamedTuple):
 RowTerm = Callable[[Ops, Array, Array], Array]
 # (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
 Positives = Callable[[Ids, slice, slice], "Tensor"]
-# (model.clip.Features of a batch, positive (n, m) bool, dtype of the matmuls) -> the loss of the batch
+# (model.clip.Features of a batch, positive (n, m) bool, dtype of the matmuls) -> the loss of the
+# batch
 FusedLoss = Callable[[Any, "Tensor", "torch.dtype"], "Tensor"]
 
 

@@ -20,9 +20,10 @@ def encoder(
 ) -> Callable[[Arrays, Arrays], Array]:
     """The function from all weights and the inputs of one side to unit vectors (n, embed_dim) in float32.
 
-    Inputs are `pixels` (n, size, size, 3) with optional `kept` patches, or `tokens`, or the `features` of a frozen
-    tower; and the head's dropout masks, where it has any. Towers and heads compute in `dtype`.
-    With `checkpointing`, the backward pass recomputes the activations of all blocks but the last.
+    Inputs are `pixels` (n, size, size, 3) with optional `kept` patches, or `tokens`, or the
+    `features` of a frozen tower; and the head's dropout masks, where it has any. Towers and heads
+    compute in `dtype`. With `checkpointing`, the backward pass recomputes the activations of all
+    blocks but the last.
     """
     head: HeadConfig = getattr(config, f"{side}_head")
 
@@ -121,7 +122,10 @@ def _vision(
 
 
 def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool) -> Array:
-    """(n, length) -> (n, width), at the first EOT token; the mean of the token embeddings may be added."""
+    """(n, length) -> (n, width), at the first EOT token.
+
+    The mean of the token embeddings may be added.
+    """
     embedded, length = w["tokens.weight"][tokens], tokens.shape[1]
     x = (embedded + w["positions"][:length]).astype(dtype)
     eot = mx.argmax(tokens == config.eot_id, axis=1)
@@ -136,7 +140,10 @@ def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool
 def _transformer(
     w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool
 ) -> Array:
-    """(n, length, width) -> (n, width): at one position, or the mean; the last block computes only that."""
+    """(n, length, width) -> (n, width): at one position, or the mean.
+
+    The last block computes only that.
+    """
 
     def block(w: Arrays, x: Array, position: Array | None = None, mean: bool = False) -> Array:
         n, length, width = x.shape

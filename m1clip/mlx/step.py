@@ -1,6 +1,7 @@
 """The training step in MLX. Loop, batches, schedule and checkpoints stay torch's; weights are copied when read.
 
-Arrays have the names and layout of the torch tensors: a checkpoint of one device continues on another.
+Arrays have the names and layout of the torch tensors: a checkpoint of one device continues on
+another.
 """
 
 from __future__ import annotations
@@ -475,7 +476,8 @@ class MLXStep:
     ) -> tuple[tuple[Array, Array], Arrays]:
         """Loss, accuracy and gradients of the rows of all ranks, which exchange torch tensors.
 
-        Every rank computes the loss of all rows, which costs little beside the towers, and backpropagates to its own.
+        Every rank computes the loss of all rows, which costs little beside the towers, and
+        backpropagates to its own.
         """
         world = self.parts.world
         ranks = world.ranks
@@ -589,7 +591,10 @@ class MLXStep:
 
 @dataclass
 class MLXTrainStep(TrainStep):
-    """The training step of a run in MLX; torch's model and optimizer are brought up to date when they are read."""
+    """The training step of a run in MLX.
+
+    Torch's model and optimizer are brought up to date when they are read.
+    """
 
     engine: MLXStep = field(kw_only=True)
 
@@ -610,7 +615,10 @@ class MLXTrainStep(TrainStep):
         self.engine.reset()
 
     def for_check(self, model: CLIP) -> GradientCheck:
-        """The gradients of a copy of the model, without dropout; they are stored in torch's parameters."""
+        """The gradients of a copy of the model, without dropout.
+
+        They are stored in torch's parameters.
+        """
         parts = parts_for_check(self.parts, model)
         return GradientCheck(parts, MLXStep(parts, only_gradients=True))
 

@@ -1,7 +1,7 @@
 """Backward passes that continue from given gradients.
 
-`torch.autograd.backward` and `torch.autograd.grad` do the same, but load torch's compiler to compare
-the shapes of given gradients: 480 modules, 40 MB and more than a second at the first step.
+`torch.autograd.backward` and `torch.autograd.grad` do the same, but load torch's compiler to
+compare the shapes of given gradients: 480 modules, 40 MB and more than a second at the first step.
 """
 
 from collections.abc import Sequence

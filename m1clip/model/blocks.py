@@ -61,7 +61,10 @@ def _side_by_side(tower: ConcatTower) -> TowerLayers:
 
 
 def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
-    """(name, modules) of the list of modules with most parameters; of two with the same ones, the longer."""
+    """(name, modules) of the list of modules with most parameters.
+
+    Of two with the same ones, the longer.
+    """
     named = [
         (name, part)
         for name, part in tower.named_modules()

@@ -50,7 +50,10 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill every parameter that is not pretrained from torch's random state; seed it for a repeatable model."""
+        """Fill every parameter that is not pretrained from torch's random state.
+
+        Seed it for a repeatable model.
+        """
         for part in (self.image_tower, self.text_tower, self.image_head, self.text_head):
             part.initialize()
         if self.logit_bias is None:
@@ -64,8 +67,8 @@ class CLIP(nn.Module):
     ) -> Tensor:
         """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
 
-        `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With `dropout_keys` (n,), the
-        head has dropout.
+        `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With
+        `dropout_keys` (n,), the head has dropout.
         """
         kept = () if kept_patches is None else (kept_patches,)
         return self.project_image(self.image_tower(images, *kept), *dropout_keys)
@@ -101,7 +104,10 @@ class CLIP(nn.Module):
         self.logit_scale.clamp_(0.0, self._max_scale)
 
     def place(self, device: torch.device, text_device: torch.device) -> CLIP:
-        """Move the text tower with its head to one device, and everything else to another; they may be the same."""
+        """Move the text tower with its head to one device, and everything else to another.
+
+        They may be the same.
+        """
         if device == text_device:
             return self.to(device)
         for part in (self.text_tower, self.text_head):
@@ -120,7 +126,10 @@ class CLIP(nn.Module):
                 module.kind = kind
 
     def use_triton(self, on: bool = True) -> None:
-        """Use our Triton kernels for bf16 on CUDA in our own towers; needs triton, as torch.compile does."""
+        """Use our Triton kernels for bf16 on CUDA in our own towers.
+
+        Needs triton, as torch.compile does.
+        """
         if on:
             from m1clip.cuda import kernels  # noqa: F401  imported now: the compiler should not meet the import
         for module in self.modules():
@@ -144,7 +153,10 @@ class CLIP(nn.Module):
 
 
 def build_clip(config: CLIPConfig) -> CLIP:
-    """A CLIP with initialized parameters (except on the meta device); weights of pretrained towers are loaded later."""
+    """A CLIP with initialized parameters (except on the meta device).
+
+    Weights of pretrained towers are loaded later.
+    """
     model = CLIP(config)
     if model.logit_scale.device.type != "meta":
         model.initialize()

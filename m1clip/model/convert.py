@@ -10,8 +10,9 @@ from m1clip.errors import UserError
 from m1clip.model.presets import CLIPConfig, field_value, with_fields
 from m1clip.model.weights import Tensors
 
-# One tensor per line: ours, open_clip's, Hugging Face's ("-": none). "*" is weight and bias, {qkv} three tensors that
-# we keep as one, {q,kv} two, "^T" a transposed matrix, and "^1" a tensor with a leading dimension of 1, "^11" with two.
+# One tensor per line: ours, open_clip's, Hugging Face's ("-": none). "*" is weight and bias, {qkv}
+# three tensors that we keep as one, {q,kv} two, "^T" a transposed matrix, and "^1" a tensor with a
+# leading dimension of 1, "^11" with two.
 _TENSORS = """
     image_tower.cls            visual.class_embedding        vision_model.embeddings.class_embedding
     image_tower.positions      visual.positional_embedding   vision_model.embeddings.position_embedding.weight
@@ -153,7 +154,10 @@ def without_prefixes(weights: Tensors) -> Tensors:
 
 
 def to_ours(weights: Tensors, names: Format, config: CLIPConfig, where: str) -> Tensors:
-    """Their tensors under our names, in float32; a missing or unknown tensor is an error that names it."""
+    """Their tensors under our names, in float32.
+
+    A missing or unknown tensor is an error that names it.
+    """
     ours: Tensors = {}
     used: set[str] = set()
     for row in rows(names, config):
@@ -235,7 +239,10 @@ OPENCLIP_USUAL = [("pool_type", "tok"), ("pool_type", "argmax"), ("pos_embed_typ
 
 
 def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
-    """The config behind a `model_cfg`; a setting that our towers do not have is an error that names it."""
+    """The config behind a `model_cfg`.
+
+    A setting that our towers do not have is an error that names it.
+    """
     layers = (config.get("vision_cfg") or {}).get("layers")
     if isinstance(layers, list):
         raise UnsupportedSetting(f"{where}: a ResNet (layers {layers}) is not supported by m1clip")
@@ -290,7 +297,10 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
 
 
 def read_settings(config: dict[str, Any], settings: Settings, where: str) -> dict[str, int]:
-    """The sizes in a third-party config under our names; a section that is left out has the library's defaults."""
+    """The sizes in a third-party config under our names.
+
+    A section that is left out has the library's defaults.
+    """
     values = {}
     for section, names in settings.items():
         part = config.setdefault(section, {})
@@ -342,8 +352,8 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     odd += ["logit_bias"] if config.logit_bias and to == "hf" else []
     if odd:
         raise UserError(
-            f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use --to onnx, "
-            f"or one of the presets ViT-S-16 to ViT-L-14"
+            f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use"
+            " --to onnx, or one of the presets ViT-S-16 to ViT-L-14"
         )
 
 

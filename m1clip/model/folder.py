@@ -254,7 +254,8 @@ def _check_tokenizer(config: CLIPConfig, tokenizer: Tokenizer, folder: Path) -> 
             wanted = wanted if tokenizer.vocab_size > wanted else tokenizer.vocab_size
         if wanted is not None and wanted != getattr(tokenizer, name):
             raise UserError(
-                f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model"
+                f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the"
+                " model"
             )
 
 
@@ -274,7 +275,8 @@ def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Prepr
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > MODEL_FORMAT:
         raise UserError(
-            f"{path}: written by a newer m1clip (format {version}, this one reads {MODEL_FORMAT}): upgrade"
+            f"{path}: written by a newer m1clip (format {version}, this one reads {MODEL_FORMAT}):"
+            " upgrade"
         )
     if not isinstance(model, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
@@ -283,7 +285,10 @@ def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Prepr
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if config.image_size != seen.image_size:
-        sizes = f"the model takes images of {config.image_size} pixels, the preprocessing makes {seen.image_size}"
+        sizes = (
+            f"the model takes images of {config.image_size} pixels, the preprocessing makes"
+            f" {seen.image_size}"
+        )
         raise UserError(f"{path}: {sizes}")
     return config, seen
 
@@ -309,7 +314,10 @@ def _reject_other_architecture(folder: Path) -> None:
             else ""
         )
         found = f"{config['model_type']}{names}, a model of transformers"
-        hint = f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower {folder}"
+        hint = (
+            f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower"
+            f" {folder}"
+        )
     elif isinstance(config.get("architecture"), str):
         found = f"{config['architecture']}, a model of timm"
     if config.get("model_type") == "siglip2":
@@ -433,7 +441,8 @@ def _read_transformers(folder: Path) -> SavedModel:
         _reject_other_architecture(folder)
     if find_spec("transformers") is None:
         raise UserError(
-            f"{folder / CONFIG}: {str(kind)[:60]} is a model of transformers, which is not installed: {HF_REMEDY}"
+            f"{folder / CONFIG}: {str(kind)[:60]} is a model of transformers, which is not"
+            f" installed: {HF_REMEDY}"
         )
     tokenizer, fill_id = folder_tokenizer(folder, "none")
     parts = transformers_parts(folder, tokenizer.eot_id)
@@ -461,7 +470,8 @@ def folder_tokenizer(folder: Path, cleaning: str) -> tuple[FastTokenizer, int]:
         return tokenizer, tokenizer.pad_id
     if not path.is_file():
         raise UserError(
-            f"{folder}: no {TOKENIZER_FILE}; put the one of the model's repository next to the weights"
+            f"{folder}: no {TOKENIZER_FILE}; put the one of the model's repository next to the"
+            " weights"
         )
     try:
         text = read_small(path, MAX_TOKENIZER_BYTES).decode("utf-8")
@@ -497,12 +507,16 @@ def _read_hf(folder: Path) -> SavedModel:
 def image_processor(
     path: Path, image_size: int, crops: bool = True, mean: Any = None, std: Any = None
 ) -> Preprocess:
-    """The preprocessing of an image processor of transformers; `crops`, `mean` and `std` are its defaults."""
+    """The preprocessing of an image processor of transformers.
+
+    `crops`, `mean` and `std` are its defaults.
+    """
     seen = read_json(path) if path.is_file() else {}
     resample = seen.get("resample", BICUBIC)
     if resample not in (BICUBIC, LINEAR):
         raise UserError(
-            f"{path}: resample {resample} is not supported (supported: {BICUBIC}, bicubic; {LINEAR}, bilinear)"
+            f"{path}: resample {resample} is not supported (supported: {BICUBIC}, bicubic;"
+            f" {LINEAR}, bilinear)"
         )
     crop, size = (seen.get(key, image_size) for key in ("crop_size", "size"))
     crop = crop.get("height") if isinstance(crop, dict) else crop
@@ -530,7 +544,10 @@ def _read_hf_siglip(folder: Path) -> SavedModel:
 
 
 def siglip_tokenizer(folder: Path, cleaning: str | None) -> tuple[FastTokenizer, int]:
-    """SigLIP's tokenizer in a folder, and the id that fills its texts up; `cleaning` None: as transformers cleans."""
+    """SigLIP's tokenizer in a folder, and the id that fills its texts up.
+
+    `cleaning` None: as transformers cleans.
+    """
     path, settings_file = folder / TOKENIZER_FILE, folder / "tokenizer_config.json"
     if not path.is_file() and (folder / SENTENCEPIECE).is_file():
         path = folder / SENTENCEPIECE
@@ -578,8 +595,8 @@ def _saved(config: CLIPConfig, weights: Tensors, preprocess: Preprocess, where: 
     tokenizer = BpeTokenizer()
     if config.vocab_size != tokenizer.vocab_size:
         raise UserError(
-            f"{where}: a vocabulary of {config.vocab_size:,}; m1clip reads open_clip and Hugging Face models with "
-            f"CLIP's own {tokenizer.vocab_size:,} tokens"
+            f"{where}: a vocabulary of {config.vocab_size:,}; m1clip reads open_clip and Hugging"
+            f" Face models with CLIP's own {tokenizer.vocab_size:,} tokens"
         )
     return SavedModel(config, weights, tokenizer, preprocess, str(where))
 

@@ -42,13 +42,14 @@ def hash64(x: Tensor) -> Tensor:
 def dropout_mask(keys: Tensor, width: int, p: float) -> Tensor:
     """(n, width) uint8: 1 to keep, 0 to drop, as a function of the int64 key of each row.
 
-    So the mask of a sample depends neither on the other rows of its batch nor on the number of ranks. One hash serves
-    eight elements, which takes half the time of torch's random numbers.
+    So the mask of a sample depends neither on the other rows of its batch nor on the number of
+    ranks. One hash serves eight elements, which takes half the time of torch's random numbers.
     """
     dropped = dropout_threshold(p)
     words = torch.arange(-(-width // 8), device=keys.device) * -0x61C8864680B583EB
     draws = hash64(keys[:, None] + words).view(torch.uint8)[:, :width]
-    # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as long.
+    # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as
+    # long.
     return draws.clamp(dropped - 1, dropped).sub_(dropped - 1)
 
 
@@ -72,8 +73,8 @@ class NoHead(nn.Identity):
 class Head(nn.Module):
     """(n, inputs) features of a pretrained tower -> (n, outputs): a projection and, added to it, a small MLP.
 
-    Features are standardized first, by statistics that are saved with the weights: a tower's channels differ by orders
-    of magnitude.
+    Features are standardized first, by statistics that are saved with the weights: a tower's
+    channels differ by orders of magnitude.
     """
 
     mean: Tensor
@@ -129,7 +130,10 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fan-in; the adapter's branch starts at zero, so that training starts from the projection."""
+        """Fan-in.
+
+        The adapter's branch starts at zero, so that training starts from the projection.
+        """
         for layer in (self.project, self.up):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
             nn.init.zeros_(layer.bias)

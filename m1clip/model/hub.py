@@ -1,8 +1,8 @@
 """Downloads models from the Hugging Face Hub into its cache; no other module of m1clip downloads a model.
 
-An interrupted file is continued, also by a later call, and a file gets its name in the cache only when its
-content has the hash that the Hub lists. huggingface_hub provides the connection (proxies, offline mode)
-and the token; the layout of the cache is the one that it documents.
+An interrupted file is continued, also by a later call, and a file gets its name in the cache only
+when its content has the hash that the Hub lists. huggingface_hub provides the connection (proxies,
+offline mode) and the token; the layout of the cache is the one that it documents.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ class DownloadPlan:
 def download(name: str, update: bool = False) -> Path:
     """Download a model of the Hub and return its folder: a name of `m1clip.list_models()`, or owner/name.
 
-    It goes to the cache of Hugging Face, and a model that is complete there is used without a download; `update`
-    looks for a newer version. Only the files of the model are fetched, safetensors where there are any, and each is
-    checked against the hash that the Hub lists. What was interrupted is continued.
+    It goes to the cache of Hugging Face, and a model that is complete there is used without a
+    download; `update` looks for a newer version. Only the files of the model are fetched,
+    safetensors where there are any, and each is checked against the hash that the Hub lists. What
+    was interrupted is continued.
     """
     repository = repository_of(name)
     found = None if update else find_checked(repository)
@@ -145,7 +146,8 @@ def repository_of(name: str) -> str:
 def find_checked(repository: str) -> Path | None:
     """The folder of a model in the cache whose files have the right content, or None.
 
-    A file of the cache has its hash as name. Damaged files are deleted, so that they are downloaded again.
+    A file of the cache has its hash as name. Damaged files are deleted, so that they are downloaded
+    again.
     """
     folder = cached_snapshot(repository)
     if folder is None:
@@ -168,7 +170,10 @@ def find_checked(repository: str) -> Path | None:
 
 
 def plan_download(repository: str) -> DownloadPlan:
-    """Ask the Hub for the files of a repository; UserError if it has no model that m1clip could read."""
+    """Ask the Hub for the files of a repository.
+
+    UserError if it has no model that m1clip could read.
+    """
     endpoint = _endpoint()
     with _connection_errors(repository, endpoint):
         listing = _read_listing(repository, endpoint)
@@ -184,8 +189,8 @@ def plan_download(repository: str) -> DownloadPlan:
     names = model_files(entries)
     if not names:
         raise UserError(
-            f"{repository}: has no model that m1clip reads (looked for open_clip_config.json or config.json, "
-            "with weights in safetensors or .bin next to it)"
+            f"{repository}: has no model that m1clip reads (looked for open_clip_config.json or"
+            " config.json, with weights in safetensors or .bin next to it)"
         )
     tags = listing.get("tags")
     licenses = [
@@ -234,8 +239,8 @@ def fetch(plan: DownloadPlan) -> Path:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"{cache_folder()}: the disk is full; free some space and run again to continue, or set HF_HOME to a "
-            "folder on another disk"
+            f"{cache_folder()}: the disk is full; free some space and run again to continue, or set"
+            " HF_HOME to a folder on another disk"
         ) from None
     return plan.folder
 
@@ -299,7 +304,8 @@ def _check_status(response: Any, repository: str, endpoint: str) -> None:
         raise UserError(f"{repository}: no such repository at {endpoint}{private}")
     message = response.headers.get("x-error-message", "") or response.reason_phrase
     raise UserError(
-        f"{repository}: {endpoint} answers {status} ({one_line(message[:100]) or 'no reason given'})"
+        f"{repository}: {endpoint} answers {status}"
+        f" ({one_line(message[:100]) or 'no reason given'})"
     )
 
 
@@ -317,8 +323,8 @@ def _connection_errors(repository: str, endpoint: str) -> Iterator[None]:
         # The last for a host name or a token with characters that cannot be sent.
         reason = one_line(first_line(error))
         raise UserError(
-            f"{repository}: cannot reach {endpoint} ({reason}); check the connection (HTTPS_PROXY for a proxy, "
-            "HF_ENDPOINT for a mirror) and run again to continue"
+            f"{repository}: cannot reach {endpoint} ({reason}); check the connection (HTTPS_PROXY"
+            " for a proxy, HF_ENDPOINT for a mirror) and run again to continue"
         ) from None
 
 
@@ -349,8 +355,8 @@ def _hub_file(entry: dict[str, Any], repository: str) -> HubFile:
     is_valid = isinstance(digest, str) and pattern.fullmatch(digest)
     if not is_valid or not isinstance(count, int) or not 0 <= count <= MAX_LISTED_SIZE:
         raise UserError(
-            f"{repository}: the Hub lists no size and hash of {one_line(entry['rfilename'][:80])}, so it cannot be "
-            "checked"
+            f"{repository}: the Hub lists no size and hash of {one_line(entry['rfilename'][:80])},"
+            " so it cannot be checked"
         )
     return HubFile(entry["rfilename"], count, str(digest))
 
@@ -364,8 +370,8 @@ def _check_space(plan: DownloadPlan) -> None:
     free = shutil.disk_usage(place).free
     if missing and free < missing + SPARE_BYTES:
         raise UserError(
-            f"{cache_folder()}: {size(missing)} to download, but only {size(free)} free; free some space, or set "
-            "HF_HOME to a folder on another disk"
+            f"{cache_folder()}: {size(missing)} to download, but only {size(free)} free; free some"
+            " space, or set HF_HOME to a folder on another disk"
         )
 
 
@@ -412,7 +418,10 @@ class _Transfer:
 
 
 def _fetch_file(plan: DownloadPlan, file: HubFile, show: Callable[[int], None]) -> None:
-    """Download a file, from where an earlier attempt ended; it gets its name once its hash is right."""
+    """Download a file, from where an earlier attempt ended.
+
+    It gets its name once its hash is right.
+    """
     blob, partial = plan.blob(file), plan.partial(file)
     if blob.is_file() and blob.stat().st_size == file.bytes:
         show(file.bytes)
@@ -439,8 +448,9 @@ def _fetch_file(plan: DownloadPlan, file: HubFile, show: Callable[[int], None]) 
         partial.unlink()
         actual = transfer.hasher.hexdigest()
         raise UserError(
-            f"{file.name} of {plan.repository}: not the file that the Hub lists (hash {actual[:12]}..., expected "
-            f"{file.digest[:12]}...); it was deleted. Run again; if this repeats, do not use it"
+            f"{file.name} of {plan.repository}: not the file that the Hub lists (hash"
+            f" {actual[:12]}..., expected {file.digest[:12]}...); it was deleted. Run again; if"
+            " this repeats, do not use it"
         )
     partial.replace(blob)
 

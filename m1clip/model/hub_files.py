@@ -1,7 +1,7 @@
 """Which files of a repository on the Hugging Face Hub make a model, and where its cache keeps them.
 
-The layout of the cache is the one that huggingface_hub documents, so that a model which another program
-has downloaded is found, and the other way round. Reads the disk alone.
+The layout of the cache is the one that huggingface_hub documents, so that a model which another
+program has downloaded is found, and the other way round. Reads the disk alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def model_files(names: Collection[str]) -> list[str]:
         found = [name for name in weights if name in names]
         if config in names and found:
             companions = [name for name in COMPANIONS if name in names]
-            # transformers' tokenizers read their class from the config.json of an open_clip text tower.
+            # transformers' tokenizers read their class from the config.json of an open_clip text
+            # tower.
             others = [MODEL_CONFIG] if config != MODEL_CONFIG and MODEL_CONFIG in names else []
             return [config, *others, *companions, found[0]]
     return []
@@ -92,7 +93,10 @@ def cached_snapshot(repository: str) -> Path | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder contains a config and weights; a link to a file that is gone does not count."""
+    """Whether a folder contains a config and weights.
+
+    A link to a file that is gone does not count.
+    """
     try:
         names = {path.name for path in folder.iterdir() if path.is_file()}
     except OSError:

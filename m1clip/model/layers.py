@@ -21,10 +21,13 @@ MAX_POSITIONS = 256  # of an inference by two products: their memory grows with 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind = "auto"
 ) -> Tensor:
-    """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
+    """(n, heads, length, dim) x 3 -> the same shape.
+
+    `causal` lets position i see only positions <= i.
+    """
     if kind == "auto":
-        # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference (without a mask).
-        # The compiler lacks this.
+        # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference
+        # (without a mask). The compiler lacks this.
         infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         products = q.dtype == torch.bfloat16 and q.device.type == "cpu"
         products = products and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
@@ -98,7 +101,10 @@ def prepack(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -
 
 
 def drop_packed() -> None:
-    """Free all packed copies; called when a model's mode changes, since optimizers may write past the version count."""
+    """Free all packed copies.
+
+    Called when a model's mode changes, since optimizers may write past the version count.
+    """
     _packed.clear()
 
 
@@ -143,7 +149,10 @@ def keeps_copies(x: Tensor) -> bool:
 
 
 def _kept(parameter: Tensor, x: Tensor) -> Tensor:
-    """The parameter, or its copy in the precision of the input; autocast would make one for each call."""
+    """The parameter, or its copy in the precision of the input.
+
+    Autocast would make one for each call.
+    """
     return prepack(parameter, lambda p: p.to(x.dtype), x.dtype) if keeps_copies(x) else parameter
 
 
@@ -190,7 +199,10 @@ def norm_arguments(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | N
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """(rows, width) -> the layer norm of each row, its mean and its deviation; `x` itself where there is no norm."""
+    """(rows, width) -> the layer norm of each row, its mean and its deviation.
+
+    `x` itself where there is no norm.
+    """
     return (x,) if weight is None else torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -211,7 +223,10 @@ def layer_norm_backward(
 
 
 class _Linear(torch.autograd.Function):
-    """Input in bf16, parameters and their gradients in their own dtype (fp32). A layer norm is recomputed."""
+    """Input in bf16, parameters and their gradients in their own dtype (fp32).
+
+    A layer norm is recomputed.
+    """
 
     @staticmethod
     def forward(
@@ -225,7 +240,8 @@ class _Linear(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         flat, weight_bf16 = x.flatten(0, -2), to_bf16(weight)
-        # Not the bf16 copy: casting again takes 0.3% of the products' time; saved copies would be half a model.
+        # Not the bf16 copy: casting again takes 0.3% of the products' time; saved copies would be
+        # half a model.
         ctx.save_for_backward(flat, weight, norm, norm_bias)
         ctx.dtype, ctx.eps = weight.dtype, eps
         added = None if residual is None else residual.flatten(0, -2)
@@ -302,7 +318,10 @@ class _Recompute(torch.autograd.Function):
 
 
 def _autocast(ctx: Any) -> torch.autocast:
-    """As in the forward pass; without the cache, which would return weights that were cast without a graph."""
+    """As in the forward pass.
+
+    Without the cache, which would return weights that were cast without a graph.
+    """
     on, dtype = ctx.autocast
     return torch.autocast("cpu", dtype=dtype, enabled=on, cache_enabled=False)
 
@@ -321,7 +340,10 @@ class Mlp(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None
     ) -> Tensor:
-        """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
+        """(n, length, width) -> the same shape.
+
+        Of the `norm` of `x`, and added to `residual`, where given.
+        """
         if uses_onednn(x) and not self.quick:
             if torch.is_inference_mode_enabled():
                 y = linear(x, self.up.weight, self.up.bias, norm, None, True, self.approximate)
@@ -338,7 +360,8 @@ class Mlp(nn.Module):
                 )
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
-        # The activation is the block's largest tensor and the cheapest to recompute (docs/speed.md).
+        # The activation is the block's largest tensor and the cheapest to recompute
+        # (docs/speed.md).
         recomputed = torch.is_grad_enabled() and x.device.type == "cpu"
         x = recompute(self.down, self._down, x) if recomputed else self._down(x)
         return x if residual is None else residual + x
@@ -358,7 +381,10 @@ class Mlp(nn.Module):
 
 
 class _GeluMlp(torch.autograd.Function):
-    """The complete MLP for bf16 on the CPU; the backward pass recomputes the norm and GELU, its largest tensor."""
+    """The complete MLP for bf16 on the CPU.
+
+    The backward pass recomputes the norm and GELU, its largest tensor.
+    """
 
     @staticmethod
     def forward(
@@ -448,7 +474,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None
     ) -> Tensor:
-        """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
+        """(n, length, width) -> the same shape.
+
+        Of the `norm` of `x`, and added to `residual`, where given.
+        """
         return linear(self._attend(x, norm), self.out.weight, self.out.bias, residual=residual)
 
     def _attend(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:

@@ -130,7 +130,10 @@ def read_speeds() -> dict[str, Speed]:
 
 
 def keep_speed(name: str, images: int, seconds: float, device: str, how: How) -> Speed:
-    """Keep a measured speed for `list_models`; one of `encode` is not replaced by one of `index`."""
+    """Keep a measured speed for `list_models`.
+
+    One of `encode` is not replaced by one of `index`.
+    """
     speed = Speed(images / max(seconds, 1e-9), images, one_line(device), how, time.time())
     speeds = read_speeds()
     if how == "encode" or name not in speeds or speeds[name].how == "index":

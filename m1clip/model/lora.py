@@ -1,7 +1,8 @@
 """LoRA (arXiv 2106.09685): a trainable product of two thin matrices is added to each frozen matrix of a tower.
 
-The layers read their weight as before and get the sum, so every kernel, micro-batches and activation checkpointing
-work unchanged. `merged_state` gives the weights of the plain model, which is what a model folder contains.
+The layers read their weight as before and get the sum, so every kernel, micro-batches and
+activation checkpointing work unchanged. `merged_state` gives the weights of the plain model, which
+is what a model folder contains.
 """
 
 from __future__ import annotations
@@ -56,20 +57,24 @@ def add_lora(tower: nn.Module, count: int, rank: int, option: str) -> None:
     ]
     if not matrices:
         raise UserError(
-            f"--lora {rank}: this tower has no linear layers, which LoRA needs; freeze it with {option} 0, or "
-            f"fine-tune its last blocks without --lora"
+            f"--lora {rank}: this tower has no linear layers, which LoRA needs; freeze it with"
+            f" {option} 0, or fine-tune its last blocks without --lora"
         )
     smallest = min(min(getattr(module, key).shape) for module, key in matrices)
     if rank > smallest:
         raise UserError(
-            f"--lora {rank}: the smallest matrix of the tower has rank {smallest}; give a lower rank (usual: 8)"
+            f"--lora {rank}: the smallest matrix of the tower has rank {smallest}; give a lower"
+            " rank (usual: 8)"
         )
     for module, key in matrices:
         _add(module, key, rank)
 
 
 def add_head_lora(head: nn.Module, rank: int) -> None:
-    """Freeze the projection of a CLIP and add LoRA to it; an adapter head, which is small, is trained as it is."""
+    """Freeze the projection of a CLIP and add LoRA to it.
+
+    An adapter head, which is small, is trained as it is.
+    """
     if isinstance(head, Projection):
         head.requires_grad_(False)
         rows, columns = head.weight.shape
@@ -89,7 +94,8 @@ def _add(module: nn.Module, key: str, rank: int) -> None:
     weight = getattr(module, key)
     rows, columns = weight.shape
     low_rank = LowRank(rows, columns, rank).to(device=weight.device)
-    # Unsafe: without a trial call, since shapes are right and the weights may be on the meta device.
+    # Unsafe: without a trial call, since shapes are right and the weights may be on the meta
+    # device.
     parametrize.register_parametrization(module, key, low_rank, unsafe=True)
 
 

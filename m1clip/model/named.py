@@ -1,8 +1,8 @@
 """Models that have a name instead of a path: `general`, whose heads are in this package, and those of the Hub.
 
-Everything that accepts a model asks this module what a name means. It does not import torch, and reads
-the disk alone: a model of the Hub is found in the cache of Hugging Face, or is an error that names the
-command which downloads it.
+Everything that accepts a model asks this module what a name means. It does not import torch, and
+reads the disk alone: a model of the Hub is found in the cache of Hugging Face, or is an error that
+names the command which downloads it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ BOXED = {
 
 
 def boxed_name(model: str | Path) -> str | None:
-    """The name of a model in this package, or None for a path; a file or folder of that name comes first."""
+    """The name of a model in this package, or None for a path.
+
+    A file or folder of that name comes first.
+    """
     name = str(model)
     return name if name in BOXED and not os.path.lexists(name) else None
 
@@ -79,8 +82,8 @@ def boxed_name(model: str | Path) -> str | None:
 def hub_repository(model: str | Path) -> str | None:
     """owner/name on the Hub for a name of the catalog or of the Hub; None for a path.
 
-    A file or folder of that name comes first. So does a path below an existing folder: a/b is a path
-    if there is a folder a, and runs/b is always one.
+    A file or folder of that name comes first. So does a path below an existing folder: a/b is a
+    path if there is a folder a, and runs/b is always one.
     """
     text = model.as_posix() if isinstance(model, Path) else model
     name = text.removeprefix(HUB_PREFIX)
@@ -154,7 +157,10 @@ def boxed_files(name: str) -> dict[str, bytes]:
 
 
 def default_model() -> Path:
-    """The newest run in runs/, or else the model `general`; NoModelError if its towers are missing too."""
+    """The newest run in runs/, or else the model `general`.
+
+    NoModelError if its towers are missing too.
+    """
     from m1clip.model.folder import newest_run
 
     run = newest_run()

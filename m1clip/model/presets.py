@@ -84,8 +84,8 @@ class _Transformer(_Part):
 class VisionTowerConfig(_Transformer):
     """Our image tower: a vision transformer.
 
-    Its feature is read at a class token, or is the mean over the patches, or is what a learned query reads from them
-    ("map", SigLIP's attention pooling).
+    Its feature is read at a class token, or is the mean over the patches, or is what a learned
+    query reads from them ("map", SigLIP's attention pooling).
     """
 
     kind: Literal["vit"] = "vit"
@@ -101,7 +101,8 @@ class VisionTowerConfig(_Transformer):
         super().__post_init__()
         size, patch = self.image_size, self.patch_size
         nearest = size // patch * patch or patch
-        # SigLIP's own model of 384 pixels in patches of 14 leaves out the last six rows and columns.
+        # SigLIP's own model of 384 pixels in patches of 14 leaves out the last six rows and
+        # columns.
         _check(
             size % patch == 0 or (self.pooling == "map" and self.stem == "patch" and size > patch),
             f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}",
@@ -148,9 +149,10 @@ class VisionTowerConfig(_Transformer):
 class TextTowerConfig(_Transformer):
     """Our text tower: a causal transformer that is read at the EOT token.
 
-    With pooling "eot+mean", the mean of the token embeddings is added. Otherwise, with residual branches that start at
-    zero, every text has the same features at first. With pooling "last" (SigLIP), every token sees every other one,
-    each text is filled up to the context length with `fill_id`, and the last position is read.
+    With pooling "eot+mean", the mean of the token embeddings is added. Otherwise, with residual
+    branches that start at zero, every text has the same features at first. With pooling "last"
+    (SigLIP), every token sees every other one, each text is filled up to the context length with
+    `fill_id`, and the last position is read.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -287,7 +289,10 @@ class CLIPConfig(_Part):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CLIPConfig:
-        """The inverse of `to_dict`; an unknown or missing key or a wrong type is an error, never a guess."""
+        """The inverse of `to_dict`.
+
+        An unknown or missing key or a wrong type is an error, never a guess.
+        """
         parts: dict[str, Any] = {}
         for name, kinds in _PART_TYPES.items():
             part = values.get(name)
@@ -302,7 +307,8 @@ class CLIPConfig(_Part):
         return cls(**validated(cls, {**values, **parts}, "model"))
 
 
-# What the config.json of an older model may lack, and what it means there: the model `general` is one.
+# What the config.json of an older model may lack, and what it means there: the model `general` is
+# one.
 _LATER_FIELDS = {"norm_eps": 1e-5, "fill_id": 0}
 _PART_TYPES: dict[str, tuple[Any, ...]] = {
     "image_tower": (VisionTowerConfig, PretrainedImageConfig),
@@ -336,8 +342,9 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
     return 3 * (tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later) + 2 * patch
 
 
-# Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
-# that start at zero, MLPs half as wide as usual, and the mean of the token embeddings (docs/recipe.md).
+# Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions,
+# residual branches that start at zero, MLPs half as wide as usual, and the mean of the token
+# embeddings (docs/recipe.md).
 _SMALL_DATA: dict[str, Any] = {
     "pooling": "mean",
     "positions": "sincos",
@@ -345,7 +352,8 @@ _SMALL_DATA: dict[str, Any] = {
     "stem": "conv",
 }
 _SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
-# The original project: biases on the patch layer and the projections, no norm before the first block.
+# The original project: biases on the patch layer and the projections, no norm before the first
+# block.
 _ORIGINAL = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
 
@@ -454,7 +462,10 @@ def clip_config(
 
 
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
-    """The inverse of `clip_config`: sizes and stem of our own towers are written out; the rest is the preset's."""
+    """The inverse of `clip_config`: sizes and stem of our own towers are written out.
+
+    The rest is the preset's.
+    """
     values: dict[str, Any] = {}
     own = {
         "image_tower": config.image_tower.kind == "vit",

@@ -1,6 +1,7 @@
 """Residual adapters on the heads of a trained model: they begin as the identity and are merged when the model is saved.
 
-What is trained is added to the matrices of a head, and weight decay pulls it to zero: towards the initial model.
+What is trained is added to the matrices of a head, and weight decay pulls it to zero: towards the
+initial model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch.nn.utils import parametrize
 
 from m1clip.model.heads import Head, Projection
 
-# Where an adapter is: behind the projection of a CLIP, on its embeddings, or before it, on the features of the towers.
+# Where an adapter is: behind the projection of a CLIP, on its embeddings, or before it, on the
+# features of the towers.
 ResidualKind = Literal["embeddings", "features"]
 
 
@@ -60,7 +62,8 @@ def add_residual(head: nn.Module, kind: ResidualKind) -> None:
         else:
             residual = FeatureResidual(layer.weight.shape)
         layer.weight.requires_grad_(False)
-        # Unsafe: without a trial call, since shapes are right and the weights may be on the meta device.
+        # Unsafe: without a trial call, since shapes are right and the weights may be on the meta
+        # device.
         parametrize.register_parametrization(
             layer, "weight", residual.to(layer.weight.device), unsafe=True
         )

@@ -175,7 +175,8 @@ def _activation(part: dict[str, Any], where: str) -> Activation:
     name = part.get("hidden_act", "gelu_pytorch_tanh")
     if name not in ACTIVATIONS:
         raise UserError(
-            f"{where}: hidden_act {str(name)[:40]} is not supported (supported: {', '.join(ACTIVATIONS)})"
+            f"{where}: hidden_act {str(name)[:40]} is not supported (supported:"
+            f" {', '.join(ACTIVATIONS)})"
         )
     return ACTIVATIONS[name]
 
@@ -229,7 +230,8 @@ TIMM_SIZES = {
     "giantopt": TimmSize(1536, 40, 16, 4.0),
 }
 TIMM_NAME = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_(\d+)")
-# (size, patch, image) of the names for which timm uses the tanh approximation of GELU, as SigLIP was trained.
+# (size, patch, image) of the names for which timm uses the tanh approximation of GELU, as SigLIP
+# was trained.
 TIMM_TANH = {
     *(("base", 32, 256), ("large", 16, 512)),
     *(("so400m", 16, side) for side in (256, 384, 512)),
@@ -264,7 +266,10 @@ TEXT_REQUIRED = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 
 
 def openclip_siglip_parts(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """(vision_cfg, text_cfg) of a `model_cfg` that is SigLIP with nothing that we lack; None for any other."""
+    """(vision_cfg, text_cfg) of a `model_cfg` that is SigLIP with nothing that we lack.
+
+    None for any other.
+    """
     vision, text = config.get("vision_cfg"), config.get("text_cfg")
     if not isinstance(vision, dict) or not isinstance(text, dict):
         return None

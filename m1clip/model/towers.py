@@ -18,7 +18,10 @@ class Tower(nn.Module):
     capturable = False  # whether a CUDA graph of a step with this tower is right
 
     def initialize(self) -> None:
-        """Fill every parameter from torch's random state; a pretrained tower's weights are loaded instead."""
+        """Fill every parameter from torch's random state.
+
+        A pretrained tower's weights are loaded instead.
+        """
 
     def reset_buffers(self) -> None:
         """Fill buffers that are not saved, after the tower left the meta device."""
@@ -36,7 +39,10 @@ def stem_groups(channels: int) -> int:
 
 
 class ConvStem(nn.Module):
-    """(n, 3, side, side) pixels -> (n, patches, width); as many halvings as the patch size has powers of two."""
+    """(n, 3, side, side) pixels -> (n, patches, width).
+
+    As many halvings as the patch size has powers of two.
+    """
 
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
@@ -44,7 +50,8 @@ class ConvStem(nn.Module):
         self.convs = nn.ModuleList(
             nn.Conv2d(a, b, FILTER_SIZE, stride=2, padding=1) for a, b in sizes
         )
-        # Over all positions: a norm of each position alone would remove the contrast between positions.
+        # Over all positions: a norm of each position alone would remove the contrast between
+        # positions.
         self.group_norms = nn.ModuleList(nn.GroupNorm(stem_groups(b), b) for _, b in sizes[:-1])
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -67,8 +74,9 @@ class ConvStem(nn.Module):
 def whitening_filters(pixels: Tensor, count: int) -> Tensor:
     """(filters, 3, 3, 3), at most `count`: the principal components of 3 x 3 patches of (n, 3, side, side) pixels.
 
-    Each is scaled to unit variance and included with both signs, because the activation that follows is one-sided.
-    As the first layer of a stem, they give a higher recall after the same number of steps (docs/recipe.md).
+    Each is scaled to unit variance and included with both signs, because the activation that
+    follows is one-sided. As the first layer of a stem, they give a higher recall after the same
+    number of steps (docs/recipe.md).
     """
     # (n * places, 27).
     patches = F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()
@@ -133,7 +141,8 @@ class VisionTower(Tower):
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.tokens, width))
         else:
-            # Not persistent: it follows from the config, so weights of another image size still load.
+            # Not persistent: it follows from the config, so weights of another image size still
+            # load.
             self.register_buffer("positions", torch.empty(config.tokens, width), persistent=False)
             self.reset_buffers()
         self.norm_pre = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else nn.Identity()
@@ -160,7 +169,8 @@ class VisionTower(Tower):
         if isinstance(self.patch, ConvStem):
             x = self.patch(pixels)  # convolutions read neighboring patches: compute all, then drop
             return x if kept is None else x[torch.arange(len(x), device=x.device)[:, None], kept]
-        # A matrix product instead of the convolution: same numbers, faster on every device we measured.
+        # A matrix product instead of the convolution: same numbers, faster on every device we
+        # measured.
         size, grid = self.config.patch_size, self.config.grid
         n = pixels.shape[0]  # not len(): it would be a constant in an exported graph
         if grid * size < self.config.image_size:
@@ -169,7 +179,8 @@ class VisionTower(Tower):
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
         if kept is not None:
             x = x[torch.arange(n, device=x.device)[:, None], kept]
-        # 2-D: without a bias, a 3-D input in half precision gives other results in each call on an M5 (pytorch#180776).
+        # 2-D: without a bias, a 3-D input in half precision gives other results in each call on an
+        # M5 (pytorch#180776).
         return F.linear(x.flatten(0, 1), self.patch.weight.flatten(1), self.patch.bias).view(
             n, -1, self.width
         )
@@ -216,7 +227,10 @@ def fill_after_eot(tokens: Tensor, eot_id: int, fill_id: int, context_length: in
 
 
 def embedding(vocab_size: int, width: int) -> nn.Embedding:
-    """A table of tokens. On the meta device it is not filled: torch would import its compiler to find the shape."""
+    """A table of tokens.
+
+    On the meta device it is not filled: torch would import its compiler to find the shape.
+    """
     table = torch.empty(vocab_size, width)
     return nn.Embedding(vocab_size, width, _weight=table if table.is_meta else None)
 
@@ -239,7 +253,10 @@ class TextTower(Tower):
         self.norm_mean = nn.LayerNorm(config.width) if config.pooling == "eot+mean" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(n, length) token ids, length <= context -> (n, width). What follows the EOT token has no effect."""
+        """(n, length) token ids, length <= context -> (n, width).
+
+        What follows the EOT token has no effect.
+        """
         if self.config.pooling == "last":
             return self._at_the_end(tokens)
         length = tokens.shape[1]

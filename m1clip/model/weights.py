@@ -75,14 +75,15 @@ def _read_torch(path: Path) -> Tensors:
         if not path.is_file():
             raise OSError("not a regular file")
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    # Damaged or malicious files make torch raise almost anything: KeyError, IndexError, AssertionError, ...
+    # Damaged or malicious files make torch raise almost anything: KeyError, IndexError,
+    # AssertionError, ...
     except Exception as error:  # noqa: BLE001
         reason = (
             str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         )
         raise UserError(
-            f"{path}: cannot be loaded as plain tensors ({reason}), and anything else in such a file could run code: "
-            f"convert it to safetensors"
+            f"{path}: cannot be loaded as plain tensors ({reason}), and anything else in such a"
+            " file could run code: convert it to safetensors"
         ) from None
     for key in STATE_KEYS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
@@ -95,14 +96,18 @@ def _read_torch(path: Path) -> Tensors:
 
 
 def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
-    """Raise UserError for missing, unknown or misshapen tensors; the model may be on the meta device."""
+    """Raise UserError for missing, unknown or misshapen tensors.
+
+    The model may be on the meta device.
+    """
     own = model.state_dict()
     for odd in sorted(set(own) ^ set(weights)):
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
     for name, tensor in weights.items():
         if own[name].shape != tensor.shape:
             raise UserError(
-                f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects {tuple(own[name].shape)}"
+                f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects"
+                f" {tuple(own[name].shape)}"
             )
         if own[name].is_floating_point() and not tensor.is_floating_point():
             raise UserError(
@@ -113,7 +118,8 @@ def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
+    # NaN passes through aminmax, which needs no second tensor of this size; it is missing for
+    # float8.
     lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
     # Float64 holds more than the model can.
     return bool(lowest.float().isfinite() & highest.float().isfinite())
@@ -129,13 +135,16 @@ def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
 def check_finite(weights: Tensors, where: str) -> None:
     for name in (name for name, tensor in weights.items() if not _is_finite(tensor)):
         raise UserError(
-            f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
-            f"another model or an earlier checkpoint"
+            f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is"
+            " damaged: use another model or an earlier checkpoint"
         )
 
 
 def fit_positions(weights: Tensors, trained: CLIPConfig, config: CLIPConfig) -> Tensors:
-    """The weights with learned positions interpolated to the image size of `config`; sincos ones are not saved."""
+    """The weights with learned positions interpolated to the image size of `config`.
+
+    Sincos ones are not saved.
+    """
     old, new, positions = trained.image_tower, config.image_tower, weights.get(POSITIONS)
     if old.kind != "vit" or new.kind != "vit" or old.grid == new.grid or positions is None:
         return weights

@@ -47,7 +47,10 @@ def data_bound(history: History) -> Diagnostic | None:
     if len(fractions) < 2 or (fraction := statistics.mean(fractions)) < DATA_FRACTION:
         return None
     workers = 2 * (history.setting("data", "workers", int) or 1)
-    message = f"loading data takes {percent(fraction, 0)} of each step: the device waits; try --workers {workers}"
+    message = (
+        f"loading data takes {percent(fraction, 0)} of each step: the device waits; try --workers"
+        f" {workers}"
+    )
     return Diagnostic("error" if fraction > 0.3 else "warning", message)
 
 
@@ -133,7 +136,10 @@ def no_longer_better(history: History) -> Diagnostic | None:
         return None
     since = numbers((row for row in history.steps if row["step"] >= best["step"]), "loss")
     overfits = len(since) > 5 and statistics.mean(since[-3:]) < 0.9 * statistics.mean(since[:3])
-    message = f"{SELECTION[history.metric]} has not improved for {stale} evaluations (best at step {best['step']:,})"
+    message = (
+        f"{SELECTION[history.metric]} has not improved for {stale} evaluations (best at step"
+        f" {best['step']:,})"
+    )
     return Diagnostic(
         "warning", message + (": the model overfits the training images" if overfits else "")
     )
@@ -225,6 +231,9 @@ def describe(record: Record) -> str:
         "event": f"{record.get('event', 'event')}{at}" + (f": {reason}" if reason else ""),
         "warning": f"warning: {record.get('text', '')}",
         "skipped": f"could not read {record.get('where', 'an image')}",
-        "parity": f"gradients compared with the CPU's: relative difference {record.get('gradient_difference')}",
+        "parity": (
+            "gradients compared with the CPU's: relative difference"
+            f" {record.get('gradient_difference')}"
+        ),
     }
     return texts[record["kind"]]

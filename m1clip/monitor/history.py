@@ -225,7 +225,8 @@ class History:
     def add(self, record: Record) -> None:
         kind, step = record["kind"], record.get("step") or 0
         self.records += 1
-        # The time of the newest line, not the maximum: a clock change must not make a run look alive or dead.
+        # The time of the newest line, not the maximum: a clock change must not make a run look
+        # alive or dead.
         self.last_time = record.get("time") or self.last_time
         if kind == "plan":  # --minutes corrected the number of steps
             self.total = record.get("steps") or self.total
@@ -329,7 +330,10 @@ class History:
         return self.evaluations.best
 
     def tables(self) -> RunTables:
-        """The table by epoch and the phases of the loss; of a very long run, some lines stand for all."""
+        """The table by epoch and the phases of the loss.
+
+        Of a very long run, some lines stand for all.
+        """
         return RunTables(self.steps, self.evaluations)
 
     def analysis(self, analysis: Analysis) -> list[tuple[int, Any]]:
@@ -340,7 +344,10 @@ class History:
 
 
 def curve_row(record: Record) -> Row:
-    """The figures of a step that are kept for curves; those that are not finite numbers are left out."""
+    """The figures of a step that are kept for curves.
+
+    Those that are not finite numbers are left out.
+    """
     row: Row = {"step": record["step"]}
     values = {field.name: record.get(field.name) for field in curve_fields("step")}
     seconds = record.get("seconds") or {}

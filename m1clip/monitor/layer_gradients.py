@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from m1clip.formatting import number
 
-# Blocks of a tower have the same shape, so their gradients have similar norms. In healthy runs they differ by up to
-# about ten times; a thousand times means that some blocks hardly learn while others jump.
+# Blocks of a tower have the same shape, so their gradients have similar norms. In healthy runs they
+# differ by up to about ten times; a thousand times means that some blocks hardly learn while others
+# jump.
 MAX_RATIO = 1000.0
 BLOCK = re.compile(r"(image|text)/block (\d+)")
 
@@ -50,6 +51,6 @@ def _judge_tower(tower: str, blocks: Mapping[int, float]) -> str:
             f"blocks hardly learn: try fewer layers, or begin with a trained model (--init)"
         )
     return (
-        f"the gradients of the {tower} tower explode towards its input: {values}; try a lower --lr, "
-        f"a longer --warmup or fewer layers"
+        f"the gradients of the {tower} tower explode towards its input: {values}; try a lower --lr,"
+        " a longer --warmup or fewer layers"
     )

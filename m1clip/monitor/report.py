@@ -56,7 +56,10 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "v
     for first, *rest in rows:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         body += f"<tr><th scope='row'>{escape(first)}</th>{cells}</tr>"
-    return f"<div class='scroll'><table class='{css}'><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<div class='scroll'><table"
+        f" class='{css}'><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def html_image(data: bytes, kind: str, alt: str, css: str = "") -> str:
@@ -181,8 +184,8 @@ def summary(histories: Sequence[History]) -> str:
     note = "; ".join(f"{h.name}: {title}" for h, (title, _) in zip(histories, found, strict=True))
     if several:
         note += (
-            ". In parentheses: the difference from the first run. An asterisk: the 95% intervals do not overlap. "
-            "Only runs on the same data and split can be compared."
+            ". In parentheses: the difference from the first run. An asterisk: the 95% intervals do"
+            " not overlap. Only runs on the same data and split can be compared."
         )
     rows = []
     for name in names:
@@ -345,7 +348,8 @@ def machine_tables(histories: Sequence[History]) -> str:
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     if out.is_symlink():  # replacing /dev/stdout would break other programs
         raise UserError(
-            f"{out}: is a symbolic link, and m1clip does not write through links; choose another file"
+            f"{out}: is a symbolic link, and m1clip does not write through links; choose another"
+            " file"
         )
     histories = [History(run).poll() for run in runs]
     for history in histories:
@@ -365,7 +369,10 @@ def _page(histories: Sequence[History]) -> bytes:
         for h in histories
         for each in diagnose(h, 0.0, "finished")
     )
-    body = f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version}, {time.strftime('%d %B %Y, %H:%M')}</p>"
+    body = (
+        f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version},"
+        f" {time.strftime('%d %B %Y, %H:%M')}</p>"
+    )
     diagnostics = f"<ul class='diagnostics'>{items}</ul>" if items else ""
     body += _section(
         "Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories)
@@ -409,7 +416,10 @@ def _retrieval_grid(history: History) -> str:
     except FileNotFoundError:
         return ""
     except Exception as error:  # noqa: BLE001 (the decoders raise many kinds)
-        return f"<p class='hint'>retrieval.png left out: {escape(getattr(error, 'strerror', None) or str(error))}</p>"
+        return (
+            "<p class='hint'>retrieval.png left out:"
+            f" {escape(getattr(error, 'strerror', None) or str(error))}</p>"
+        )
     image.thumbnail((GRID_WIDTH, 4 * GRID_WIDTH))
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=85)

@@ -44,7 +44,10 @@ def stage_note(history: History) -> str:
     if not history.stages:
         return ""
     cost = percent(history.stages.get("stages_cost"), 2)
-    return f"one synchronized step, at step {history.stages['step']:,}; all such steps: {cost} of the run"
+    return (
+        f"one synchronized step, at step {history.stages['step']:,}; all such steps: {cost} of"
+        " the run"
+    )
 
 
 def memory_rows(history: History) -> list[tuple[str, float]]:

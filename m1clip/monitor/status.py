@@ -185,7 +185,10 @@ def stop_run(run: Path, wait: float) -> str:
             )
         time.sleep(0.05)
     if not run.exists():
-        return f"{run}: stopped while preparing data; nothing had been trained, so the folder was removed"
+        return (
+            f"{run}: stopped while preparing data; nothing had been trained, so the folder was"
+            " removed"
+        )
     history = History(run).poll()
     status = status_of(history)
     if status.state == "finished":
@@ -196,4 +199,7 @@ def stop_run(run: Path, wait: float) -> str:
         log.write("event", step=history.step, event="stopped by m1clip stop")
         log.close()
     took = time.monotonic() - start
-    return f"{run}: stopped at step {history.step:,} after {took:.1f} s; continue with: m1clip train --resume {run}"
+    return (
+        f"{run}: stopped at step {history.step:,} after {took:.1f} s; continue with: m1clip train"
+        f" --resume {run}"
+    )

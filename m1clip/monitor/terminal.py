@@ -180,7 +180,10 @@ def value_lines(history: History) -> list[Text]:
     if f"{metric}/low" in evaluation:
         first.append(
             (
-                f"[{100 * evaluation[f'{metric}/low']:.1f}, {100 * evaluation[f'{metric}/high']:.1f}] ",
+                (
+                    f"[{100 * evaluation[f'{metric}/low']:.1f},"
+                    f" {100 * evaluation[f'{metric}/high']:.1f}] "
+                ),
                 "dim",
             )
         )
@@ -274,7 +277,10 @@ def event_lines(history: History, most: int) -> list[Text]:
 
 
 def footer(status: Status, live: bool) -> str:
-    """What the keys do; a screen that is printed once has none, and only a run with a process continues."""
+    """What the keys do.
+
+    A screen that is printed once has none, and only a run with a process continues.
+    """
     if not live:
         return f" {ALL_METRICS}"
     continues = "; the run continues" if status.state in ("running", "preparing") else ""

@@ -1,6 +1,7 @@
 """Teach a new word from a few images: a direction in the space of the vectors, fitted in milliseconds.
 
-Examples are user data, so they are in a database of their own beside the index, by the content of the images.
+Examples are user data, so they are in a database of their own beside the index, by the content of
+the images.
 """
 
 import re
@@ -32,10 +33,11 @@ CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, positive
 """
 # The rows that m1clip writes; a file from a stranger may contain others, which do not count.
 VALID_EXAMPLE = (
-    "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 "
-    "AND typeof(vector) = 'blob' AND length(vector) = ? AND typeof(positive) = 'integer' AND positive IN (0, 1)"
+    "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(vector) ="
+    " 'blob' AND length(vector) = ? AND typeof(positive) = 'integer' AND positive IN (0, 1)"
 )
-# Strength of the covariance in the linear head, as a multiple of its mean variance; the prototype is the last.
+# Strength of the covariance in the linear head, as a multiple of its mean variance; the prototype
+# is the last.
 SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
 TEXT_WEIGHTS = (0.0, 0.5, 1.0)
 MIN_EXAMPLES = 2  # to choose by leave-one-out
@@ -177,10 +179,11 @@ def fit_concept(
 ) -> tuple[np.ndarray, Choice]:
     """((dim,) unit vector, the choice): a linear head on examples, or their prototype, with or without the text.
 
-    The head is linear discriminant analysis with the mean and covariance of the library (`library_stats`), more or less
-    shrunk; with a shrinkage of 1e6 it is the difference of means. Chosen by leave-one-out: the example left out should
-    be far above the library, in standard deviations. The head is only used if it ranks the examples that are left out
-    better than the text does, among the vectors of `library` (n, dim); else the vector is that of the text.
+    The head is linear discriminant analysis with the mean and covariance of the library
+    (`library_stats`), more or less shrunk; with a shrinkage of 1e6 it is the difference of means.
+    Chosen by leave-one-out: the example left out should be far above the library, in standard
+    deviations. The head is only used if it ranks the examples that are left out better than the
+    text does, among the vectors of `library` (n, dim); else the vector is that of the text.
     """
     mean, covariance = library_stats
     values, axes = np.linalg.eigh(covariance)

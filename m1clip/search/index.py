@@ -92,15 +92,16 @@ CREATE INDEX file_images ON files (image);
 VALID_ROW = "typeof(row) = 'integer' AND row >= 0"
 # The path of a file is relative to the folder of photos and stays in it.
 VALID_PATH = (
-    "typeof(path) = 'blob' AND substr(path, 1, 1) != x'2f' AND instr(path, x'00') = 0 AND (instr(path, x'2e2e') = 0 "
-    "OR instr(CAST('/' || CAST(path AS TEXT) || '/' AS BLOB), CAST('/../' AS BLOB)) = 0)"
+    "typeof(path) = 'blob' AND substr(path, 1, 1) != x'2f' AND instr(path, x'00') = 0 AND"
+    " (instr(path, x'2e2e') = 0 OR instr(CAST('/' || CAST(path AS TEXT) || '/' AS BLOB),"
+    " CAST('/../' AS BLOB)) = 0)"
 )
 VALID_FILE = f"{VALID_PATH} AND typeof(bytes) = 'integer' AND typeof(mtime_ns) = 'integer'"
 VALID_IMAGE = (
-    "typeof(sha256) = 'blob' AND length(sha256) = 32 "
-    "AND typeof(width) = 'integer' AND typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') "
-    f"AND typeof(perceptual_hash) = 'blob' AND length(perceptual_hash) = {LOOK_BYTES} "
-    f"AND typeof(thumb) = 'blob' AND length(thumb) = {THUMB_BYTES}"
+    "typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(width) = 'integer' AND"
+    " typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') AND typeof(perceptual_hash)"
+    f" = 'blob' AND length(perceptual_hash) = {LOOK_BYTES} AND typeof(thumb) = 'blob' AND"
+    f" length(thumb) = {THUMB_BYTES}"
 )
 
 
@@ -204,7 +205,8 @@ def check_single_name(path: Path) -> None:
     """Raise UserError if a file has another name (a hard link), under which it would change too."""
     if os.lstat(path).st_nlink > 1:
         raise UserError(
-            f"{path}: is a hard link, so that another file would change with it; replace it by a copy"
+            f"{path}: is a hard link, so that another file would change with it; replace it by a"
+            " copy"
         )
 
 
@@ -502,7 +504,8 @@ def update_index(
 ) -> Report:
     """Index the images of a folder and its subfolders; unchanged files are not read again.
 
-    With `when_done`, searches use the model only once all images have its vectors, and until then the one before.
+    With `when_done`, searches use the model only once all images have its vectors, and until then
+    the one before.
     """
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
@@ -587,8 +590,8 @@ def _update(
     if when_done:
         _use_model(db, set_id)
     unused = (
-        "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
-        "AND typeof(sha256) = 'blob'"
+        "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT"
+        " NULL) AND typeof(sha256) = 'blob'"
     )
     for (sha256,) in db.execute(unused):
         with contextlib.suppress(OSError):  # a link in thumbnails, which is not followed
@@ -726,8 +729,9 @@ class _Writer:
             size, mtime = files[read.path]
             mtime = -1 if read.kind in TEMPORARY else mtime
             self.db.execute(
-                "INSERT INTO files (path, bytes, mtime_ns, image, problem) VALUES (?1, ?2, ?3, ?4, ?5) "
-                "ON CONFLICT (path) DO UPDATE SET bytes = ?2, mtime_ns = ?3, image = ?4, problem = ?5",
+                "INSERT INTO files (path, bytes, mtime_ns, image, problem) VALUES (?1, ?2, ?3, ?4,"
+                " ?5) ON CONFLICT (path) DO UPDATE SET bytes = ?2, mtime_ns = ?3, image = ?4,"
+                " problem = ?5",
                 (read.path, size, mtime, self.known.get(read.sha256), read.problem),
             )
         if time.monotonic() - self._saved > SAVE_SECONDS:
@@ -738,8 +742,8 @@ class _Writer:
             self.file = self._open_file(encoded.shape[1])
         self.file.write(encoded.data)
         self.db.executemany(
-            "INSERT OR IGNORE INTO images (sha256, width, height, taken, orientation, perceptual_hash, thumb) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO images (sha256, width, height, taken, orientation,"
+            " perceptual_hash, thumb) VALUES (?, ?, ?, ?, ?, ?, ?)",
             [(read.sha256, *read.facts) for read in reads],
         )
         for read in reads:
@@ -818,12 +822,18 @@ def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int
     except UserError:  # missing, or no file
         on_disk = 0
     if on_disk < rows:
-        pairs = f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER BY row"
+        pairs = (
+            f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER"
+            " BY row"
+        )
         _rewrite(db, place, known, db.execute(pairs, (set_id, on_disk)).fetchall())
 
 
 def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
-    """Rewrite the vectors if many no longer belong to a file; a search that is open keeps the old file."""
+    """Rewrite the vectors if many no longer belong to a file.
+
+    A search that is open keeps the old file.
+    """
     known = vectors_of(db, place, root, set_id)
     if known is None:
         return
@@ -866,7 +876,10 @@ def _rewrite(
 
 
 def watch_folder(folder: Path) -> Iterator[object]:
-    """Yield once the folder is watched, and then whenever its files have changed; the index itself does not count."""
+    """Yield once the folder is watched, and then whenever its files have changed.
+
+    The index itself does not count.
+    """
     inside = os.sep + INDEX_FOLDER + os.sep
     steps = require("watchfiles", "--watch", "search").watch(
         folder,

@@ -1,8 +1,9 @@
 """Labels: the captions that a user gives to photos of an index, kept in captions.csv for `m1clip train`.
 
-The table is beside the photos if that folder is writable and has no other table of captions, else in the index folder.
-What a table of captions cannot say (skipped photos, and the content of labelled ones, by which they are found again
-when they are renamed) is in a database of the index folder. Losing it loses no caption.
+The table is beside the photos if that folder is writable and has no other table of captions, else
+in the index folder. What a table of captions cannot say (skipped photos, and the content of
+labelled ones, by which they are found again when they are renamed) is in a database of the index
+folder. Losing it loses no caption.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ LABELS_DATABASE = "labels.sqlite"
 LABELS_SCHEMA = """
 CREATE TABLE seen (sha256 BLOB PRIMARY KEY, path BLOB, skipped INTEGER, time REAL);
 """
-VALID_SEEN = "typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(path) = 'blob' AND skipped IN (0, 1)"
+VALID_SEEN = (
+    "typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(path) = 'blob' AND skipped IN"
+    " (0, 1)"
+)
 MAX_CAPTIONS = 20  # of one photo
 # Held-out labels are never trained on. More than by default, as a user has few labels.
 HELD_OUT_FRACTION, VALIDATION_FRACTION = 0.2, 0.1
@@ -82,7 +86,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The label of a photo after a change; a conflict means that another page had changed it, and nothing was done."""
+    """The label of a photo after a change.
+
+    A conflict means that another page had changed it, and nothing was done.
+    """
 
     label: Label
     conflict: bool
@@ -102,7 +109,10 @@ def can_be_named(path: str) -> bool:
 
 
 class Labels:
-    """The labels of a folder of photos. Safe to use from threads and from several processes at once."""
+    """The labels of a folder of photos.
+
+    Safe to use from threads and from several processes at once.
+    """
 
     def __init__(self, root: Path, place: Path) -> None:
         self.root = root

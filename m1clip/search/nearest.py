@@ -17,9 +17,10 @@ def nearest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(rows, scores) with the largest products with a query in float64, the largest first; ties by row.
 
-    A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
-    score of at least c - e, so each of the true nearest has a fast score of at least c - 2 e; these rows are rescored.
-    Raises FloatingPointError for products that are not finite.
+    A fast pass computes every product up to a known error e. The row with the count-th largest fast
+    score c has a true score of at least c - e, so each of the true nearest has a fast score of at
+    least c - 2 e; these rows are rescored. Raises FloatingPointError for products that are not
+    finite.
     """
     count = min(count, len(vectors) if rows is None else len(rows))
     if count == 0:
@@ -66,7 +67,8 @@ def _fast_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, fl
 def _widen(halves: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Return float16 divided by HALF_SCALE as float32, in the memory of `out` (int32), faster than `astype`.
 
-    The bits of a number move to where float32 has its sign, exponent and mantissa. Infinity and NaN become large.
+    The bits of a number move to where float32 has its sign, exponent and mantissa. Infinity and NaN
+    become large.
     """
     np.copyto(out, halves.view(np.int16))  # copies of the sign fill the bits on the left
     np.left_shift(out, 13, out=out)

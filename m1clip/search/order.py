@@ -1,8 +1,9 @@
 """The order in which labels help most: photos that stand for many others, and of which the model is unsure.
 
-Each photo is weighted by how unsure the model is, and photos are chosen one by one so that every photo of the library
-is similar to one with a label (facility location). Near-duplicates of a chosen photo add nothing: they are left out.
-A large library is represented by a random sample, which bounds time and memory.
+Each photo is weighted by how unsure the model is, and photos are chosen one by one so that every
+photo of the library is similar to one with a label (facility location). Near-duplicates of a chosen
+photo add nothing: they are left out. A large library is represented by a random sample, which
+bounds time and memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ DUPLICATE_GAIN = -np.inf
 def uncertainty(photos: np.ndarray, words: np.ndarray) -> np.ndarray:
     """(n,) from 0 to 1: the entropy of the words that a model gives each photo, as its rank in the library.
 
-    photos (n, d) and words (m, d) are unit vectors. Scores are compared with those of the same word for other photos:
-    some words are near to every photo.
+    photos (n, d) and words (m, d) are unit vectors. Scores are compared with those of the same word
+    for other photos: some words are near to every photo.
     """
     scores = photos @ words.T
     scores -= scores.mean(axis=0)
@@ -31,7 +32,10 @@ def uncertainty(photos: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 class LabelOrder:
-    """Chooses the next photos of a sample. `add` tells it what has a label, was skipped, or is shown already."""
+    """Chooses the next photos of a sample.
+
+    `add` tells it what has a label, was skipped, or is shown already.
+    """
 
     def __init__(self, photos: np.ndarray, weights: np.ndarray | None = None) -> None:
         self._mean = photos.mean(axis=0)
@@ -55,7 +59,10 @@ class LabelOrder:
             self._gains[nearest >= NEAR_DUPLICATE] = DUPLICATE_GAIN
 
     def next(self) -> int | None:
-        """The place of the next photo in the sample, which then counts as covered; None if no photo is left."""
+        """The place of the next photo in the sample, which then counts as covered.
+
+        None if no photo is left.
+        """
         while True:
             place = int(self._gains.argmax())
             bound = float(self._gains[place])

@@ -50,8 +50,9 @@ from m1clip.search.nearest import SAMPLE, nearest
 from m1clip.search.short_queries import common_vector, is_short, short_vectors
 from m1clip.search.vectors import Vectors
 
-# The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the model general on
-# the validation split of Flickr8k by benchmarks/search_cutoff.py, where 0.54 gives the most correct answers.
+# The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
+# model general on the validation split of Flickr8k by benchmarks/search_cutoff.py, where 0.54 gives
+# the most correct answers.
 MATCH_WEIGHTS = (-4.08, 0.55)
 CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
@@ -62,11 +63,14 @@ WEIGHTED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\*(.+)", re.DOTALL)
 MAX_WEIGHT = 1000.0  # of a part of a query
 SQL_VALUES = 500  # in one statement; SQLite allows a limited number
 DATE = re.compile(r"[0-9]{4}(-[0-9]{2}(-[0-9]{2})?)?")
-TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
+TAKEN = (
+    "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch',"
+    " 'localtime'))"
+)
 VALID = f"{VALID_FILE} AND {VALID_IMAGE}"
 LIVE = (
-    "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image "
-    f"WHERE model = ? AND {VALID_ROW} AND {VALID}"
+    "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id ="
+    f" vectors.image WHERE model = ? AND {VALID_ROW} AND {VALID}"
 )
 # Starting with the table that is asked for: given many values, SQLite would go through all vectors.
 JOINED_FROM = {
@@ -84,7 +88,10 @@ LibraryStats = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Filter:
-    """Which images to search. Dates are YYYY, YYYY-MM or YYYY-MM-DD, and refer to EXIF or else to the file's time."""
+    """Which images to search.
+
+    Dates are YYYY, YYYY-MM or YYYY-MM-DD, and refer to EXIF or else to the file's time.
+    """
 
     since: str | None = None
     until: str | None = None  # included
@@ -200,9 +207,9 @@ class Copy:
 class Index:
     """The index of a folder of photos, opened read-only.
 
-    `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
-    newest; `Index.build` creates or updates one. Safe to use from threads; a search sees what another
-    process has indexed meanwhile with the same model.
+    `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current
+    folder, or else the newest; `Index.build` creates or updates one. Safe to use from threads; a
+    search sees what another process has indexed meanwhile with the same model.
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
@@ -228,14 +235,18 @@ class Index:
     def build(cls, folder: str | Path, model: str | Path | None = None) -> "Index":
         """Index a folder of photos, like the command `m1clip index`, and open the index.
 
-        Only new and changed files are read. `model` is by default the one used last, the newest run in runs/, or
-        general. `console.on_progress` calls a function with the number of files done and their total.
+        Only new and changed files are read. `model` is by default the one used last, the newest run
+        in runs/, or general. `console.on_progress` calls a function with the number of files done
+        and their total.
         """
         update_index(folder, model)
         return cls(folder, model)
 
     def update(self) -> Report:
-        """Bring the index up to date with its folder, for the model of this index; returns what was done."""
+        """Bring the index up to date with its folder, for the model of this index.
+
+        Returns what was done.
+        """
         report = update_index(self.root, self.model_path)
         self.refresh()
         return report
@@ -389,8 +400,8 @@ class Index:
     ) -> Results:
         """The k images nearest to a text, to several with weights, to images (`like`), and far from `exclude`.
 
-        An image is a path, a PIL image, its vector, or the id of a result. Near-duplicates of a result are listed
-        with it, unless `collapse` is False.
+        An image is a path, a PIL image, its vector, or the id of a result. Near-duplicates of a
+        result are listed with it, unless `collapse` is False.
         """
         self.refresh()
         like = list(like)
@@ -429,7 +440,10 @@ class Index:
         if not marks:
             return NO_ROWS, NO_ROWS
         digests = ",".join(f"x'{digest.hex()}'" for digest in marks)
-        query = f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER BY row"
+        query = (
+            f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER"
+            " BY row"
+        )
         found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
         known = [
             (row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)
@@ -538,7 +552,10 @@ class Index:
         return results
 
     def export(self, path: Path) -> int:
-        """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector); returns its rows."""
+        """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector).
+
+        Returns its rows.
+        """
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
         with self._reading() as db:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
@@ -590,13 +607,19 @@ class Index:
         )
 
     def photos_at(self, rows: Iterable[int]) -> list[Photo]:
-        """One file of each of some rows of vectors, the one with the first path; rows of deleted files have none."""
+        """One file of each of some rows of vectors, the one with the first path.
+
+        Rows of deleted files have none.
+        """
         wanted = [int(row) for row in rows]
         found = {photo.row: photo for photo in self._photos("row", wanted, "DESC")}
         return [found[row] for row in wanted if row in found]
 
     def photos_named(self, paths: Iterable[str]) -> dict[str, Photo]:
-        """The files of some paths, relative to the folder of photos; those that are not indexed are missing."""
+        """The files of some paths, relative to the folder of photos.
+
+        Those that are not indexed are missing.
+        """
         names = [os.fsencode(path) for path in paths]
         return {photo.path: photo for photo in self._photos("path", names)}
 
@@ -605,7 +628,10 @@ class Index:
         return {photo.sha256: photo for photo in self._photos("sha256", list(digests), "DESC")}
 
     def photo(self, id_: int) -> Photo:
-        """An indexed file by its number; UserError if it is not in the index, or has no vector yet."""
+        """An indexed file by its number.
+
+        UserError if it is not in the index, or has no vector yet.
+        """
         for photo in self._photos("files.id", [id_]):
             return photo
         raise UserError(f"image {id_}: no longer in the index")
@@ -665,7 +691,10 @@ class Index:
     def _taught(
         self, phrase: str, examples: Mapping[str, Examples]
     ) -> tuple[list[np.ndarray], str]:
-        """(the vectors of taught words in a text, the rest of it); words that the text finds as well are no such."""
+        """(the vectors of taught words in a text, the rest of it).
+
+        Words that the text finds as well are no such.
+        """
         names, _ = split_text(phrase, list(examples))
         if not names:
             return [], phrase
@@ -685,7 +714,10 @@ class Index:
             return self._of_index(self.model.encode_text(texts))
 
     def _query_vectors(self, texts: list[str]) -> np.ndarray:
-        """(n, dim) unit vectors to search with; see `short_queries` for those of one or two words."""
+        """(n, dim) unit vectors to search with.
+
+        See `short_queries` for those of one or two words.
+        """
         vectors = self.encode_texts(texts).copy()
         short = [place for place, text in enumerate(texts) if is_short(text)]
         if short:
@@ -696,12 +728,16 @@ class Index:
         return vectors
 
     def _of_index(self, encoded: Any) -> np.ndarray:
-        """(n, dim) float32 vectors of the model; UserError if those of the index have another length."""
+        """(n, dim) float32 vectors of the model.
+
+        UserError if those of the index have another length.
+        """
         vectors = np.asarray(encoded, np.float32)
         if vectors.shape[1] != self.dim:
             path = self.place / DATABASE
             raise UserError(
-                f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]}; {hint(path)}"
+                f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]};"
+                f" {hint(path)}"
             )
         return vectors
 
@@ -710,7 +746,10 @@ class Index:
         return Concepts(self.place, self.model_sha256, self.dim)
 
     def teach(self, name: str, images: Sequence[str | Path | int], positive: bool = True) -> None:
-        """Add images (paths or ids) as examples of a word, or as negative ones; a search finds the word by them."""
+        """Add images (paths or ids) as examples of a word, or as negative ones.
+
+        A search finds the word by them.
+        """
         examples = []
         for image in images:
             if isinstance(image, int):
@@ -724,7 +763,10 @@ class Index:
         self.concepts.add(name, examples, positive)
 
     def mark(self, text: str, id_: int, positive: bool | None) -> None:
-        """Mark an image as right or wrong for a text: an example as in `teach`. None removes the mark."""
+        """Mark an image as right or wrong for a text: an example as in `teach`.
+
+        None removes the mark.
+        """
         name, _ = _weighted(text)
         if positive is None:
             self.concepts.remove(name, self.sha256(id_))
@@ -741,7 +783,10 @@ class Index:
         )
 
     def captions(self) -> list[tuple[str, str]]:
-        """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
+        """(path, word) of the right examples and marks of all words, for `m1clip train`.
+
+        Of indexed images only.
+        """
         with self._reading() as db:
             columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
             paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
@@ -780,7 +825,8 @@ class Index:
     def _combined(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
         """(dim,) unit vector. In a sum, each part is divided by the spread of its scores over the library.
 
-        Otherwise an image would outweigh a text: cosines between images vary more than those with texts.
+        Otherwise an image would outweigh a text: cosines between images vary more than those with
+        texts.
         """
         vectors = np.stack([vector for _, vector in parts])
         weights = np.array([weight for weight, _ in parts], np.float32)
@@ -814,7 +860,8 @@ def _weighted(text: str) -> tuple[str, float]:
 def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
     """(n,) how far scores are above their mean over the library, in standard deviations of one of its dimensions.
 
-    The spread of the query's own scores would hide matching images, because it is larger if the library has some.
+    The spread of the query's own scores would hide matching images, because it is larger if the
+    library has some.
     """
     mean, covariance = library_stats
     return np.asarray(
@@ -828,7 +875,10 @@ def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHT
 
 
 def duplicate_groups(appearances: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
-    """Groups of images that look alike, from their (hash, thumbnail); each image is in one group, in order."""
+    """Groups of images that look alike, from their (hash, thumbnail).
+
+    Each image is in one group, in order.
+    """
     places: dict[tuple[bytes, bytes], list[int]] = {}
     for place, appearance in enumerate(appearances):
         places.setdefault(appearance, []).append(place)

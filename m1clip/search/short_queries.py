@@ -1,8 +1,8 @@
 """Vectors for queries of one or two words, which models that were trained on sentences know less well.
 
-The vector of "dog" is replaced by the mean of those of "dog" and "a dog", less half of what everyday words
-have in common: an image that is similar to every word is not a better result for this one.
-docs/lab-search.md has the measurement.
+The vector of "dog" is replaced by the mean of those of "dog" and "a dog", less half of what
+everyday words have in common: an image that is similar to every word is not a better result for
+this one. docs/lab-search.md has the measurement.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
-        """Ids of each text, without start and EOT tokens, not truncated. Never contains special ids."""
+        """Ids of each text, without start and EOT tokens, not truncated.
+
+        Never contains special ids.
+        """
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
@@ -42,7 +45,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def library(self) -> RustTokenizer:
-        """The same for the `tokenizers` library, start and EOT tokens included; see `BpeTokenizer.library`."""
+        """The same for the `tokenizers` library, start and EOT tokens included.
+
+        See `BpeTokenizer.library`.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without start and EOT tokens, not truncated."""

@@ -1,7 +1,7 @@
 """CLIP's byte-level BPE of 49,408 ids, and the same cut down to the tokens that a set of captions uses.
 
-Ids are those of open_clip's `SimpleTokenizer`. The merges (clip_bpe_merges.txt.gz) are the first 48,894 of OpenAI CLIP,
-MIT License, Copyright (c) 2021 OpenAI; see clip_bpe_merges.LICENSE.txt.
+Ids are those of open_clip's `SimpleTokenizer`. The merges (clip_bpe_merges.txt.gz) are the first
+48,894 of OpenAI CLIP, MIT License, Copyright (c) 2021 OpenAI; see clip_bpe_merges.LICENSE.txt.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ END_OF_WORD = "</w>"
 START, END = "<|startoftext|>", "<|endoftext|>"
 ENCODED_CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
-# open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an s, and U+0345 (its
-# capital is a letter) is in no class and is dropped. Its two special tokens are left out: a caption that contains
-# "<end_of_text>" would put an EOT token inside a row, and the model would pool there.
+# open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an
+# s, and U+0345 (its capital is a letter) is in no class and is dropped. Its two special tokens are
+# left out: a caption that contains "<end_of_text>" would put an EOT token inside a row, and the
+# model would pool there.
 WORD_PATTERN = "'[sſ]|'t|'re|'ve|'m|'ll|'d|\\p{L}+|\\p{N}|[^\\s\\p{L}\\p{N}\u0345]+"
 
 
@@ -60,7 +61,8 @@ def _merges() -> list[tuple[str, str]]:
 @cache
 def _token_ids() -> dict[str, int]:
     """Id of each token as it is written in the merges."""
-    # GPT-2's letters for the 256 bytes: a printable byte is written as itself, the others as letters from U+0100 on.
+    # GPT-2's letters for the 256 bytes: a printable byte is written as itself, the others as
+    # letters from U+0100 on.
     codes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144)]
     letters = [chr(code) for code in codes]
     tokens = letters + [letter + END_OF_WORD for letter in letters] + [a + b for a, b in _merges()]
@@ -83,7 +85,10 @@ def _rust_tokenizer() -> RustTokenizer:
 
 
 def with_ends(start: int, end: int) -> TemplateProcessing:
-    """Start and EOT token around a text; not special tokens of the library, which would also find them in a text."""
+    """Start and EOT token around a text.
+
+    Not special tokens of the library, which would also find them in a text.
+    """
     return TemplateProcessing(
         single=[START, "$A", END], special_tokens=[(START, start), (END, end)]
     )
@@ -136,9 +141,13 @@ class BpeTokenizer(Tokenizer):
                 )
 
     def library(self) -> RustTokenizer:
-        """CLIP's full vocabulary, of which `parts` makes this one. The library has no ftfy and no HTML entities."""
+        """CLIP's full vocabulary, of which `parts` makes this one.
+
+        The library has no ftfy and no HTML entities.
+        """
         record = json.loads(_rust_tokenizer().to_str())
-        # In the vocabulary, where programs look their ids up, but not special: a text that contains them stays text.
+        # In the vocabulary, where programs look their ids up, but not special: a text that contains
+        # them stays text.
         record["model"]["vocab"] |= {START: FULL_SOT_ID, END: FULL_EOT_ID}
         rust = RustTokenizer.from_str(json.dumps(record))
         quotes = [
@@ -162,7 +171,10 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def parts(self) -> list[list[int]] | None:
-        """For each token of the full vocabulary, the ids here that spell it: itself, or its parts; None if not cut."""
+        """For each token of the full vocabulary, the ids here that spell it: itself, or its parts.
+
+        None if not cut.
+        """
         return None if self.kept is None else _parts(self.kept)
 
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
@@ -183,7 +195,8 @@ def _parts(kept: tuple[int, ...]) -> list[list[int]]:
 def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:
     """For each id of `new` the ids of `old` whose mean it becomes: one where `old` has the token, else its parts.
 
-    Text whose tokens are in both is then read as before; a token that `old` lacks starts as the mean of its parts.
+    Text whose tokens are in both is then read as before; a token that `old` lacks starts as the
+    mean of its parts.
     """
     tokens = range(FULL_SOT_ID) if new.kept is None else [*range(BASE_COUNT), *new.kept]
     parts = [[token] if old.parts is None else old.parts[token] for token in tokens]

@@ -1,4 +1,7 @@
-"""A SentencePiece model (spiece.model) as a tokenizer.json of Hugging Face; its file is read without the library."""
+"""A SentencePiece model (spiece.model) as a tokenizer.json of Hugging Face.
+
+Its file is read without the library.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ SPACE = "\u2581"
 
 
 def sentencepiece_json(data: bytes) -> str:
-    """The tokenizer.json of a unigram model, without tokens around a text; ValueError for anything else."""
+    """The tokenizer.json of a unigram model, without tokens around a text.
+
+    ValueError for anything else.
+    """
     vocabulary: list[list[Any]] = []
     unknown, charsmap = 0, b""
     model_type: bytes | int = UNIGRAM

@@ -1,4 +1,7 @@
-"""Tokenizers by name: characters, CLIP's BPE, WordPiece and Hugging Face's fast tokenizers; and loading them."""
+"""Tokenizers by name: characters, CLIP's BPE, WordPiece and Hugging Face's fast tokenizers.
+
+And loading them.
+"""
 
 from __future__ import annotations
 
@@ -91,10 +94,16 @@ class CharTokenizer(Tokenizer):
 
 
 class FastTokenizer(Tokenizer):
-    """Hugging Face's tokenizer.json, with its own normalizer and special tokens; `pad_id` fills the rows."""
+    """Hugging Face's tokenizer.json, with its own normalizer and special tokens.
+
+    `pad_id` fills the rows.
+    """
 
     def __init__(self, text: str, pad_id: int) -> None:
-        """Take the text of a tokenizer.json; ValueError where it adds no token at the end of a text."""
+        """Take the text of a tokenizer.json.
+
+        ValueError where it adds no token at the end of a text.
+        """
         with _library_errors():
             self._rust = RustTokenizer.from_str(text)
             self._rust.no_padding()
@@ -106,7 +115,8 @@ class FastTokenizer(Tokenizer):
         if not special or example[-1] != special[-1]:
             raise ValueError("this tokenizer adds no token at the end of a text")
         self.sot_id, self.eot_id = special[0], special[-1]  # the same where there is only one
-        # Where the padding is the EOT token (CLIP) any other id works: nothing after EOT has an effect there.
+        # Where the padding is the EOT token (CLIP) any other id works: nothing after EOT has an
+        # effect there.
         self.pad_id = 0 if pad_id == self.eot_id else pad_id
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
@@ -178,7 +188,8 @@ def token_id(text: str, token: str) -> int | None:
 def with_cleaning(text: str, cleaning: str, eos: str | None = None) -> str:
     """A tokenizer.json that first cleans a text, and ends it with one token, `eos`, where that is given.
 
-    A file that begins with the same cleaning keeps it. ValueError if it is no tokenizer.json, or has no such token.
+    A file that begins with the same cleaning keeps it. ValueError if it is no tokenizer.json, or
+    has no such token.
     """
     steps = CLEANINGS[cleaning]
     number = None if eos is None else token_id(text, eos)
@@ -259,7 +270,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def from_record(record: dict[str, Any]) -> Tokenizer:
-    """A tokenizer from a file of unknown origin; ValueError where a value is not what it should be."""
+    """A tokenizer from a file of unknown origin.
+
+    ValueError where a value is not what it should be.
+    """
     match record:
         case {"kind": "char", "alphabet": str(alphabet)}:
             # Raises ValueError for a lone surrogate, which could not be saved again.
@@ -272,12 +286,14 @@ def from_record(record: dict[str, Any]) -> Tokenizer:
         case {"kind": "clip-bpe-pruned", "kept": list(kept)} if all(
             type(token) is int for token in kept
         ):
-            # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
+            # Strictly increasing ids: a duplicate would shift the ids that the model was trained
+            # with.
             if any(
                 a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)
             ):
                 raise ValueError("'kept' is not an increasing list of merged tokens")
             return BpeTokenizer(kept)
     raise ValueError(
-        f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong type"
+        f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong"
+        " type"
     )

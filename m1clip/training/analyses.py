@@ -1,9 +1,10 @@
 """Analyses of a training step: the probe that computes those that are due, and their functions.
 
-A probe sees the gradients and weights of a step between its backward pass and its update. The loop knows before a step
-which analyses are due (`Purpose.analyses`), and writes their values to the log as soon as the step is made, in a record
-of its own: no value waits for the evaluation, so an interrupted evaluation loses none, and after a rollback a reader
-drops the record with everything else of the steps that were rolled back.
+A probe sees the gradients and weights of a step between its backward pass and its update. The loop
+knows before a step which analyses are due (`Purpose.analyses`), and writes their values to the log
+as soon as the step is made, in a record of its own: no value waits for the evaluation, so an
+interrupted evaluation loses none, and after a rollback a reader drops the record with everything
+else of the steps that were rolled back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ DIGITS = 5  # of a logged value
 
 
 class StepAnalyses:
-    """The analyses that are due at one step. Its `probe` is given to the step, `write` is called after it."""
+    """The analyses that are due at one step.
+
+    Its `probe` is given to the step, `write` is called after it.
+    """
 
     def __init__(self, due: Sequence[Analysis]) -> None:
         self._due = due
@@ -35,11 +39,15 @@ class StepAnalyses:
     def _look(self, view: StepView) -> None:
         for analysis in self._due:
             if analysis.needs == "step":
-                # With FSDP the other ranks wait for this one: a rank alone must not leave out anything.
+                # With FSDP the other ranks wait for this one: a rank alone must not leave out
+                # anything.
                 self._compute(analysis, [view], may_fail=not view.sharded)
 
     def _compute(self, analysis: Analysis, needed: Sequence[Any], may_fail: bool = True) -> None:
-        """Compute a value; an analysis for which memory is short is left out, and the run goes on."""
+        """Compute a value.
+
+        An analysis for which memory is short is left out, and the run goes on.
+        """
         try:
             self._values[analysis.name] = analysis.compute(*needed)
         except (RuntimeError, MemoryError) as error:

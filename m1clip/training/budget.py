@@ -1,7 +1,8 @@
 """How long a run should be and how strongly it should be regularized, given its data and its time.
 
-Pure functions, fitted on our own runs (docs/recipe.md, "More time"). A model that sees an image many times overfits,
-so the more epochs a run has, the stronger its augmentation; and beyond some number of epochs, more do not help.
+Pure functions, fitted on our own runs (docs/recipe.md, "More time"). A model that sees an image
+many times overfits, so the more epochs a run has, the stronger its augmentation; and beyond some
+number of epochs, more do not help.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ STRENGTHS = {
 }
 # Passes over the images, by recipe, after which more time does not give a better model.
 MAX_EPOCHS = {"scratch": 18.0, "frozen": 8.0, "finetune": 20.0}
-# From random weights, fewer steps are too few however often each image is seen; with 1,500 images, 500 were as good
-# as 18 epochs, and with fewer images more than 18 epochs were not measured.
+# From random weights, fewer steps are too few however often each image is seen; with 1,500 images,
+# 500 were as good as 18 epochs, and with fewer images more than 18 epochs were not measured.
 ENOUGH_STEPS = 500
 
 

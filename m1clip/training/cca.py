@@ -10,7 +10,8 @@ from m1clip.data.prepare import Split
 from m1clip.evaluation.analysis import even_indices
 from m1clip.model.heads import Head
 
-# Added to the covariances of standardized features, over the root of the number of images; chosen on 300 and 6,000.
+# Added to the covariances of standardized features, over the root of the number of images; chosen
+# on 300 and 6,000.
 IMAGE_RIDGE = 0.1456  # for each feature: two towers side by side need twice that of one
 TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
@@ -64,7 +65,8 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
 def _bases(image_head: Head, text_head: Head, train: Split) -> tuple[Tensor, Tensor]:
     """(width, k) an orthonormal basis of the standardized features of each side.
 
-    What is outside of it has no part in canonical directions. With few images it is a small part of the width.
+    What is outside of it has no part in canonical directions. With few images it is a small part of
+    the width.
     """
     is_small = len(train.samples) <= SPANNED_IMAGES
     blocks = [(image, text) for image, text, _ in _blocks(train)] if is_small else []
@@ -85,8 +87,9 @@ def canonical(
 ) -> tuple[Tensor, Tensor]:
     """The first `count` canonical directions of both sides as rows, times their correlations.
 
-    Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which cancels.
-    `image_width` is the number of image features, if `xx` is of fewer coordinates in their space.
+    Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which
+    cancels. `image_width` is the number of image features, if `xx` is of fewer coordinates in their
+    space.
     """
     ridge = IMAGE_RIDGE * (image_width or len(xx)) / images**0.5
     lx = torch.linalg.cholesky(xx + ridge * torch.eye(len(xx), dtype=xx.dtype))

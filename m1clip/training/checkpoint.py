@@ -50,7 +50,10 @@ TensorGroups = dict[str, dict[str, Tensor]]  # file name without extension -> te
 
 @dataclass(frozen=True)
 class TrainState:
-    """What resuming needs besides the tensors. No random state: random numbers are a function of the step."""
+    """What resuming needs besides the tensors.
+
+    No random state: random numbers are a function of the step.
+    """
 
     step: int = 0
     best: float = -1.0
@@ -111,7 +114,10 @@ def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
 
 
 def verify(folder: Path) -> str:
-    """Why a checkpoint cannot be used, or "" if it is valid; UserError if a newer m1clip wrote it."""
+    """Why a checkpoint cannot be used, or "" if it is valid.
+
+    UserError if a newer m1clip wrote it.
+    """
     try:
         hashes: dict[str, Any] = dict(
             json.loads(read_small(folder / MANIFEST, MAX_JSON_BYTES))["sha256"]
@@ -139,7 +145,8 @@ def verify(folder: Path) -> str:
         return f"its {STATE} cannot be read ({type(error).__name__})"
     if version > CHECKPOINT_FORMAT:
         raise UserError(
-            f"{folder}: written by a newer m1clip (format {version}, this one reads {CHECKPOINT_FORMAT}): upgrade"
+            f"{folder}: written by a newer m1clip (format {version}, this one reads"
+            f" {CHECKPOINT_FORMAT}): upgrade"
         )
     return ""
 
@@ -149,12 +156,13 @@ def load_latest(
 ) -> tuple[TrainState, TensorGroups] | None:
     """The latest valid checkpoint; `without_skips` prefers the latest one saved after a finite step.
 
-    A damaged checkpoint is reported and skipped. None if there are none; UserError if none is valid, so that hours
-    of work are not dropped silently.
+    A damaged checkpoint is reported and skipped. None if there are none; UserError if none is
+    valid, so that hours of work are not dropped silently.
     """
     for name in restore_folders(run / CHECKPOINT_FOLDER):
         console.warn(
-            f"{run / CHECKPOINT_FOLDER / name}: was being replaced when the run was killed; restored the old one"
+            f"{run / CHECKPOINT_FOLDER / name}: was being replaced when the run was killed;"
+            " restored the old one"
         )
     for name in remove_leftovers(run / CHECKPOINT_FOLDER):
         console.warn(f"{run / CHECKPOINT_FOLDER / name}: removed an unfinished save")
@@ -165,8 +173,8 @@ def load_latest(
         problem = verify(folder)
         if problem and step == steps[0] and chosen is None:
             raise UserError(
-                f"{run}: none of its checkpoints is valid (step {step}: {problem}). Restore one from a backup, "
-                f"or delete {run / CHECKPOINT_FOLDER} to train from scratch"
+                f"{run}: none of its checkpoints is valid (step {step}: {problem}). Restore one"
+                f" from a backup, or delete {run / CHECKPOINT_FOLDER} to train from scratch"
             )
         if problem:
             console.warn(f"{folder}: {problem}; using the checkpoint before it")
@@ -288,8 +296,8 @@ def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
             else error.strerror or error
         )
         raise UserError(
-            f"{path}: could not be saved: {reason} (step {step:,}); earlier checkpoints are intact: free some space, "
-            f"then continue with m1clip train --resume {log.path.parent}"
+            f"{path}: could not be saved: {reason} (step {step:,}); earlier checkpoints are intact:"
+            f" free some space, then continue with m1clip train --resume {log.path.parent}"
         ) from None
 
 
@@ -321,7 +329,10 @@ def checkpoint_tensors(train_step: TrainStep) -> TensorGroups:
 def share_checkpoint(
     train_step: TrainStep, read: Callable[[torch.device], tuple[TrainState, TensorGroups] | None]
 ) -> tuple[TrainState, TensorGroups] | None:
-    """What rank 0 reads, on all ranks, which need no access to the run folder; of sharded tensors only their rows."""
+    """What rank 0 reads, on all ranks, which need no access to the run folder.
+
+    Of sharded tensors only their rows.
+    """
     ranks, shards = train_step.parts.world.ranks, train_step.parts.world.shards
     device = train_step.parts.device.torch if shards is None else torch.device("cpu")
     found: list[TensorGroups] = []
@@ -358,12 +369,15 @@ def share_checkpoint(
 
 
 def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:
-    """Load a checkpoint's tensors; UserError, before anything is changed, if they do not match the model."""
+    """Load a checkpoint's tensors.
+
+    UserError, before anything is changed, if they do not match the model.
+    """
     mismatch = _mismatch(train_step, state, groups)
     if mismatch:
         raise UserError(
-            f"the checkpoint of step {state.step:,} does not match the run: {mismatch}. Restore an earlier one from a "
-            f"backup, or start a new run"
+            f"the checkpoint of step {state.step:,} does not match the run: {mismatch}. Restore an"
+            " earlier one from a backup, or start a new run"
         )
     train_step.reset()
     weights, moments = groups["weights"], groups["optimizer"]
@@ -391,7 +405,10 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
         return f"weights: {name} is {'missing' if name in expected else 'unknown'}"
     for name, tensor in expected.items():
         if found[name].shape != tensor.shape:
-            return f"weights: {name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+            return (
+                f"weights: {name} has the shape {tuple(found[name].shape)}, not"
+                f" {tuple(tensor.shape)}"
+            )
     moments = groups.get("optimizer", {})
     for part in train_step.optimizer.parts:
         keys = [key.split("/") for key in moments if key.startswith(f"{part}/")]
@@ -408,7 +425,10 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
 
 
 def list_checkpoints(run: Path, verified: bool = False) -> list[dict[str, Any]]:
-    """The checkpoints of a run, oldest first; `problem` is None if not verified, and empty if valid."""
+    """The checkpoints of a run, oldest first.
+
+    `problem` is None if not verified, and empty if valid.
+    """
     if not (run / "config.toml").is_file() and not (run / CHECKPOINT_FOLDER).is_dir():
         raise UserError(f"{run}: not a run (no config.toml, no {CHECKPOINT_FOLDER}/)")
     rows = []

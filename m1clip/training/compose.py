@@ -48,7 +48,10 @@ class Step(Protocol):
 
 @dataclass
 class TrainStep:
-    """The training step of a run: `attempt` trains the model, or runs out of memory; `attempts` repeats it."""
+    """The training step of a run: `attempt` trains the model, or runs out of memory.
+
+    `attempts` repeats it.
+    """
 
     parts: StepParts
     attempt: Step
@@ -86,7 +89,10 @@ class TrainStep:
         return GradientCheck(parts, partial(train_step, parts))
 
     def orthogonalize(self, x: Tensor) -> Tensor:
-        """Muon's matmuls (k, m, n) as this device computes them; the result is float32 on the CPU."""
+        """Muon's matmuls (k, m, n) as this device computes them.
+
+        The result is float32 on the CPU.
+        """
         return orthogonalize(x.to(self.parts.device.torch)).float().cpu()
 
 
@@ -117,7 +123,10 @@ def drop_gradients(parts: StepParts) -> None:
 
 
 def compose_step(parts: StepParts, reuse_memory: bool = True) -> TrainStep:
-    """The step of a run from its parts; on the CPU, later steps `reuse_memory` that the first one freed."""
+    """The step of a run from its parts.
+
+    On the CPU, later steps `reuse_memory` that the first one freed.
+    """
     if parts.device.kind == "mlx":
         from m1clip.mlx.step import compose_mlx_step
 

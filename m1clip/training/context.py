@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """A run while it trains. Only the loop changes `state` and `plan`; everything else reads them."""
+    """A run while it trains.
+
+    Only the loop changes `state` and `plan`; everything else reads them.
+    """
 
     inputs: RunInputs
     train_step: TrainStep
@@ -76,7 +79,10 @@ class RunContext:
         return fraction * self.state.lr_factor
 
     def update(self, **changes: Any) -> None:
-        """Replace some values of the state. Called by the loop only, so that state is written in one place."""
+        """Replace some values of the state.
+
+        Called by the loop only, so that state is written in one place.
+        """
         self.state = dataclasses.replace(self.state, **changes)
 
     def warn(self, text: str) -> None:

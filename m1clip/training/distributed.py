@@ -1,10 +1,12 @@
 """Several processes that train one model, started by torchrun.
 
-The batch is global: each rank encodes its rows of it, features are exchanged, each rank computes the loss of its rows
-against all features, and gradients are added. Every rank then makes the same update, so the weights stay equal.
+The batch is global: each rank encodes its rows of it, features are exchanged, each rank computes
+the loss of its rows against all features, and gradients are added. Every rank then makes the same
+update, so the weights stay equal.
 
-Rare exchanges (settings, evaluations, checkpoints) wait for as long as another rank works, because torchrun ends all
-ranks when one ends. Exchanges within a step have a timeout, after which the rank that does not answer is named.
+Rare exchanges (settings, evaluations, checkpoints) wait for as long as another rank works, because
+torchrun ends all ranks when one ends. Exchanges within a step have a timeout, after which the rank
+that does not answer is named.
 """
 
 import atexit
@@ -130,7 +132,10 @@ class Ranks:
         sizes += [row[2:] for row in table]
 
     def all_gather(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
-        """The features and ids of all ranks; `sizes` are the numbers of their images and captions."""
+        """The features and ids of all ranks.
+
+        `sizes` are the numbers of their images and captions.
+        """
         images, texts = ([row[column] for row in sizes] for column in (0, 1))
         first_image, first_text = sum(images[: self.rank]), sum(texts[: self.rank])
         encoded = [feature.detach() for feature in features]
@@ -168,7 +173,10 @@ class Ranks:
         return self._rows([rows], [self.gather(torch.tensor(len(rows))).tolist()])[0]
 
     def _rows(self, tensors: Sequence[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-        """The rows of all ranks of several tensors, in one exchange; `sizes` are the rows of each tensor by rank."""
+        """The rows of all ranks of several tensors, in one exchange.
+
+        `sizes` are the rows of each tensor by rank.
+        """
         most = [max(each) for each in sizes]
         gathered = self.gather(torch.cat(list(map(_padded, tensors, most)))).split(most, dim=1)
         return [
@@ -187,7 +195,10 @@ class Ranks:
         )
 
     def bandwidth(self, device: torch.device) -> float:
-        """Bytes per second that each rank sends while gradients are added; the median of some exchanges."""
+        """Bytes per second that each rank sends while gradients are added.
+
+        The median of some exchanges.
+        """
         values, seconds = torch.zeros(4 * BUCKET_VALUES, device=device), []
         for _ in range(7):
             self.gather(torch.zeros(1))  # start together
@@ -198,7 +209,10 @@ class Ranks:
         return 2 * (self.size - 1) / self.size * values.nbytes / statistics.median(seconds[2:])
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        """Send the r-th flat tensor to rank r; returns those received, of which the r-th has `sizes[r]` numbers."""
+        """Send the r-th flat tensor to rank r.
+
+        Returns those received, of which the r-th has `sizes[r]` numbers.
+        """
         sent = self.to_host(torch.cat(list(parts)))
         received = sent.new_empty(sum(sizes))
         with self._watched():
@@ -259,8 +273,8 @@ class Ranks:
             for name in expected.keys() | found.keys():
                 if found.get(name) != expected.get(name):
                     self.abort(
-                        f"{self.name(rank)}: {name} is {found.get(name)}, but {expected.get(name)} on rank 0; all "
-                        f"ranks need the same version, command and data"
+                        f"{self.name(rank)}: {name} is {found.get(name)}, but {expected.get(name)}"
+                        " on rank 0; all ranks need the same version, command and data"
                     )
 
     def check_clocks(self, clocks: Sequence[float]) -> None:
@@ -268,7 +282,8 @@ class Ranks:
         for rank, clock in enumerate(clocks):
             if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
                 self.abort(
-                    f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it"
+                    f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank"
+                    " 0's; set it"
                 )
 
     def abort(self, reason: str) -> None:
@@ -290,7 +305,10 @@ class Ranks:
         return f"rank {rank} ({self.names[rank]})"
 
     def _meet(self, ranks: Sequence[int], state: str = "done") -> bytes:
-        """Wait until some ranks have called this too, for as long as it takes; returns the state of the first one."""
+        """Wait until some ranks have called this too, for as long as it takes.
+
+        Returns the state of the first one.
+        """
         assert self.store is not None
         self._exchanges += 1
         keys = [f"there/{self._exchanges}/{rank}" for rank in range(self.size)]
@@ -347,7 +365,8 @@ class Ranks:
         timed_out = "timed out" in message or "timeout" in message
         reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
         return RankLost(
-            f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it"
+            f"{names} {reason}; training continues from the last checkpoint when torchrun"
+            " restarts it"
         )
 
 
@@ -362,9 +381,9 @@ class SentBucket(NamedTuple):
 class GradientExchange:
     """Adds the gradients of all ranks in buckets, each as soon as the backward pass has completed its gradients.
 
-    Not DDP, which averages, and exchanges after each backward pass: a step with micro-batches has many. All ranks
-    exchange all buckets in the same order. A rank that runs out of memory does so too, so that the others, which cannot
-    know it yet, do not wait for it.
+    Not DDP, which averages, and exchanges after each backward pass: a step with micro-batches has
+    many. All ranks exchange all buckets in the same order. A rank that runs out of memory does so
+    too, so that the others, which cannot know it yet, do not wait for it.
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[Tensor]) -> None:
@@ -458,7 +477,10 @@ _connected: list[Ranks] = []
 
 
 def connect(device: str = "auto") -> Ranks:
-    """Connect to the other ranks, for this kind of device; the connection stays open until this process ends."""
+    """Connect to the other ranks, for this kind of device.
+
+    The connection stays open until this process ends.
+    """
     if not _connected:
         _connected.append(_connect(device))
     return _connected[0]
@@ -474,14 +496,15 @@ def _connect(device: str) -> Ranks:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"rank {rank}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc-per-node to that "
-                f"number, or use --device cpu"
+                f"rank {rank}: this machine has {torch.cuda.device_count()} GPUs; lower"
+                " --nproc-per-node to that number, or use --device cpu"
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=seconds)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    # torchrun's store outlives its ranks: after a restart it still has the addresses of the previous ones.
+    # torchrun's store outlives its ranks: after a restart it still has the addresses of the
+    # previous ones.
     attempt = f"m1clip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
     store = dist.PrefixStore(attempt, store)
     dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)

@@ -1,9 +1,10 @@
 """How long a run is: its steps, and for `--minutes` a clock that corrects them while the run goes on.
 
-A run has a `StepPlan`. With `--steps` or `--epochs` the plan never changes. With `--minutes` it is made from a short
-calibration and corrected whenever the machine turns out to be faster or slower, so that the learning rate schedule
-ends with the time. Each correction is a fact of the run: it is logged and saved in config.toml, so that a resumed run
-and a run repeated from config.toml make the same steps without a clock.
+A run has a `StepPlan`. With `--steps` or `--epochs` the plan never changes. With `--minutes` it is
+made from a short calibration and corrected whenever the machine turns out to be faster or slower,
+so that the learning rate schedule ends with the time. Each correction is a fact of the run: it is
+logged and saved in config.toml, so that a resumed run and a run repeated from config.toml make the
+same steps without a clock.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Purpose(NamedTuple):
 class StepPlan:
     """The number of steps of a run, with every correction.
 
-    The schedule (learning rate, evaluations) is a function of the *position*: the step of the first plan that
-    corresponds to a step of this one. Without corrections they are the same.
+    The schedule (learning rate, evaluations) is a function of the *position*: the step of the first
+    plan that corresponds to a step of this one. Without corrections they are the same.
     """
 
     segments: tuple[Segment, ...]
@@ -76,7 +77,10 @@ class StepPlan:
         return self.segments[-1].total_steps
 
     def position(self, step: int) -> float:
-        """The step of the first plan that corresponds to `step`; the same number if there were no corrections."""
+        """The step of the first plan that corresponds to `step`.
+
+        The same number if there were no corrections.
+        """
         first = self.segments[0]
         position: float = 0
         for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True):
@@ -205,11 +209,15 @@ class Costs:
 def planned_steps(
     plan: StepPlan, step: int, seconds_left: float, step_seconds: float, costs: Costs
 ) -> int:
-    """The total number of steps with which the run ends in `seconds_left`; at least one step is left."""
+    """The total number of steps with which the run ends in `seconds_left`.
+
+    At least one step is left.
+    """
     affordable = seconds_left / step_seconds - costs.closing
     total = float(step)
     if plan.eval_every:
-        # Each step pays for its part of an evaluation; the last evaluation may come before a full interval.
+        # Each step pays for its part of an evaluation; the last evaluation may come before a full
+        # interval.
         total = step + (affordable - costs.evaluation) / (1 + costs.evaluation / plan.eval_every)
     else:
         total = step + affordable - plan.evaluations_left(step) * costs.evaluation
@@ -222,7 +230,10 @@ class Pacer:
     def __init__(
         self, budget: TimeBudget, costs: Costs, step: int, max_steps: int | None = None
     ) -> None:
-        """`max_steps` is the number of steps after which more time would not help; None: there is none."""
+        """`max_steps` is the number of steps after which more time would not help.
+
+        None: there is none.
+        """
         self.budget = budget
         self.costs = costs
         self.max_steps = max_steps
@@ -271,7 +282,8 @@ class Pacer:
         usual = self.step_seconds
         if usual:
             measured = seconds / usual
-            # The test split takes as long in relation to the validation split as was estimated before.
+            # The test split takes as long in relation to the validation split as was estimated
+            # before.
             if self.costs.evaluation:
                 self.costs.closing *= measured / self.costs.evaluation
             self.costs.evaluation = measured

@@ -12,9 +12,9 @@ else:
     class EagerOptimizer(Optimizer):
         """torch.optim.Optimizer without the wrappers that keep the compiler out of its methods.
 
-        A wrapper imports torch._dynamo when it is first called, which takes seconds and memory in a run that compiles
-        nothing. Any torch optimizer works as a part; one with this base class (for an optimizer of torch: before it,
-        as in training/adamw.py) starts faster.
+        A wrapper imports torch._dynamo when it is first called, which takes seconds and memory in a
+        run that compiles nothing. Any torch optimizer works as a part; one with this base class
+        (for an optimizer of torch: before it, as in training/adamw.py) starts faster.
         """
 
         add_param_group = inspect.unwrap(Optimizer.add_param_group)

@@ -1,8 +1,9 @@
 """The first seam of a training step: encode a batch all at once, or in chunks with the exact gradient.
 
-A contrastive loss needs all features of a batch at once, but only the towers' activations are large. In chunks
-(GradCache, arXiv 2101.06983) the batch is encoded without a graph, the loss is computed once over all features, and
-then each chunk is re-encoded with a graph and backpropagates the gradient of its features.
+A contrastive loss needs all features of a batch at once, but only the towers' activations are
+large. In chunks (GradCache, arXiv 2101.06983) the batch is encoded without a graph, the loss is
+computed once over all features, and then each chunk is re-encoded with a graph and backpropagates
+the gradient of its features.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ class TowerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkedTower:
-    """One encoder and the chunks of its input; `call(rows)` gives the same features for the same rows each time."""
+    """One encoder and the chunks of its input.
+
+    `call(rows)` gives the same features for the same rows each time.
+    """
 
     call: Callable[[slice], TowerCall]
     chunks: list[slice]
@@ -154,17 +158,19 @@ class BatchEncoder:
     ) -> EncodedBatch:
         """Encode a batch on the device: all at once with a graph, or `chunk` images at a time without one.
 
-        `most_calls` gives the calls of each tower that all ranks must make, for those that this rank needs.
+        `most_calls` gives the calls of each tower that all ranks must make, for those that this
+        rank needs.
         """
         mark("forward")
         image_tower, text_tower = self._towers(batch, step, chunk, most_calls)
         if not chunk:
             self._seed_dropout(step, 0)
         features: list[Tensor] = []
-        # One autocast context per pass: its cache of cast weights saves a cast per chunk, but casts made without
-        # a graph must not be reused in the pass that needs one.
+        # One autocast context per pass: its cache of cast weights saves a cast per chunk, but casts
+        # made without a graph must not be reused in the pass that needs one.
         with self.autocast(), torch.set_grad_enabled(not chunk or self.first_pass_with_graph):
-            # Text first: the backward pass then starts with the larger tower and frees its activations.
+            # Text first: the backward pass then starts with the larger tower and frees its
+            # activations.
             for tower in (text_tower, image_tower):
                 encoded: list[Tensor] = []
                 for rows in tower.chunks + [ONE_ROW] * tower.idle_calls:
@@ -224,7 +230,10 @@ class BatchEncoder:
         return max_images, rules.max_batch_rows(text_tokens) or len(batch.caption_ids)
 
     def image_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
-        """Prepare to encode some images, from pixels or from the features of a frozen tower; dropout by `keys`."""
+        """Prepare to encode some images, from pixels or from the features of a frozen tower.
+
+        Dropout by `keys`.
+        """
         dropout = () if keys is None else (keys[rows],)
         if batch.image_features is not None:
             return TowerCall(self.project_image, (batch.image_features[rows], *dropout))
@@ -233,7 +242,10 @@ class BatchEncoder:
         return TowerCall(self.encode_image, (pixels, kept, *dropout))
 
     def text_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
-        """Prepare to encode some captions, from tokens or from the features of a frozen tower; dropout by `keys`."""
+        """Prepare to encode some captions, from tokens or from the features of a frozen tower.
+
+        Dropout by `keys`.
+        """
         dropout = () if keys is None else (keys[rows],)
         if batch.text_features is not None:
             return TowerCall(self.project_text, (batch.text_features[rows], *dropout))
@@ -260,7 +272,10 @@ class BatchEncoder:
 
     @torch.no_grad()
     def nonfinite_rows(self, batch: Batch) -> list[int]:
-        """Rows whose image or captions have non-finite features; [] if all rows do: then the model is at fault."""
+        """Rows whose image or captions have non-finite features.
+
+        [] if all rows do: then the model is at fault.
+        """
         batch = batch.to(self.device.torch)
         rows = len(batch)
         bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)

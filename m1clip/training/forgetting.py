@@ -60,7 +60,10 @@ class Change:
 
 
 def open_general_data(config: Config, image_size: int) -> GeneralData | None:
-    """Open the data of --general-data, before training, so that an error costs no time; None without it."""
+    """Open the data of --general-data, before training, so that an error costs no time.
+
+    None without it.
+    """
     names = config.transfer.general_data
     if not names:
         return None

@@ -1,6 +1,7 @@
 """Choose how heads on cached features are trained, by trials on a held-out part of the training images.
 
-The images of the validation and test splits take no part. A trial is a short run of the real training step.
+The images of the validation and test splits take no part. A trial is a short run of the real
+training step.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class HeadTrial(NamedTuple):
 def head_candidates(
     adapters: Sequence[ResidualKind], starts: Sequence[HeadStart] = (), lr: float | None = None
 ) -> list[HeadCandidate]:
-    """What to try: the `adapters` of a trained model, or the `starts` of new heads; `lr` is that of the user."""
+    """What to try: the `adapters` of a trained model, or the `starts` of new heads.
+
+    `lr` is that of the user.
+    """
     adapted = [
         HeadCandidate(rate, adapter)
         for adapter in adapters
@@ -102,7 +106,10 @@ def mean_log_rank(features: SplitFeatures) -> float:
 
 
 def run_trial(inputs: RunInputs, model: CLIP) -> tuple[float, float]:
-    """(score before, after) training on the trial's images, of its held-out images; lower is better."""
+    """(score before, after) training on the trial's images, of its held-out images.
+
+    Lower is better.
+    """
     train_step = inputs.make_step(model)
     before = mean_log_rank(encode(inputs, train_step.model, "val"))
     steps = inputs.config.train.steps
@@ -119,7 +126,10 @@ def choose_heads(
     images: int,
     trial: Callable[[HeadCandidate], tuple[float, float]],
 ) -> HeadTrial:
-    """The candidate with the lowest rank on held-out images; a careful one where none gains over the best start."""
+    """The candidate with the lowest rank on held-out images.
+
+    A careful one where none gains over the best start.
+    """
     lowest = CAREFUL * min(candidate.lr for candidate in candidates)
     if images < LEAST_IMAGES:
         few = f"{images} images are too few to compare on held-out ones"

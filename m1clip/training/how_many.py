@@ -42,8 +42,9 @@ def how_many(
 ) -> LearningCurve:
     """Predict what more captions would add to the recall of a model that is trained on these.
 
-    data: photos with captions, or a run, whose data and initial model are used then. model: `towers`
-    for new heads on pretrained towers, or a CLIP model that is to be improved, such as `general`.
+    data: photos with captions, or a run, whose data and initial model are used then. model:
+    `towers` for new heads on pretrained towers, or a CLIP model that is to be improved, such as
+    `general`.
     """
     if any(count < 1 for count in more):
         raise UserError("--more: expected numbers of photos, from 1")

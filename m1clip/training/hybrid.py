@@ -1,8 +1,9 @@
 """Two devices that train one model at the same time: the image tower is on one, the text tower on the other.
 
-The step is the same function (training/step.py); only its encoder differs. Each tower has a thread, because torch
-releases the GIL while a kernel runs or is queued. Features and their gradients, (n, d) each, are all that is copied
-between the devices; the loss is computed on the device of the image tower.
+The step is the same function (training/step.py); only its encoder differs. Each tower has a thread,
+because torch releases the GIL while a kernel runs or is queued. Features and their gradients, (n,
+d) each, are all that is copied between the devices; the loss is computed on the device of the image
+tower.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def _second_thread() -> ThreadPoolExecutor:
 def at_the_same_time(
     first: Callable[[], First], second: Callable[[], Second]
 ) -> tuple[First, Second]:
-    """Run the first function in this thread and the second in another one; returns when both have ended."""
+    """Run the first function in this thread and the second in another one.
+
+    Returns when both have ended.
+    """
     other = _second_thread().submit(second)
     try:
         result = first()
@@ -149,7 +153,10 @@ class HybridEncoder(BatchEncoder):
 
 
 def _encode(tower: ChunkedTower, context: Autocast, with_graph: bool) -> Tensor:
-    """The features of all rows; called in the thread of the tower, in which precision and graph are set."""
+    """The features of all rows.
+
+    Called in the thread of the tower, in which precision and graph are set.
+    """
     encoded: list[Tensor] = []
     with context(), torch.set_grad_enabled(with_graph):
         for rows in tower.chunks:

@@ -74,7 +74,10 @@ class RunInputs:
 
     @property
     def max_steps(self) -> int | None:
-        """The number of steps after which more of the time of --minutes would not help; None: there is none."""
+        """The number of steps after which more of the time of --minutes would not help.
+
+        None: there is none.
+        """
         epochs = self.config.train.max_epochs
         return (
             None if epochs is None else steps_of_epochs(epochs, self.training.plan.steps_per_epoch)
@@ -121,7 +124,8 @@ class RunInputs:
         """The inputs of one rank, which trains on its rows of each batch."""
         if ranks.size > self.training.plan.batch:
             ranks.abort(
-                f"--batch-size {self.training.plan.batch} is less than one image for each of {ranks.size} ranks"
+                f"--batch-size {self.training.plan.batch} is less than one image for each of"
+                f" {ranks.size} ranks"
             )
         if ranks.size > 1 and self.device.is_hybrid:
             name = self.device.name
@@ -137,13 +141,19 @@ class RunInputs:
         model_init = self.model.init
         trained, total = parameter_counts(model_init)
         if not model_init.weights:
-            return f"{self.config.model.name}: {total:,} parameters, {self.model.tokenizer.vocab_size:,} tokens"
+            return (
+                f"{self.config.model.name}: {total:,} parameters,"
+                f" {self.model.tokenizer.vocab_size:,} tokens"
+            )
         if not model_init.new_heads and not any(model_init.trainable):
             start = f"from {self.config.transfer.init}, heads on its frozen towers"
             return f"{start}: {trained:,} of {total:,} parameters trained"
         if not model_init.new_heads:
             return f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
-        towers = f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower} (frozen)"
+        towers = (
+            f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower}"
+            " (frozen)"
+        )
         return (
             f"{towers}, adapter heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
         )

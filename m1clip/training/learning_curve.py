@@ -1,8 +1,9 @@
 """How much more captions would help: a learning curve from the captions so far, and what it predicts.
 
-Heads are fitted in closed form (CCA, as `--recipe frozen` starts) on parts of the captioned photos and tested on the
-others. A curve through the measured recalls is continued to more captions; it is fitted again to resampled
-measurements and with curves of different shapes, which gives the interval.
+Heads are fitted in closed form (CCA, as `--recipe frozen` starts) on parts of the captioned photos
+and tested on the others. A curve through the measured recalls is continued to more captions; it is
+fitted again to resampled measurements and with curves of different shapes, which gives the
+interval.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ EMBED_DIM = 256
 # Weights of the fitted heads, added to the similarities of a model that knows the photos already.
 ALIGNED_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 OUTLIER = 8.0  # of a standardized feature
-# The resampled curves do not contain that the next captions may be better or worse than these.
-# Of the interval of a gain. Chosen on 300 -> 500 photos (benchmarks/how_many.py); on 500 -> 1,000, the interval held
-# in the four draws that were made, with gains predicted about a point too low.
+# The resampled curves do not contain that the next captions may be better or worse than these. Of
+# the interval of a gain. Chosen on 300 -> 500 photos (benchmarks/how_many.py); on 500 -> 1,000, the
+# interval held in the four draws that were made, with gains predicted about a point too low.
 WIDENING = 1.25
 LOW_QUANTILE, HIGH_QUANTILE = 0.025, 0.975
 
@@ -117,10 +118,10 @@ def learning_curve(
 ) -> LearningCurve:
     """Predict the gain of more captions from vectors of captioned photos.
 
-    images (n, width) and texts (m, width) are features of two towers, whose heads start from nothing;
-    or, with `aligned`, unit vectors of one CLIP model, which the captions improve. image_index (m,) is
-    the photo that each caption describes. `labels` is the number of captioned photos if these are only
-    some of them. UserError if there are fewer than MIN_LABELS photos.
+    images (n, width) and texts (m, width) are features of two towers, whose heads start from
+    nothing; or, with `aligned`, unit vectors of one CLIP model, which the captions improve.
+    image_index (m,) is the photo that each caption describes. `labels` is the number of captioned
+    photos if these are only some of them. UserError if there are fewer than MIN_LABELS photos.
     """
     captioned = np.unique(image_index)
     if len(captioned) < MIN_LABELS:

@@ -1,4 +1,7 @@
-"""Logging of training steps: loss, speed, time split, hardware. Values are read only when a line is written."""
+"""Logging of training steps: loss, speed, time split, hardware.
+
+Values are read only when a line is written.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ class StepLogger:
 
     def _begin(self) -> None:
         self._started = time.perf_counter()
-        # Loss, gradient norm, accuracy within the batch and its chance level of each step, on the device.
+        # Loss, gradient norm, accuracy within the batch and its chance level of each step, on the
+        # device.
         self._values: list[Tensor] = []
         self._data_seconds = 0.0
 
@@ -125,7 +129,8 @@ def logged_learning_rates(optimizer: Optimizer) -> dict[str, float]:
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
     """Seconds by phase; they add up to `seconds`.
 
-    Waiting for data counts only while the device is idle: waiting while the device computes costs nothing.
+    Waiting for data counts only while the device is idle: waiting while the device computes costs
+    nothing.
     """
     busy = sum(phases.values())
     scale = min(1.0, seconds / busy) if busy > 0 else 1.0
@@ -135,7 +140,10 @@ def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[
 
 
 class Telemetry:
-    """Hardware readings since the last call. Values that cannot be measured are omitted, never estimated."""
+    """Hardware readings since the last call.
+
+    Values that cannot be measured are omitted, never estimated.
+    """
 
     def __init__(
         self,
@@ -145,7 +153,10 @@ class Telemetry:
         measure_idle: Callable[[EnergyMeter], float] = idle_watts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the sensors; with an energy meter, measure for a second what the machine uses before the run."""
+        """Open the sensors.
+
+        With an energy meter, measure for a second what the machine uses before the run.
+        """
         host = host or Host()
         own = (
             os.sched_getaffinity(0)
@@ -195,7 +206,8 @@ class Telemetry:
 def check_sink(name: str) -> None:
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the option"
+            "--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the"
+            " option"
         )
 
 
@@ -216,7 +228,10 @@ def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
 
 
 def scalars(prefix: str, record: Record) -> Iterator[tuple[str, float]]:
-    """Every number of a record as kind/name, nested ones as kind/name/name; of a list, its first number."""
+    """Every number of a record as kind/name, nested ones as kind/name/name.
+
+    Of a list, its first number.
+    """
     for key, value in record.items():
         first = value[0] if isinstance(value, list) and value else value
         if isinstance(first, dict):

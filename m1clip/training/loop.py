@@ -23,7 +23,10 @@ ENDLESS = 2**40  # steps
 
 @time_use.counted("training")
 def train(run: RunContext) -> None:
-    """Train from the step of `run.state` to the end of the run; raises Stopped after a signal, once all is saved."""
+    """Train from the step of `run.state` to the end of the run.
+
+    Raises Stopped after a signal, once all is saved.
+    """
     if _out_of_patience(run):
         return  # resumed after an early stop
     prepare_recovery(run)
@@ -118,7 +121,10 @@ def _between_steps(run: RunContext) -> bool:
 
 @time_use.counted("evaluation")
 def _evaluate(run: RunContext) -> BestSoFar | None:
-    """Evaluate on the validation split; None without one, or after a signal, when the evaluation stays due."""
+    """Evaluate on the validation split.
+
+    None without one, or after a signal, when the evaluation stays due.
+    """
     began = time.perf_counter()
     evaluation = None
     try:
@@ -176,7 +182,8 @@ def _out_of_patience(run: RunContext) -> bool:
 def _evaluates_first(run: RunContext) -> bool:
     """Whether to evaluate before the first step: after an interrupted evaluation, or to score the --init model.
 
-    Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
+    Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained
+    model.
     """
     transfer = run.config.transfer
     scores_init = (
@@ -187,7 +194,10 @@ def _evaluates_first(run: RunContext) -> bool:
 
 
 def _next_batch(run: RunContext, feed: Iterator[tuple[float, Batch]]) -> tuple[float, Batch]:
-    """The seconds that the loop waited for the next batch, and the batch; saves a checkpoint if loading fails."""
+    """The seconds that the loop waited for the next batch, and the batch.
+
+    Saves a checkpoint if loading fails.
+    """
     try:
         return next(feed)
     except Interrupted:  # while waiting for a worker
@@ -202,7 +212,8 @@ def _next_batch(run: RunContext, feed: Iterator[tuple[float, Batch]]) -> tuple[f
         run.update(skipped=run.checks.read(run))
         _save(run)
         raise UserError(
-            f"{error} (step {run.state.step:,} is saved; continue with: m1clip train --resume {run.folder})"
+            f"{error} (step {run.state.step:,} is saved; continue with: m1clip train --resume"
+            f" {run.folder})"
         ) from None
 
 

@@ -187,11 +187,15 @@ def choose(
     text_tokens: int,
     folder: Path | None = None,
 ) -> Choice:
-    """The device and precision for this model; measured for at most half a minute, or as kept from an earlier run."""
+    """The device and precision for this model.
+
+    Measured for at most half a minute, or as kept from an earlier run.
+    """
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
         return Choice(*options[0])
-    # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
+    # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need
+    # more than the run.
     batch = min(ceil_div(config.train.batch_size_or(2 * PROBE_BATCH), 2), PROBE_BATCH)
     path = (
         folder or choices.folder()
@@ -356,7 +360,10 @@ def _key(
     text_tokens: int,
     options: list[Option],
 ) -> str:
-    """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
+    """Cache key of machine, model and versions.
+
+    A change in any of them causes a new measurement.
+    """
     values = (
         dataclasses.asdict(facts),
         model_init.config.to_dict(),
@@ -388,7 +395,10 @@ def _read(path: Path, options: list[Option]) -> Choice | None:
 
 
 def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
-    """Drop a kept choice if the run itself shows that a rejected candidate is faster; returns what to report."""
+    """Drop a kept choice if the run itself shows that a rejected candidate is faster.
+
+    Returns what to report.
+    """
     kept_at, batch = choice.get("kept_at"), choice.get("batch")
     if not kept_at or not batch:
         return ""
@@ -407,8 +417,8 @@ def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
         return ""
     choices.drop(Path(kept_at))
     return (
-        f"the steps of this run were slower than those that were measured with {faster[0]}; the kept choice of "
-        f"{' '.join(chosen)} is dropped, and the next run measures again"
+        f"the steps of this run were slower than those that were measured with {faster[0]}; the"
+        f" kept choice of {' '.join(chosen)} is dropped, and the next run measures again"
     )
 
 
@@ -471,8 +481,9 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     least = MIN_TRAINING_FRACTION * budget.seconds
     if budget.left < least:
         console.warn(
-            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of --minutes: training "
-            f"for {least:.0f} s more; what is cached now is not prepared again in the next run"
+            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of"
+            f" --minutes: training for {least:.0f} s more; what is cached now is not prepared again"
+            " in the next run"
         )
         budget.exclude(least - budget.left)
     train_step = inputs.make_step()
@@ -493,8 +504,9 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     steps = planned_steps(empty, 0, budget.left, step_seconds, costs)
     if steps < FEW_STEPS:
         console.warn(
-            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of {step_seconds:.1f} s each, too few "
-            f"to learn much; use more --minutes, a smaller --batch-size or a smaller --model"
+            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of"
+            f" {step_seconds:.1f} s each, too few to learn much; use more --minutes, a smaller"
+            " --batch-size or a smaller --model"
         )
     return Calibration(steps, evaluations, costs)
 
@@ -513,7 +525,10 @@ def closing_evaluations(inputs: RunInputs) -> float:
 
 
 def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) -> float:
-    """Median seconds of a few steps, after some that warm up; within a small part of the time if one step is."""
+    """Median seconds of a few steps, after some that warm up.
+
+    Within a small part of the time if one step is.
+    """
     # A compiled model recompiles for each shape, so its first steps are not representative.
     least = WARMUP_STEPS + 1 if inputs.config.model.compile else 1
     limit = CALIBRATION_FRACTION * budget.left

@@ -1,8 +1,8 @@
 """Steps that measure themselves: the memory of one early step, and stages where they cannot be timed in flight.
 
-Stages are timed in every step where that costs nothing: on the CPU, and with events on CUDA. On MPS and MLX the host
-only queues work, and a replayed CUDA graph has no stages: there one step now and then waits for the device at every
-stage.
+Stages are timed in every step where that costs nothing: on the CPU, and with events on CUDA. On MPS
+and MLX the host only queues work, and a replayed CUDA graph has no stages: there one step now and
+then waits for the device at every stage.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from m1clip.model.presets import CLIPConfig, preset, with_fields
 from m1clip.training.step import make_parts, train_step
 from m1clip.training.transfer import ModelInit
 
-# RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace (docs/compare.md).
+# RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace
+# (docs/compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 TRACED = 1024  # the largest batch that is traced
 
@@ -117,11 +118,13 @@ class MemoryEstimate:
     def largest(self, limit: float, most: int, checkpointing: bool) -> int:
         """The largest power of two from 2 to `most` that fits in `limit`; 0 if none does.
 
-        Beyond `TRACED`, memory is extrapolated: tracing the loss of a very large batch takes minutes.
+        Beyond `TRACED`, memory is extrapolated: tracing the loss of a very large batch takes
+        minutes.
         """
         batch = power_of_two(min(most, TRACED))
         while batch >= 2 and (peak := self.peak(batch, checkpointing)) > limit:
-            # Memory is a constant plus at least a linear term, so every batch above this bound is too large as well.
+            # Memory is a constant plus at least a linear term, so every batch above this bound is
+            # too large as well.
             batch = power_of_two(min(batch - 1, int(batch * limit / peak)))
         if batch == TRACED:
             per_image = (peak - self.peak(batch // 2, checkpointing)) / (batch // 2)

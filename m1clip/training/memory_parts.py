@@ -1,7 +1,7 @@
 """Memory of a run by component, from one step whose tensors are counted.
 
-On the CPU every component is measured: tensors by their storages, malloc's blocks by glibc, and the libraries by the
-memory of the process before training. `rest` is what remains of the peak.
+On the CPU every component is measured: tensors by their storages, malloc's blocks by glibc, and the
+libraries by the memory of the process before training. `rest` is what remains of the peak.
 """
 
 from __future__ import annotations
@@ -156,8 +156,9 @@ class MemoryProbe:
     def record(self) -> dict[str, Any]:
         """The bytes of each component, `peak`, and `not_measured` with the reasons of what is missing.
 
-        Each component is at its own maximum. Gradients grow while activations are freed: `overlap` bytes of them are
-        never in memory at the same time, so the components are that much more than the peak.
+        Each component is at its own maximum. Gradients grow while activations are freed: `overlap`
+        bytes of them are never in memory at the same time, so the components are that much more
+        than the peak.
         """
         sizes = tensor_parts(self.inputs, self.train_step)
         device = self.inputs.device

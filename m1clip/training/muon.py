@@ -1,7 +1,7 @@
 """Muon: orthogonalized momentum updates for hidden matrices, like torch.optim.Muon but batched.
 
-Newton-Schulz runs once for all matrices of a shape, as batched products: many small products leave a CPU half
-idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 batched).
+Newton-Schulz runs once for all matrices of a shape, as batched products: many small products leave
+a CPU half idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 batched).
 """
 
 import math
@@ -20,9 +20,9 @@ MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 
 MAX_CPU_STACK = 2**24  # numbers in a batch of matrices: 64 MB of float32
 Shape = tuple[int, int]
 Quintic = tuple[float, float, float]  # a x + b x^3 + c x^5
-# Four minimax quintics for singular values from 0.003 of the largest to 1 (the method of Polar Express, 2025), where
-# torch.optim.Muon applies one quintic five times. Values above 1 would diverge, so all but the last expect up to
-# 3, then 2% more than the bound.
+# Four minimax quintics for singular values from 0.003 of the largest to 1 (the method of Polar
+# Express, 2025), where torch.optim.Muon applies one quintic five times. Values above 1 would
+# diverge, so all but the last expect up to 3, then 2% more than the bound.
 QUINTICS: tuple[Quintic, ...] = (
     (8.1394889, -22.6643122, 15.8349801),
     (3.9641377, -2.8377142, 0.5158247),
@@ -36,14 +36,16 @@ def orthogonalize(x: Tensor) -> Tensor:
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=MUON_EPS)
     gram = _gram(x)
     square = torch.bmm(gram, gram)
-    # The fourth root of the sum of s^8 bounds the largest s^2, within a few percent where few values are large.
+    # The fourth root of the sum of s^8 bounds the largest s^2, within a few percent where few
+    # values are large.
     bound = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt().clamp(min=MUON_EPS)
     gram, square = gram / bound, square / bound**2
     factor = _quintic_factor(gram, square, QUINTICS[0]) * bound.rsqrt()
     wide = x.shape[2] >= 2 * x.shape[1]
     for number, quintic in enumerate(QUINTICS[1:], start=1):
         if wide and number % 2:
-            # Two iterations on the small Gram matrix before using the wide one; more would lose precision in bf16.
+            # Two iterations on the small Gram matrix before using the wide one; more would lose
+            # precision in bf16.
             gram = torch.bmm(torch.bmm(factor, gram), factor) * (bound if number == 1 else 1)
             factor = torch.bmm(_quintic_factor(gram, torch.bmm(gram, gram), quintic), factor)
             continue
@@ -72,8 +74,8 @@ def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
 class Muon(EagerOptimizer):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
 
-    `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). Its steps can be skipped on the
-    device, and captured (m1clip.optimizers.Part).
+    `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). Its steps can
+    be skipped on the device, and captured (m1clip.optimizers.Part).
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Muon(EagerOptimizer):
     ) -> None:
         """Each of the `ranks` orthogonalizes a part of the matrices.
 
-        `full_rows` has the number of rows of matrices of which each rank has some, by the id of the tensor.
+        `full_rows` has the number of rows of matrices of which each rank has some, by the id of the
+        tensor.
         """
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
@@ -112,7 +115,8 @@ class Muon(EagerOptimizer):
         if skip is None:
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
         else:
-            # The same with a weight on the device that is 0 if the step is skipped; gradients are then 0.
+            # The same with a weight on the device that is 0 if the step is skipped; gradients are
+            # then 0.
             torch._foreach_mul_(buffers, 1 - (1 - momentum) * (1 - skip))
             torch._foreach_add_(buffers, grads, alpha=1 - momentum)
         decay = lr * group["weight_decay"]
@@ -241,7 +245,10 @@ def _cost(shape: Shape) -> int:
 def _stacks(
     places: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]
 ) -> Iterator[list[int]]:
-    """Matrices of one shape or its transpose; few on the CPU, since a stack and its products are several copies."""
+    """Matrices of one shape or its transpose.
+
+    Few on the CPU, since a stack and its products are several copies.
+    """
     stacks: dict[tuple[int, int, torch.device], list[int]] = {}
     for place in places:
         stacks.setdefault(
@@ -287,7 +294,10 @@ def _add_updates(
     shapes: Sequence[Shape],
     lr: float | Tensor,
 ) -> None:
-    """Add updates to the weights; those of tall matrices are scaled up for the same effect on the output."""
+    """Add updates to the weights.
+
+    Those of tall matrices are scaled up for the same effect on the output.
+    """
     groups: dict[float, list[int]] = {}
     for place, (rows, columns) in enumerate(shapes):
         groups.setdefault(math.sqrt(max(1.0, rows / columns)), []).append(place)

@@ -1,7 +1,7 @@
 """Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
 
-The batch and its gradient stay the same (training/encode.py) but need less memory. `StepAttempts` repeats
-a step, `OOMHandler` decides what to try next.
+The batch and its gradient stay the same (training/encode.py) but need less memory. `StepAttempts`
+repeats a step, `OOMHandler` decides what to try next.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class OOMHandler:
         limit: float | None = None,
         report: Report = lambda step, micro_batch, reason, helps: None,
     ) -> None:
-        """A `micro_batch` of 0 is the full batch; without a `limit` only failed allocations count."""
+        """A `micro_batch` of 0 is the full batch.
+
+        Without a `limit` only failed allocations count.
+        """
         self.micro_batch = micro_batch
         self.used_bytes = used_bytes
         self.limit = limit
@@ -73,7 +76,10 @@ class OOMHandler:
         self._used, self._used_before = (0, float("inf"))
 
     def check(self) -> None:
-        """Raise MemoryPressure near the limit. Call between forward and backward, where memory peaks."""
+        """Raise MemoryPressure near the limit.
+
+        Call between forward and backward, where memory peaks.
+        """
         if not self._checks_limit or self.limit is None:
             return
         used = self.used_bytes()
@@ -101,8 +107,8 @@ class OOMHandler:
         current = self.micro_batch if 0 < self.micro_batch < rows else rows
         if failed and current <= 1:
             raise UserError(
-                f"out of memory at step {step_number:,} even with one sample at a time ({reason}): use a smaller "
-                f"--model, --grad-checkpointing, or a machine with more memory"
+                f"out of memory at step {step_number:,} even with one sample at a time ({reason}):"
+                " use a smaller --model, --grad-checkpointing, or a machine with more memory"
             )
         useless = self._used > USELESS * self._used_before
         helps = failed or (current > 1 and not useless)
@@ -153,7 +159,10 @@ class StepAttempts:
         return self._micro_batch if self.handler is None else self.handler.micro_batch
 
     def mark(self, phase: str) -> None:
-        """Follow the phases of the step: memory peaks before the backward pass; an update is not repeated."""
+        """Follow the phases of the step: memory peaks before the backward pass.
+
+        An update is not repeated.
+        """
         self._updating = phase == "optimizer"
         if phase == "backward" and self.handler is not None and self.checks_limit:
             self.handler.check()
@@ -219,7 +228,10 @@ def memory_shortage(error: BaseException) -> Shortage | None:
 
 
 def make_oom_handler(inputs: RunInputs, micro_batch: int, report: Report) -> OOMHandler:
-    """The handler of a run: the limit is --memory or the machine's memory; CUDA raises its own errors."""
+    """The handler of a run: the limit is --memory or the machine's memory.
+
+    CUDA raises its own errors.
+    """
     train, device = inputs.config.train, inputs.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if device.kind == "cpu":
@@ -237,8 +249,8 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory ({first_line(error)}): close other programs and continue with --resume, or start over "
-            f"with a smaller --model or --batch-size"
+            f"out of memory ({first_line(error)}): close other programs and continue with --resume,"
+            " or start over with a smaller --model or --batch-size"
         ) from None
 
 

@@ -109,7 +109,10 @@ class Optimizer:
                     group["lr"] = lr
 
     def learning_rates(self) -> dict[str, float]:
-        """The learning rate of each part, of its layers with the highest; reads nothing from the device."""
+        """The learning rate of each part, of its layers with the highest.
+
+        Reads nothing from the device.
+        """
         return {name: peak * self._lr_fraction for name, peak in self._peak_lr.items()}
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:

@@ -1,7 +1,8 @@
 """Checks before a run: gradients on an accelerator, and that no text position sees later tokens.
 
-A few samples are compared with the CPU. The run's real batch is compared with the same batch in small slices, which
-finds errors that depend on the size (pytorch#193487), and would take minutes on the CPU.
+A few samples are compared with the CPU. The run's real batch is compared with the same batch in
+small slices, which finds errors that depend on the size (pytorch#193487), and would take minutes on
+the CPU.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ PAIRS = 8
 SLICE = 32  # images
 CHECKED_STEP_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
-# Gradient entries to compare: several copies of a complete gradient would be the memory peak of a run.
+# Gradient entries to compare: several copies of a complete gradient would be the memory peak of a
+# run.
 MOST = 1 << 22
-# Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these,
-# except in deep networks of convolutions in bf16: 0.25 in EfficientNet-Lite, on a GPU as on the CPU.
+# Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding
+# stays far below these, except in deep networks of convolutions in bf16: 0.25 in EfficientNet-Lite,
+# on a GPU as on the CPU.
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
 MOST_ROUNDING = 0.5
 
@@ -52,7 +55,10 @@ class Parity(NamedTuple):
 
 
 def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
-    """Compare gradients and updates with the CPU's; UserError if they differ too much. None on the CPU."""
+    """Compare gradients and updates with the CPU's; UserError if they differ too much.
+
+    None on the CPU.
+    """
     device, precision, batch = inputs.device, inputs.precision, inputs.training[0]
     kind = device.name if device.is_hybrid else device.kind
     model = inputs.complete_model(train_step)
@@ -68,7 +74,9 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
         "computes gradients that differ from the CPU's": max(
             map(relative_difference, on_device, reference)
         ),
-        f"computes gradients of a batch of {len(batch)} that differ from those of its slices": at_size.difference,
+        f"computes gradients of a batch of {len(batch)} that differ from those of its slices": (
+            at_size.difference
+        ),
         "computes updates of the optimizer that differ from the CPU's": products,
     }
     for number, (what, difference) in enumerate(found.items()):
@@ -80,9 +88,10 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
             )
         if difference > allowed:
             raise UserError(
-                f"{kind} {what} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel gives "
-                f"wrong results for this model; use --device cpu, another --precision, or another version of "
-                f"{'mlx' if kind == 'mlx' else 'torch'} (m1clip doctor lists known errors)"
+                f"{kind} {what} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel"
+                " gives wrong results for this model; use --device cpu, another --precision, or"
+                f" another version of {'mlx' if kind == 'mlx' else 'torch'} (m1clip doctor lists"
+                " known errors)"
             )
     return Parity(max(found.values()), at_size.skipped)
 
@@ -108,8 +117,9 @@ def check_causality(
     difference = float(((after - before).norm(dim=1) / before.norm(dim=1).clamp(min=1e-12)).max())
     if not difference <= LEAK:
         raise UserError(
-            f"{kind}: text features change by {difference:.1%} with tokens after the end of the text, so attention "
-            f"sees later tokens; use --precision fp32, --device cpu or another version of torch"
+            f"{kind}: text features change by {difference:.1%} with tokens after the end of the"
+            " text, so attention sees later tokens; use --precision fp32, --device cpu or another"
+            " version of torch"
         )
 
 
@@ -142,7 +152,10 @@ def size_difference(check: GradientCheck, batch: Batch) -> Parity:
 
 
 def optimizer_difference(train_step: TrainStep) -> float:
-    """Relative difference of Muon's products from the CPU's, for one matrix of each shape; 0 without Muon."""
+    """Relative difference of Muon's products from the CPU's, for one matrix of each shape.
+
+    0 without Muon.
+    """
     found = 0.0
     for muon in train_step.optimizer.parts.values():
         if isinstance(muon, Muon):
@@ -162,8 +175,8 @@ def optimizer_difference(train_step: TrainStep) -> float:
 def fill_zeros(model: Module) -> Module:
     """The model with small random values in matrices that are all zero, such as zero-initialized residual branches.
 
-    With such branches the class token is the same for every image: the true gradient is then almost zero, and
-    the difference between devices is all rounding error.
+    With such branches the class token is the same for every image: the true gradient is then almost
+    zero, and the difference between devices is all rounding error.
     """
     draw = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -199,7 +212,10 @@ def gradient(check: GradientCheck, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def flat_gradient(model: CLIP) -> Tensor:
-    """The gradient of a model as one vector, in float32 on the CPU; subsampled for a large model."""
+    """The gradient of a model as one vector, in float32 on the CPU.
+
+    Subsampled for a large model.
+    """
     grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
     every = ceil_div(sum(g.numel() for g in grads), MOST)
     return torch.cat([g[::every].float().cpu() for g in grads])

@@ -39,7 +39,8 @@ def create_run_folder(path: Path | None, name: str) -> Path:
 def check_unused(path: Path) -> None:
     if (path / "config.toml").exists():
         raise UserError(
-            f"{path}: already contains a run; continue it with --resume {path}, or choose another --out"
+            f"{path}: already contains a run; continue it with --resume {path}, or choose another"
+            " --out"
         )
     if path.exists() and (not path.is_dir() or _contents(path)):
         raise UserError(f"{path}: exists and is not a run; choose another --out")
@@ -77,7 +78,8 @@ def lock_run(folder: Path) -> Iterator[None]:
                 or "unknown"
             )
             raise UserError(
-                f"{folder}: process {owner} is training in this folder; wait for it, or stop it first"
+                f"{folder}: process {owner} is training in this folder; wait for it, or stop it"
+                " first"
             ) from None
         except OSError:
             pass  # a file system without locks (some network mounts)
@@ -130,7 +132,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch the first SIGINT, SIGTERM or SIGHUP while the block runs; a second one has its default effect."""
+    """Catch the first SIGINT, SIGTERM or SIGHUP while the block runs.
+
+    A second one has its default effect.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows signal handlers in the main thread only
@@ -165,7 +170,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
 def start_in_background(
     arguments: list[str], run: Path | None, name: str, resume: Path | None
 ) -> tuple[Path, int]:
-    """Start `m1clip` with these arguments as a background process; returns the run folder and process id."""
+    """Start `m1clip` with these arguments as a background process.
+
+    Returns the run folder and process id.
+    """
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run folder (no config.toml)")

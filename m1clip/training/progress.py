@@ -67,7 +67,10 @@ class TrainingDisplay:
         low, high = 100 * metric.interval.low, 100 * metric.interval.high
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
-        line = f"validation step {step:,}:{self._score[1:]} [{low:.1f}, {high:.1f}], chance {100 * metric.chance:.3g}%"
+        line = (
+            f"validation step {step:,}:{self._score[1:]} [{low:.1f}, {high:.1f}], chance"
+            f" {100 * metric.chance:.3g}%"
+        )
         if metric.name == MEAN_RECALL:
             to_image, to_text = (
                 100 * scores[f"{name}/recall@1"].value

@@ -1,8 +1,9 @@
 """Recovery from non-finite losses and gradients: report the samples, roll back, or stop with a diagnosis.
 
-The update skips such a step before any weight changes, on CUDA without synchronization. The host detects it here,
-where it reads the losses anyway: after each step on CPU and MPS, else with each log line and before each checkpoint.
-These points depend only on the step, so a resumed run reads at the same ones.
+The update skips such a step before any weight changes, on CUDA without synchronization. The host
+detects it here, where it reads the losses anyway: after each step on CPU and MPS, else with each
+log line and before each checkpoint. These points depend only on the step, so a resumed run reads at
+the same ones.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class StepChecks:
         self._unread.append((steps_done, sample_ids, values))
 
     def restart(self) -> None:
-        """Forget the steps that are rolled back; the diagnosis still needs their losses and samples."""
+        """Forget the steps that are rolled back.
+
+        The diagnosis still needs their losses and samples.
+        """
         self._unread.clear()
         self.spikes = SpikeDetector()
 
@@ -110,7 +114,8 @@ class StepChecks:
                     run.log.write("warning", step=steps_done, text=text, loss=loss, usual=usual)
                     console.warn(text)
             elif math.isfinite(loss) and _loss_scale(run) > 1:
-                # Normal in fp16: the scaler halves its scale for the next step; nothing has diverged.
+                # Normal in fp16: the scaler halves its scale for the next step; nothing has
+                # diverged.
                 run.log.write(
                     "event",
                     step=steps_done,
@@ -157,7 +162,8 @@ class StepChecks:
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
             shown = ", ".join(named[:SHOWN_SAMPLES]) + more
             console.warn(
-                f"step {steps_done:,}: {reason}, so the step was skipped; {found}: {shown} (run.jsonl lists all)"
+                f"step {steps_done:,}: {reason}, so the step was skipped; {found}: {shown}"
+                " (run.jsonl lists all)"
             )
 
 
@@ -168,7 +174,10 @@ def prepare_recovery(run: RunContext) -> None:
         batch = run.config.train.batch_size
         values = {"micro_batch": micro_batch, "batch": batch, "reason": reason, "helps": helps}
         run.log.write("event", step=step_number, event="low memory", **values)
-        effect = f"using micro-batches of {micro_batch}; the batch of {batch} and its gradient stay the same"
+        effect = (
+            f"using micro-batches of {micro_batch}; the batch of {batch} and its gradient stay the"
+            " same"
+        )
         if not helps:
             effect = "a smaller micro-batch does not help; continuing as before"
         console.warn(f"low memory at step {step_number:,} ({reason}): {effect}")
@@ -226,9 +235,9 @@ def roll_back(run: RunContext) -> TrainState:
         **values,
     )
     console.warn(
-        f"rolled back from step {failed.step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row were "
-        f"not finite; the learning rate is now {state.lr_factor:g} times the configured one (rollback "
-        f"{state.rollbacks} of {MAX_ROLLBACKS})"
+        f"rolled back from step {failed.step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row"
+        f" were not finite; the learning rate is now {state.lr_factor:g} times the configured one"
+        f" (rollback {state.rollbacks} of {MAX_ROLLBACKS})"
     )
     return state
 
@@ -239,10 +248,10 @@ def _diagnosis(run: RunContext) -> UserError:
     fp32 = "" if run.inputs.precision == "fp32" else ", --precision fp32"
     lower = " and ".join(OPTIMIZERS[run.config.optim.optimizer].lr_options)
     return UserError(
-        f"training diverged at step {run.state.step:,}: {SKIP_LIMIT} steps in a row had a loss or gradient that "
-        f"is not finite, and again after {run.state.rollbacks} rollbacks; last finite losses: {losses}; samples "
-        f"most often involved: {names} (run.jsonl lists all). Check these samples, or try a lower {lower}, a "
-        f"longer --warmup{fp32}"
+        f"training diverged at step {run.state.step:,}: {SKIP_LIMIT} steps in a row had a loss or"
+        f" gradient that is not finite, and again after {run.state.rollbacks} rollbacks; last"
+        f" finite losses: {losses}; samples most often involved: {names} (run.jsonl lists all)."
+        f" Check these samples, or try a lower {lower}, a longer --warmup{fp32}"
     )
 
 

@@ -1,7 +1,7 @@
 """Decide a run: from what the user wrote, the data and the machine to a RunSpec.
 
-`resolve` is the only place where a run is decided. It is a pure function: what must be measured or read enters as
-functions (`Measurements`), so the same answers give the same spec.
+`resolve` is the only place where a run is decided. It is a pure function: what must be measured or
+read enters as functions (`Measurements`), so the same answers give the same spec.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
 CARD_STEPS_PER_EPOCH = 32  # with fewer updates, the recipe's epochs are not enough
 CARD_MEMORY_FRACTION = 0.5  # the rest is for evaluations and other programs
 SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
-# These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
+# These three are rules of thumb: the recipes were measured on one dataset of 6,000 images
+# (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 PRETRAINED_BELOW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
@@ -56,7 +57,8 @@ TOWER_FINETUNING = ("unfreeze_image", "unfreeze_text", "lora")
 FINETUNE_OPTIONS = ("wise_ft", *TOWER_FINETUNING)
 INIT_OPTIONS = ("wise_ft", "general_data")  # of a trained model, also where its towers are frozen
 TOWER_OPTIONS = ("image_tower", "text_tower")
-# Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
+# Options of a model trained from random weights; the other ones of a model apply to pretrained
+# towers too.
 SCRATCH_OPTIONS = (
     *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),
     "tokenizer",
@@ -119,7 +121,10 @@ class TuningFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurements:
-    """What is read or measured for a run; each function gets the settings that are decided so far."""
+    """What is read or measured for a run.
+
+    Each function gets the settings that are decided so far.
+    """
 
     initial_model: Callable[[Config], InitialModel]
     fastest: Callable[[Config], Choice]  # device and precision
@@ -158,8 +163,9 @@ class Draft:
         """Set values; one that stays the same keeps its origin.
 
         The settings may be those of a decided run: of one that is resumed on another device, or
-        repeated by its config.toml. Then each decision must come to the value that is there, so that
-        it stays and keeps its origin: a decision looks at the setting before it looks at anything else.
+        repeated by its config.toml. Then each decision must come to the value that is there, so
+        that it stays and keeps its origin: a decision looks at the setting before it looks at
+        anything else.
         """
         changed = [name for name, value in values.items() if setting(self.config, name) != value]
         self.chosen_by |= dict.fromkeys(changed, origin)
@@ -282,7 +288,10 @@ def choose_recipe(
         return "finetune", f"pretrained towers, also trained: {enough}"
     return (
         "frozen",
-        f"pretrained towers, because {data.images:,} images are too few to train from random weights",
+        (
+            f"pretrained towers, because {data.images:,} images are too few to train from random"
+            " weights"
+        ),
     )
 
 
@@ -307,8 +316,8 @@ def check_transfer(transfer: TransferConfig) -> None:
     # Said before the first stage, which takes minutes.
     if transfer.lora and has_no_matrices and transfer.unfreeze_image != 0:
         raise UserError(
-            f"--lora {transfer.lora}: {transfer.image_tower} has no linear layers, which LoRA needs; freeze it "
-            f"with --unfreeze-image 0"
+            f"--lora {transfer.lora}: {transfer.image_tower} has no linear layers, which LoRA"
+            " needs; freeze it with --unfreeze-image 0"
         )
 
 
@@ -344,9 +353,9 @@ def _decide_optimizer(draft: Draft) -> None:
 def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
     if dataset.streamed and not (all(model.trainable) and config.transfer.teacher is None):
         raise UserError(
-            f"{', '.join(config.data.source)}: shards that are streamed train both towers; --recipe frozen and "
-            f"--teacher cache features of all images: use --recipe scratch, --init with a trained model, or smaller "
-            f"local shards"
+            f"{', '.join(config.data.source)}: shards that are streamed train both towers; --recipe"
+            " frozen and --teacher cache features of all images: use --recipe scratch, --init with"
+            " a trained model, or smaller local shards"
         )
 
 
@@ -478,8 +487,8 @@ def _decide_memory(
     if fit is None:
         where = f"--memory {train.memory}" if train.memory else "memory of this machine"
         raise UserError(
-            f"{where}: {draft.config.model.name} needs at least {steps.peak(2, True) / 1e9:.1f} GB, "
-            f"more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
+            f"{where}: {draft.config.model.name} needs at least {steps.peak(2, True) / 1e9:.1f} GB,"
+            f" more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
         )
     console.print(f"memory     {fit}, within {limit / 1e9:.1f} GB")
     measured["memory"] = dataclasses.asdict(fit)
@@ -547,8 +556,8 @@ def _limit_batch(draft: Draft, settings: Config, images: int) -> None:
     """Unless the user gave the batch size, it is small enough for the readable images."""
     if images < 2:
         raise UserError(
-            f"only {plural(images, 'training image')} can be read, and contrastive training needs at least 2; "
-            f"m1clip data lint shows why"
+            f"only {plural(images, 'training image')} can be read, and contrastive training needs"
+            " at least 2; m1clip data lint shows why"
         )
     batch = draft.config.train.batch_size_or(0)
     if not settings.train.batch_size_or(0):
@@ -583,7 +592,10 @@ def _decide_heads(
 
 
 def _decide_fsdp(draft: Draft, machine: Machine) -> None:
-    """Whether to shard weights among the ranks: on or off; UserError if that is requested, but not possible."""
+    """Whether to shard weights among the ranks: on or off.
+
+    UserError if that is requested, but not possible.
+    """
     config = draft.config
     batch = config.train.batch_size_or(0)
     if machine.ranks > batch:
@@ -686,6 +698,7 @@ def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:
     steps = round(epochs * steps_per_epoch)
     if steps < 1:
         raise UserError(
-            f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps"
+            f"--epochs {epochs:g} is less than one step of this data: use a larger number, or"
+            " --steps"
         )
     return Length(steps)

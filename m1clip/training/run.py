@@ -109,7 +109,8 @@ def train_config(
     max_workers = max(16, 4 * usable_cpus())
     if config.data.workers > max_workers:
         raise UserError(
-            f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {max_workers}"
+            f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most"
+            f" {max_workers}"
         )
     ranks = connect_same(config.train.device)
     ranks.check_same({f"--{flat.replace('_', '-')}": setting(config, flat) for flat in NAMES})
@@ -156,8 +157,8 @@ def resume(
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
-    On another `device` the batches are the same, and the numbers are the same up to rounding. `on_log` is called with
-    each record of run.jsonl from here on, as in `train`.
+    On another `device` the batches are the same, and the numbers are the same up to rounding.
+    `on_log` is called with each record of run.jsonl from here on, as in `train`.
     """
     began = time.perf_counter()
     time_use.begin()
@@ -190,8 +191,8 @@ def resume(
         captions = saved.config.data.captions_per_step
         if spec.config.data.captions_per_step != captions:
             raise UserError(
-                f"{folder}: cannot continue on {spec.config.train.device}, which needs batches of one shape: some "
-                f"images have fewer than {captions} captions"
+                f"{folder}: cannot continue on {spec.config.train.device}, which needs batches of"
+                f" one shape: some images have fewer than {captions} captions"
             )
         if spec != saved and ranks.rank == 0:
             write_text(folder / "config.toml", spec.to_toml())
@@ -333,7 +334,10 @@ def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
 
 @time_use.counted("evaluation")
 def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
-    """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
+    """Save the last model, then encode the test split once with the best validation model.
+
+    Each rank a part of it.
+    """
     inputs, train_step, folder = run.inputs, run.train_step, run.folder
     ranks, last, found = inputs.ranks, inputs.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
@@ -435,8 +439,8 @@ def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:
 
 # What the time of --minutes contains, as printed at the start.
 TIME_INCLUDES = (
-    "in all: reading and caching the data, training, evaluation and saving; the number of steps is corrected "
-    "during the run, so that it ends then"
+    "in all: reading and caching the data, training, evaluation and saving; the number of steps is"
+    " corrected during the run, so that it ends then"
 )
 
 
@@ -480,8 +484,9 @@ def _check_same_data(inputs: RunInputs, folder: Path) -> None:
         known = None
     if known != _fingerprint(inputs):
         raise UserError(
-            f"{folder}: the training data has changed since the run started, so it cannot be continued exactly; "
-            f"restore the data, or start a new run with --config {folder / 'config.toml'}"
+            f"{folder}: the training data has changed since the run started, so it cannot be"
+            " continued exactly; restore the data, or start a new run with --config"
+            f" {folder / 'config.toml'}"
         )
 
 
@@ -490,7 +495,8 @@ def _fingerprint(inputs: RunInputs) -> str:
 
 
 # Settings of training and of the optimizer that both stages of fine-tuning use. The others, such as
-# the duration and the learning rates, are for the second stage: those of the first are the recipe's.
+# the duration and the learning rates, are for the second stage: those of the first are the
+# recipe's.
 BOTH_STAGES = {
     *("batch_size", "memory", "device", "precision", "threads", "report_to", "loss"),
     *("optimizer", "wd"),
@@ -509,8 +515,9 @@ def train(
 ) -> Run:
     """Train in a new run folder: `out`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
-    `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is called with each
-    record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
+    `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is
+    called with each record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an
+    exception in it stops the run.
     """
     began = time.perf_counter()
     time_use.begin()

@@ -1,7 +1,8 @@
 """Weights, gradients and optimizer state divided among the ranks with FSDP2 (`fully_shard`).
 
-Towers are divided by rows and gathered block by block while a step needs them; heads and temperature are complete on
-every rank. The optimizers see the rows of this rank as ordinary tensors.
+Towers are divided by rows and gathered block by block while a step needs them; heads and
+temperature are complete on every rank. The optimizers see the rows of this rank as ordinary
+tensors.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class Shards:
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         for tower in (model.image_tower, model.text_tower):
             if any(p.requires_grad for p in tower.parameters()):
-                # Third-party towers may not take parameters in bf16; autocast converts them where it is safe.
+                # Third-party towers may not take parameters in bf16; autocast converts them where
+                # it is safe.
                 own = isinstance(tower, VisionTower | TextTower)
                 self._shard(tower, torch.bfloat16 if precision == "bf16" and own else None)
         model.to(device)
@@ -129,8 +131,9 @@ class Shards:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise UserError(
-                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --fsdp a step cannot be "
-                    f"repeated: use --micro-batch, --grad-checkpointing or more ranks"
+                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --fsdp a"
+                    " step cannot be repeated: use --micro-batch, --grad-checkpointing or more"
+                    " ranks"
                 ) from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise self.ranks.lost(error) from None

@@ -33,8 +33,8 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Kind, Precision
 from m1clip.training.duration import StepPlan, step_plan
 
-# Who chose a value: the user (options or a file), a preset, a recipe, a rule, or a measurement on this machine.
-# A value that is not listed is the default.
+# Who chose a value: the user (options or a file), a preset, a recipe, a rule, or a measurement on
+# this machine. A value that is not listed is the default.
 Origin = Literal["user", "preset", "recipe", "rule", "measurement"]
 LENGTH = (
     "steps",
@@ -299,7 +299,10 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run with every value decided, and who chose it. Saved as config.toml, which repeats the run."""
+    """A run with every value decided, and who chose it.
+
+    Saved as config.toml, which repeats the run.
+    """
 
     config: DecidedConfig
     # By flat name; the others are defaults.
@@ -352,8 +355,8 @@ def read_spec(run: Path) -> RunSpec:
     if missing:
         section, key = NAMES[missing[0]]
         raise UserError(
-            f"{path}: [{section}] {key} has no final value, so m1clip did not write this file; start a new run with "
-            f"--config {path}"
+            f"{path}: [{section}] {key} has no final value, so m1clip did not write this file;"
+            f" start a new run with --config {path}"
         )
     return RunSpec(DecidedConfig.of(config), read_origins(values, str(path)))
 

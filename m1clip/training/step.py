@@ -1,7 +1,7 @@
 """One training step: encode, gather, loss, scatter, backward, update.
 
-`train_step` is a plain function of its parts: the parity checks, memory estimates and benchmarks call it directly.
-training/compose.py puts around it what a run needs.
+`train_step` is a plain function of its parts: the parity checks, memory estimates and benchmarks
+call it directly. training/compose.py puts around it what a run needs.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def train_step(
 ) -> StepResult:
     """Train on one batch.
 
-    `micro_batch` images are encoded at a time, 0: all at once, None: as configured; the gradient is the same. With
-    several ranks the batch has the rows of this one; loss and gradients are those of all rows together.
+    `micro_batch` images are encoded at a time, 0: all at once, None: as configured; the gradient is
+    the same. With several ranks the batch has the rows of this one; loss and gradients are those of
+    all rows together.
     """
     encoder, world, device = parts.encoder, parts.world, parts.device
     size = parts.config.train.micro_batch if micro_batch is None else micro_batch
@@ -104,7 +105,8 @@ def train_step(
     with world.synchronized(mark=mark):
         world.backward(encoded, own_gradients)
     loss, accuracy = world.reduce(loss, accuracy)
-    # An error of a probe is not repeated with less memory: from here on the step belongs to the update.
+    # An error of a probe is not repeated with less memory: from here on the step belongs to the
+    # update.
     mark("optimizer")
     if probe is not None:
         probe(view_step(parts, step))
@@ -197,8 +199,8 @@ def make_parts(
 def parts_for_check(parts: StepParts, model: CLIP) -> StepParts:
     """The parts for a copy of the model in which only gradients are computed, to compare them.
 
-    Without dropout, compilation and ranks (a rank's own rows suffice), and without loss scaling: gradients that are
-    too small for fp16 are so in both, and a scaled loss could overflow.
+    Without dropout, compilation and ranks (a rank's own rows suffice), and without loss scaling:
+    gradients that are too small for fp16 are so in both, and a scaled loss could overflow.
     """
     model.eval()
     encoder = parts.encoder.for_check(model)

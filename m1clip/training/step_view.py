@@ -25,12 +25,14 @@ Groups = Mapping[str, Sequence[str]]  # name of a group -> names of parameters
 class StepView:
     """The gradients and weights of a step before its update.
 
-    Gradients are those of the complete batch: of all micro-batches, summed over the ranks, without the loss scale of
-    fp16, and not clipped yet. Weights are those that gave the gradients. Both are torch tensors by parameter name, only
-    of parameters that have a gradient, and must not be changed.
+    Gradients are those of the complete batch: of all micro-batches, summed over the ranks, without
+    the loss scale of fp16, and not clipped yet. Weights are those that gave the gradients. Both are
+    torch tensors by parameter name, only of parameters that have a gradient, and must not be
+    changed.
 
-    With FSDP a rank has its rows of the tensors of towers: use `sums` and `norms`, which are right for one process, for
-    ranks, with FSDP and in MLX. They communicate, so all ranks must call them with the same names.
+    With FSDP a rank has its rows of the tensors of towers: use `sums` and `norms`, which are right
+    for one process, for ranks, with FSDP and in MLX. They communicate, so all ranks must call them
+    with the same names.
     """
 
     step: int  # counted from 0, as the loop counts
@@ -45,7 +47,8 @@ class StepView:
     ) -> dict[str, float]:
         """Sum `function(tensor)` over the complete tensors of each group; groups without a tensor are omitted.
 
-        `function` gives a scalar that adds up over the rows of a tensor, such as the sum of its squares.
+        `function` gives a scalar that adds up over the rows of a tensor, such as the sum of its
+        squares.
         """
         names = {group: [n for n in members if n in tensors] for group, members in groups.items()}
         names = {group: members for group, members in names.items() if members}
@@ -110,7 +113,10 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def view_step(parts: StepParts, step: int) -> StepView:
-    """View a step whose gradients are computed. With fp16 this removes the loss scale, before the update would."""
+    """View a step whose gradients are computed.
+
+    With fp16 this removes the loss scale, before the update would.
+    """
     parts.update.unscale()
     shards = parts.world.shards
     local = {} if shards is None else shards.local

@@ -65,7 +65,8 @@ class ModelInit:
     """The initial model of a run."""
 
     config: CLIPConfig
-    # Of the model, or of its pretrained towers and what is known of new heads; the rest is randomly initialized.
+    # Of the model, or of its pretrained towers and what is known of new heads; the rest is randomly
+    # initialized.
     weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL_BLOCKS, ALL_BLOCKS)  # blocks to train of each trainable tower
@@ -248,7 +249,10 @@ def _captions(
     split: str,
     model_init: ModelInit,
 ) -> CaptionTable:
-    """The captions of the samples, as tokens or as features of a frozen tower; with those of all other classes."""
+    """The captions of the samples, as tokens or as features of a frozen tower.
+
+    With those of all other classes.
+    """
     captions, others = (
         cache.tokens(group)
         if model_init.trainable.text or not group
@@ -311,7 +315,8 @@ def load_teacher(
     _, images, kept, _ = cache.images(train.samples, "train", 0.0)
     if len(kept) != len(train.samples):
         raise UserError(
-            f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images"
+            f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training"
+            " images"
         )
     texts = cache.captions(train.samples, "train").features
     assert texts is not None
@@ -329,7 +334,10 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
 
 
 def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., Any]) -> None:
-    """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
+    """WiSE-FT of the best model as configured.
+
+    The interpolation with the best validation score replaces it.
+    """
     setting, val = inputs.config.transfer.wise_ft, inputs.splits.get("val")
     best = load(folder, device=inputs.device.torch.type, precision=inputs.precision)
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}

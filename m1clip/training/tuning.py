@@ -1,6 +1,7 @@
 """How to adapt a trained model: heads only, LoRA, the last blocks or all, by images, time and memory.
 
-`choose_tuning` is a pure rule. Its numbers come from the study of docs/how-many-images.md, on small models.
+`choose_tuning` is a pure rule. Its numbers come from the study of docs/how-many-images.md, on small
+models.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def choose_tuning(
         return Tuning("frozen", heads, few, {})
     if needed > allowed:
         limit = f"--minutes {minutes:g}" if minutes is not None else f"{allowed:g} minutes"
-        slow = f"{LEAST_EPOCHS} epochs of the towers would take about {needed:,.0f} minutes, more than {limit}"
+        slow = (
+            f"{LEAST_EPOCHS} epochs of the towers would take about {needed:,.0f} minutes, more than"
+            f" {limit}"
+        )
         return Tuning("frozen", heads, slow, {})
     base = PROCESS_BYTES + COPIES * WEIGHT_BYTES * size.parameters
     full = base + TRAINED_BYTES * size.parameters

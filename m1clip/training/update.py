@@ -52,7 +52,8 @@ class Updater:
         finite = loss.isfinite() & grad_norm.isfinite()
         if self.scaler is None and self.skip == "device":
             self._step_if(finite)
-        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the affected one.
+        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the
+        # affected one.
         elif self.skip == "never" or bool(finite):
             self.optimizer.step(self.scaler)
         if self.scaler is not None:
@@ -117,6 +118,7 @@ def unscaled(loss: Tensor) -> Tensor:
 
 def skip_rule(kind: str, can_skip: bool) -> Literal["host", "device"]:
     """Where to decide to skip a non-finite step: on CUDA on the device, to avoid synchronization."""
-    # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host decides.
-    # It also does for towers on two devices, since no flag is on both, and for optimizers without `skips_on_device`.
+    # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host
+    # decides. It also does for towers on two devices, since no flag is on both, and for optimizers
+    # without `skips_on_device`.
     return "device" if kind == "cuda" and can_skip else "host"

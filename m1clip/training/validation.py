@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def encode(inputs: RunInputs, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
-    """Features of a split, or of its first `images`, in the precision of the run; each rank encodes a part."""
+    """Features of a split, or of its first `images`, in the precision of the run.
+
+    Each rank encodes a part.
+    """
     ranks, data = inputs.ranks, inputs.splits[split]
     if ranks.size > (len(data.images) if images is None else images):
         return encode_split(inputs.to_model(model), data, images)
@@ -39,7 +42,10 @@ class BestSoFar(NamedTuple):
 
 
 def evaluate(run: RunContext) -> BestSoFar:
-    """Score and analyze the validation split, and save the best model; all ranks encode, rank 0 scores."""
+    """Score and analyze the validation split, and save the best model.
+
+    All ranks encode, rank 0 scores.
+    """
     began = time.perf_counter()
     model = run.inputs.complete_model(run.train_step)
     features = encode(run.inputs, model, "val")

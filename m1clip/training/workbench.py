@@ -125,8 +125,8 @@ Result = TypeVar("Result")
 class Workbench:
     """Opens, loads and measures what a run is made of: each thing once, when it is first needed.
 
-    With several ranks, rank 0 goes first, so that the others find what it has downloaded and cached; what it measures
-    holds for all of them.
+    With several ranks, rank 0 goes first, so that the others find what it has downloaded and
+    cached; what it measures holds for all of them.
     """
 
     def __init__(
@@ -136,7 +136,10 @@ class Workbench:
         saved: Path | None = None,
         source: Source | None = None,
     ) -> None:
-        """`saved` is the folder of a run that is resumed; `source` is the data if it is open already."""
+        """`saved` is the folder of a run that is resumed.
+
+        `source` is the data if it is open already.
+        """
         self.facts = read_machine_info()
         self.ranks = ranks or Ranks()
         self.budget = budget
@@ -206,7 +209,10 @@ class Workbench:
         return dataclasses.replace(self._inputs, spec=dataclasses.replace(spec, measured=measured))
 
     def _rank0_first(self, work: Callable[[], Result]) -> Result:
-        """Run on rank 0, then on the others, which find what it has cached; if one fails, all end."""
+        """Run on rank 0, then on the others, which find what it has cached.
+
+        If one fails, all end.
+        """
         results: list[Result] = []
         self.ranks.on_rank0(lambda: results.append(work()))
         return self.ranks.on_all_ranks(lambda: results[0] if results else work())
@@ -462,7 +468,11 @@ class Workbench:
     def _make_inputs(
         self, spec: RunSpec, splits: dict[str, Split] | None = None, model: CLIP | None = None
     ) -> RunInputs:
-        """Of a run; or of a trial on parts of its data, with a copy of the initial model and without other ranks."""
+        """Of a run.
+
+        Or of a trial on parts of its data, with a copy of the initial model and without other
+        ranks.
+        """
         is_trial = splits is not None
         splits = self._splits if splits is None else splits
         config = spec.config
@@ -554,7 +564,8 @@ def head_starts(config: Config, shape: CLIPConfig, images: int) -> tuple[HeadSta
     requested = config.transfer.heads
     if requested == "general" and not fits_general(shape):
         raise UserError(
-            "--heads general needs its towers and embeddings: remove --image-tower, --text-tower and --embed-dim"
+            "--heads general needs its towers and embeddings: remove --image-tower, --text-tower"
+            " and --embed-dim"
         )
     if requested != "auto":
         return (requested,)
@@ -576,7 +587,10 @@ def dataset_facts(source: Source, config: Config) -> Dataset:
 
 
 def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokenizer:
-    """The tokenizer of a model that starts from random weights; `saved` is the folder of a resumed run."""
+    """The tokenizer of a model that starts from random weights.
+
+    `saved` is the folder of a resumed run.
+    """
     if saved is not None:
         return load_tokenizer(saved)
     captions = [caption for sample in source.sampled("train") for caption in sample.captions]
@@ -591,7 +605,8 @@ def _own_tokenizer(config: Config, source: Source, saved: Path | None) -> Tokeni
 def _from_random_weights(config: Config, tokenizer: Tokenizer) -> ModelParts:
     needs_bias = LOSSES[config.train.loss].needs_bias
     model_init = ModelInit(clip_config(config.model, tokenizer, logit_bias=needs_bias))
-    # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
+    # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP
+    # does.
     resize: Literal["shortest", "squash"] = (
         "squash" if model_init.config.own_towers[0].stem == "conv" else "shortest"
     )
@@ -624,8 +639,9 @@ def check_training_data(source: Source, config: Config) -> None:
     BatchPlan(images, config.train.batch_size_or(2), config.seed)
     if images < TINY_SET:
         console.warn(
-            f"only {images} training images: the run will show that everything works, but the model will "
-            f"overfit; expect scores near chance on other images, and use at least a few hundred images"
+            f"only {images} training images: the run will show that everything works, but the model"
+            " will overfit; expect scores near chance on other images, and use at least a few"
+            " hundred images"
         )
 
 
@@ -662,7 +678,8 @@ def _from_model(config: Config, saved: SavedModel) -> ModelParts:
         saved.config.image_size,
     ):
         raise UserError(
-            f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
+            f"{transfer.init}: the image size of a model with pretrained towers is fixed,"
+            f" {saved.config.image_size}"
         )
     saved = saved.resized(config.model.image_size)
     loss = config.train.loss
@@ -717,8 +734,9 @@ def _check_memory(shape: CLIPConfig, facts: MachineInfo) -> None:
     memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
     if count * BYTES_PER_PARAMETER > memory:
         raise UserError(
-            f"a model of {count / 1e9:,.1f} billion parameters needs {count * BYTES_PER_PARAMETER / 1e9:,.0f} GB to "
-            f"train, this machine has {memory / 1e9:,.0f} GB: choose a smaller --model"
+            f"a model of {count / 1e9:,.1f} billion parameters needs"
+            f" {count * BYTES_PER_PARAMETER / 1e9:,.0f} GB to train, this machine has"
+            f" {memory / 1e9:,.0f} GB: choose a smaller --model"
         )
 
 

@@ -1,7 +1,8 @@
 """The second seam of a training step: what the ranks of a run exchange. With one process, nothing.
 
-The batch is global: each rank encodes its rows of it, features are gathered, each rank computes the loss of its rows
-against all features, and gradients are summed. Every rank then makes the same update.
+The batch is global: each rank encodes its rows of it, features are gathered, each rank computes the
+loss of its rows against all features, and gradients are summed. Every rank then makes the same
+update.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class World:
         return self.ranks.reduce_scatter(gradients, sizes)
 
     def backward(self, encoded: EncodedBatch, gradients: Sequence[Tensor]) -> None:
-        """Backpropagate; gradients of parameters are sent to the other ranks as soon as they are complete."""
+        """Backpropagate.
+
+        Gradients of parameters are sent to the other ranks as soon as they are complete.
+        """
         if self.exchange is None:
             encoded.backward(gradients, lambda is_last: None)
             return
@@ -87,7 +91,10 @@ class World:
             encoded.backward(gradients, self.exchange.before_pass)
 
     def reduce(self, *figures: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the sums of all gradients; returns the sums of some figures over the ranks, such as the loss."""
+        """Wait for the sums of all gradients.
+
+        Returns the sums of some figures over the ranks, such as the loss.
+        """
         if self.shards is not None:
             self.shards.take_gradients()
         if self.exchange is not None:

@@ -64,7 +64,10 @@ class Queue:
         self.order = LabelOrder(self.vectors, weights) if photos else None
 
     def is_outdated(self, index: Index) -> bool:
-        """Whether photos were added or removed since; while an indexer runs, not with every photo."""
+        """Whether photos were added or removed since.
+
+        While an indexer runs, not with every photo.
+        """
         old = time.monotonic() - self._made > REORDER_SECONDS
         return self.version != index.version and (old or index.progress() is None)
 
@@ -261,8 +264,8 @@ class LabelPage:
         if (self._labels.root / photo.path).is_file():
             return ""
         return (
-            f"{one_line(photo.path)} is no longer there. Its label is saved, and follows the photo to its new name "
-            "when the folder is indexed again."
+            f"{one_line(photo.path)} is no longer there. Its label is saved, and follows the photo"
+            " to its new name when the folder is indexed again."
         )
 
     def _split_of_group(self, index: Index, photos: Sequence[Photo]) -> str | None:
@@ -289,7 +292,10 @@ class LabelPage:
         return words[:NEW_WORDS]
 
     def _held_by(self, page: str) -> dict[int, tuple[Photo, np.ndarray]]:
-        """The photos reserved for a page; those of pages that were closed go to the next page that asks."""
+        """The photos reserved for a page.
+
+        Those of pages that were closed go to the next page that asks.
+        """
         now = time.monotonic()
         for key, (seen, held) in list(self._reserved.items()):
             if key != page and (now - seen > RESERVED_SECONDS or len(self._reserved) > MAX_PAGES):
@@ -312,7 +318,10 @@ class LabelPage:
         }
 
     def _more_labels(self, index: Index, labels: dict[str, Label]) -> list[str]:
-        """What more labels are predicted to add to the model in use; computed in a thread, now and then."""
+        """What more labels are predicted to add to the model in use.
+
+        Computed in a thread, now and then.
+        """
         count = len(labels)
         if count < MIN_LABELS or abs(count - self._curve[0]) < CURVE_STEP:
             return self._curve[1] if count >= MIN_LABELS else []

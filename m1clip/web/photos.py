@@ -1,4 +1,7 @@
-"""Search for `m1clip serve`: results, thumbnails, uploads and marks of one index; files by id, never by path."""
+"""Search for `m1clip serve`: results, thumbnails, uploads and marks of one index.
+
+Files by id, never by path.
+"""
 
 import base64
 import contextlib
@@ -46,7 +49,10 @@ Answer = tuple[int, str, bytes]  # status, type, body
 
 
 class Photos:
-    """Answers the requests of the search page. The index may be made, changed or replaced while it is open."""
+    """Answers the requests of the search page.
+
+    The index may be made, changed or replaced while it is open.
+    """
 
     def __init__(
         self, folder: Path | None, model: Path | None = None, runs: Path | None = None
@@ -198,7 +204,10 @@ class Photos:
         return {"groups": shown, "total": len(groups)}
 
     def _photo(self, id_: int, small: bool) -> bytes:
-        """A JPEG of an indexed file, upright and without EXIF data; small ones are kept on disk, by content."""
+        """A JPEG of an indexed file, upright and without EXIF data.
+
+        Small ones are kept on disk, by content.
+        """
         index = self._index
         if index is None:
             raise UserError("no index is open")

@@ -1,6 +1,7 @@
 """`m1clip serve` and `m1clip monitor --web`: a local page for search and runs, served by the standard library.
 
-The page asks for new values of runs every second. This module reads runs only; requests about photos go to `photos`.
+The page asks for new values of runs every second. This module reads runs only; requests about
+photos go to `photos`.
 """
 
 import contextlib
@@ -96,7 +97,10 @@ def details(history: History) -> dict[str, Any]:
 
 
 def rows(history: History, cursor: str) -> dict[str, Any]:
-    """The rows after a cursor ("generation.order"); all of them if earlier ones have changed since."""
+    """The rows after a cursor ("generation.order").
+
+    All of them if earlier ones have changed since.
+    """
     generation, _, order = cursor.partition(".")
     reset = generation != str(history.generation) or not NUMBER.fullmatch(order)
     after = -1 if reset else int(order)
@@ -191,8 +195,10 @@ FILES = (
     "uplot.css",
 )
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -363,7 +369,8 @@ class Handler(BaseHTTPRequestHandler):
     def _allowed(self) -> bool:
         """Reject foreign host names (DNS rebinding) and scripts of other sites, also of this machine.
 
-        The port of `Host` may be another than ours, as in a tunnel over ssh, but `Origin` must be the same address.
+        The port of `Host` may be another than ours, as in a tunnel over ssh, but `Origin` must be
+        the same address.
         """
         host = self.headers.get("Host", "")
         own_host = PORT.sub("", host) in HOSTS
@@ -408,7 +415,8 @@ def serve(
     store = Store(folders)
     if photos is None and not store.update({})["runs"]:
         print(
-            f"{one_line(', '.join(map(str, folders)))}: no runs yet; they appear on the page when they start"
+            f"{one_line(', '.join(map(str, folders)))}: no runs yet; they appear on the page when"
+            " they start"
         )
     try:
         server = Server(store, port, photos)

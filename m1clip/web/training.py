@@ -1,6 +1,7 @@
 """The Train button of the Label page: a background run on the labels, what it gained, and the switch to its model.
 
-All that is remembered is in the folder of the run, so that closing the page or the server loses nothing.
+All that is remembered is in the folder of the run, so that closing the page or the server loses
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ Started = dict[str, Any]  # the content of ABOUT_LABELS
 
 
 class TrainPage:
-    """Answers the requests about training; `opened` and `labels` return the index and its labels."""
+    """Answers the requests about training.
+
+    `opened` and `labels` return the index and its labels.
+    """
 
     def __init__(
         self,
@@ -137,7 +141,10 @@ class TrainPage:
         return {}
 
     def switch(self, data: bytes) -> dict[str, Any]:
-        """Index the photos with the new model in another process; it is searched once it has all vectors."""
+        """Index the photos with the new model in another process.
+
+        It is searched once it has all vectors.
+        """
         index = self._opened()
         found = self._newest(index)
         if found is None or status_of(History(found[0]).poll()).state != "finished":
@@ -232,7 +239,10 @@ def start_options(model: str) -> Sequence[str]:
 
 
 def run_or_model(model: str) -> str:
-    """The name of a model; for the best or last model of a run, which are named alike, that of the run."""
+    """The name of a model.
+
+    For the best or last model of a run, which are named alike, that of the run.
+    """
     path = Path(model)
     return path.parent.name if is_run(path.parent) else path.name
 

@@ -137,7 +137,10 @@ def test_wrong_kernel_is_detected(
     grad, calls = torch.autograd.grad, list[bool]()
 
     def device_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        """The gradient with an error in one number; only in the first call, which is that of the device."""
+        """The gradient with an error in one number.
+
+        Only in the first call, which is that of the device.
+        """
         (found,) = grad(*arguments)
         if not calls:
             found[5, 7] *= 1 + error
@@ -201,7 +204,10 @@ ABORTING = [number for number, error in enumerate(KNOWN_ERRORS) if error.aborts]
 def test_error_that_ends_the_process_is_reported(
     ending: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real process takes the place of Python; it ends in this way if it was asked for the right error."""
+    """A real process takes the place of Python.
+
+    It ends in this way if it was asked for the right error.
+    """
     (number,) = ABORTING
     program = tmp_path / "python"
     program.write_text(

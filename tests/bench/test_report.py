@@ -48,8 +48,8 @@ def test_crossover_in_words(seconds: tuple[float, float], message: str) -> None:
 def test_crossover_lies_between_measured_batch_sizes() -> None:
     found = "\n".join(verdict(sweep_results()))
     assert (
-        "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal"
-        in found
+        "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts"
+        " equal" in found
     )
     # 66 ms against 21 ms.
     assert "original in bf16: cuda is faster than the CPU at every batch size measured" in found

@@ -140,7 +140,8 @@ def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float
 
 
 def test_ratios_compare_steps_of_same_round() -> None:
-    # The machine was twice as slow in the second round: ratios of medians would blur, paired ones do not.
+    # The machine was twice as slow in the second round: ratios of medians would blur, paired ones
+    # do not.
     found = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
     assert found["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
     assert found["gemm_fraction"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100

@@ -105,7 +105,10 @@ def test_training_with_triton_kernels_matches_torch(way: Callable[[Any], Any]) -
 
 
 def test_compiled_step_does_not_recompile_for_each_batch() -> None:
-    """The number of captions may differ from step to step; after some recompilations torch stops compiling."""
+    """The number of captions may differ from step to step.
+
+    After some recompilations torch stops compiling.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     shape = with_fields(PRESETS["ViT-B-32"], vision_layers=1, text_layers=2, vocab_size=500)

@@ -21,7 +21,10 @@ def row(word: str) -> np.ndarray:
 
 
 def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) -> list[str]:
-    """Fill two rows at a time and return the computed ones; interrupted after `stop_after` blocks."""
+    """Fill two rows at a time and return the computed ones.
+
+    Interrupted after `stop_after` blocks.
+    """
     asked: list[str] = []
 
     def compute(

@@ -91,7 +91,10 @@ def test_mapped_images_pickle_by_their_path(tmp_path: Path) -> None:
 
 
 def build(folder: Path, log: Path, pause: float, hang_after: float = math.inf) -> None:
-    """Cache a dataset slowly, with one byte in the log for each decoded image; wait to be killed after some."""
+    """Cache a dataset slowly, with one byte in the log for each decoded image.
+
+    Wait to be killed after some.
+    """
     honest, cache.SAVE_SECONDS = decoding.to_square, 0.0
 
     def slow(*arguments: Any) -> np.ndarray:

@@ -75,7 +75,10 @@ def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits of pixels as for images 10,000 times as large; above twice its own, Pillow raises an error."""
+    """Limits of pixels as for images 10,000 times as large.
+
+    Above twice its own, Pillow raises an error.
+    """
     monkeypatch.setattr(images, "MAX_PIXELS", 6_400)
     monkeypatch.setattr(images, "MAX_JPEG_PIXELS", 25_600)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8_900)

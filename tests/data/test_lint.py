@@ -25,7 +25,10 @@ def good(count: int, start: int = 0) -> dict[str, bytes]:
 def make(
     folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None
 ) -> Path:
-    """Write a captions table; without `rows`, each file has its own caption and is in train, the last in val."""
+    """Write a captions table.
+
+    Without `rows`, each file has its own caption and is in train, the last in val.
+    """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / "images" / name).write_bytes(data)
@@ -217,7 +220,8 @@ def test_flickr8k_as_checked_by_hand() -> None:
     if not FLICKR8K.is_dir():
         pytest.skip("shared/data/flickr8k-112 is not here")
     report = lint(open_source(str(FLICKR8K)))
-    # Captions and bytes were counted from the CSV and the files by another script, near-duplicates by eye.
+    # Captions and bytes were counted from the CSV and the files by another script, near-duplicates
+    # by eye.
     near = {"leak-near": 4, "duplicate-near": 2, "duplicate-identical": 1}
     assert counts(report) == {**near, "duplicate-caption": 19, "shared-caption": 221}
     assert "2851198725_37b6027625.jpg" in of(report, "duplicate-identical")[0]

@@ -219,7 +219,10 @@ def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
 
 
 class RecordedImages(LazyImages):
-    """Images that are drawn; each read appends how many images it was asked for to a file of its process."""
+    """Images that are drawn.
+
+    Each read appends how many images it was asked for to a file of its process.
+    """
 
     in_processes = False
 

@@ -1,4 +1,7 @@
-"""Decoding JPEG on a GPU: what is sent there, its squares, and what is left to the CPU. The decoder is simulated."""
+"""Decoding JPEG on a GPU: what is sent there, its squares, and what is left to the CPU.
+
+The decoder is simulated.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""RAW files give their largest JPEG preview, upright and with its date; damaged ones are refused or read as TIFF."""
+"""RAW files give their largest JPEG preview, upright and with its date.
+
+Damaged ones are refused or read as TIFF.
+"""
 
 import struct
 from contextlib import suppress

@@ -36,7 +36,10 @@ def from_scores(scores: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
 def reference_ranks(
     image: np.ndarray, text: np.ndarray, image_index: np.ndarray
 ) -> tuple[list[int], list[int]]:
-    """Reference implementation: float64, one query at a time; at a tie, wrong candidates come first."""
+    """Reference implementation: float64, one query at a time.
+
+    At a tie, wrong candidates come first.
+    """
     scores = np.round(text.astype(np.float64) @ image.astype(np.float64).T, 5)  # (texts, images)
 
     def best_rank(row: np.ndarray, right: np.ndarray) -> int:

@@ -1,4 +1,7 @@
-"""examples/ios agrees with what the Core ML export writes. It is not compiled: no Swift toolchain is needed here."""
+"""examples/ios agrees with what the Core ML export writes.
+
+It is not compiled: no Swift toolchain is needed here.
+"""
 
 import inspect
 import json

@@ -1,4 +1,7 @@
-"""Folders for transformers.js, Immich and sentence-transformers; test_programs.py opens them with those programs."""
+"""Folders for transformers.js, Immich and sentence-transformers.
+
+test_programs.py opens them with those programs.
+"""
 
 import json
 import runpy
@@ -20,12 +23,18 @@ pytest.importorskip("onnx", reason="needs the extra `export`")
 NOISE = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
 TEXTS = ["a red ball", "two cats!", ""]
 FILES = {
-    "transformers.js": "config.json onnx/text_model.onnx onnx/vision_model.onnx preprocess.json "
-    "preprocessor_config.json tokenizer.json tokenizer_config.json",
-    "immich": "config.json preprocess.json textual/model.onnx textual/tokenizer.json textual/tokenizer_config.json "
-    "visual/model.onnx visual/preprocess_cfg.json",
-    "sentence-transformers": "config.json merges.txt model.safetensors modules.json preprocessor_config.json "
-    "special_tokens_map.json tokenizer_config.json vocab.json",
+    "transformers.js": (
+        "config.json onnx/text_model.onnx onnx/vision_model.onnx preprocess.json "
+        "preprocessor_config.json tokenizer.json tokenizer_config.json"
+    ),
+    "immich": (
+        "config.json preprocess.json textual/model.onnx textual/tokenizer.json"
+        " textual/tokenizer_config.json visual/model.onnx visual/preprocess_cfg.json"
+    ),
+    "sentence-transformers": (
+        "config.json merges.txt model.safetensors modules.json preprocessor_config.json "
+        "special_tokens_map.json tokenizer_config.json vocab.json"
+    ),
 }
 
 

@@ -139,7 +139,10 @@ def test_onnx_example_runs_without_torch_and_m1clip(
     example = exported / "example.py"
     assert len(example.read_text().splitlines()) <= 45
     Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
-    code = f"import runpy; sys.argv = [''] + sys.argv[1:]; runpy.run_path({str(example)!r}, run_name='__main__')"
+    code = (
+        f"import runpy; sys.argv = [''] + sys.argv[1:]; runpy.run_path({str(example)!r},"
+        " run_name='__main__')"
+    )
     out = without("torch m1clip onnx", code, tmp_path / "photo.png", *TEXTS[:2])
     found = [float(line.split()[0]) for line in out.splitlines()]
     np.testing.assert_allclose(
@@ -149,7 +152,10 @@ def test_onnx_example_runs_without_torch_and_m1clip(
 
 def test_loading_an_onnx_folder_does_not_import_torch(exported: Path, tmp_path: Path) -> None:
     Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
-    code = "import m1clip; print(m1clip.load(sys.argv[1]).classify(sys.argv[2], ['a', 'b'])); print(list(sys.modules))"
+    code = (
+        "import m1clip; print(m1clip.load(sys.argv[1]).classify(sys.argv[2], ['a', 'b']));"
+        " print(list(sys.modules))"
+    )
     out = without("torch onnx", code, exported, tmp_path / "photo.png")
     assert "m1clip.data.cache" not in out
 

@@ -20,7 +20,8 @@ import m1clip
 from m1clip.export.layouts import IMMICH_NAMES, export
 from m1clip.model.folder import read_model
 
-# NODE_FOLDER: with node_modules. IMMICH: machine-learning/ of Immich's repository. MODEL: instead of a tiny one.
+# NODE_FOLDER: with node_modules. IMMICH: machine-learning/ of Immich's repository. MODEL: instead
+# of a tiny one.
 NODE, IMMICH = os.environ.get("NODE_FOLDER", ""), os.environ.get("IMMICH", "")
 IMMICH_PYTHON, SCREENSHOT = (
     os.environ.get("IMMICH_PYTHON", "python3"),

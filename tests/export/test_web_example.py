@@ -1,4 +1,7 @@
-"""examples/web: a page that searches precomputed vectors, in Chromium; `make test-export` installs what it needs."""
+"""examples/web: a page that searches precomputed vectors, in Chromium.
+
+`make test-export` installs what it needs.
+"""
 
 import functools
 import os

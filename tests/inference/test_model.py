@@ -124,8 +124,8 @@ def pretrained_model() -> Model:
     return Model(TorchEncoder(clip, tokenizer, Preprocess(image_size=64)))
 
 
-# Largest difference between entries of two unit vectors; products of other shapes are summed in another order, and bf16
-# rounds each of them to 8 bits.
+# Largest difference between entries of two unit vectors; products of other shapes are summed in
+# another order, and bf16 rounds each of them to 8 bits.
 ROUNDING = {"fp32": 1e-5, "bf16": 0.02}
 SOME_TEXTS = [
     "",
@@ -418,7 +418,10 @@ def test_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None
     with pytest.raises((UserError, BadImage)) as caught:
         model.encode_image(value)
     assert "\n" not in str(caught.value)
-    words = r"encode_image takes|must be \(height|no pixels|missing|not a file|^the bytes of an image: not an image"
+    words = (
+        r"encode_image takes|must be \(height|no pixels|missing|not a file|^the bytes of an image:"
+        r" not an image"
+    )
     assert re.search(words, str(caught.value))
 
 

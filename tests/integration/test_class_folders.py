@@ -31,7 +31,10 @@ COLORS = {
 
 
 def class_folders(folder: Path) -> Path:
-    """train, val and test with a folder of images for each color; no gray image is in val or test."""
+    """train, val and test with a folder of images for each color.
+
+    No gray image is in val or test.
+    """
     draw = random.Random(0)
     for split, count in (("train", 12), ("val", 5), ("test", 4)):
         for name, color in COLORS.items():

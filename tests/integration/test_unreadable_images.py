@@ -114,7 +114,8 @@ def broken_run(tmp_path: Path, fraction: float, cache: str, name: str = "run", *
 def test_training_continues_with_five_percent_bad_files_and_names_each_once(
     tmp_path: Path, cache: str, workers: int
 ) -> None:
-    # Twelve steps of 16 are one epoch of 200: each broken file is read, except those outside full batches.
+    # Twelve steps of 16 are one epoch of 200: each broken file is read, except those outside full
+    # batches.
     run = broken_run(tmp_path, 0.05, cache, **{"train.steps": 12, "data.workers": workers})
     records = list(read_log(run))
     skipped = [record for record in records if record["kind"] == "skipped"]

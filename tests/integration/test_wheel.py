@@ -123,8 +123,8 @@ def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
     scripts = venv / ("Scripts" if os.name == "nt" else "bin")
     run(scripts / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
-    # Libraries come from this environment, but not its editable m1clip: .pth files in a folder added by a .pth file
-    # are not read.
+    # Libraries come from this environment, but not its editable m1clip: .pth files in a folder
+    # added by a .pth file are not read.
     site = Path(
         run(
             scripts / "python",

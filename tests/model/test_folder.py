@@ -78,7 +78,10 @@ def test_load_open_clip_training_checkpoint_with_module_prefix(
 
 
 def test_load_open_clip_custom_text_clip(trained: Model, openclip: Path) -> None:
-    """Its text tower has the prefix `text.`; OpenAI's own files contain numbers besides the weights."""
+    """Its text tower has the prefix `text.`.
+
+    OpenAI's own files contain numbers besides the weights.
+    """
     parts = (
         "token_embedding",
         "positional_embedding",
@@ -201,12 +204,18 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     [
         (
             {"model_type": "dinov2", "architectures": ["Dinov2Model"]},
-            r"config.json: dinov2 \(Dinov2Model\), a model of transformers; supported: CLIP and .* --image-tower",
+            (
+                r"config.json: dinov2 \(Dinov2Model\), a model of transformers; supported: CLIP and"
+                r" .* --image-tower"
+            ),
         ),
         ({"model_type": "bert"}, "config.json: bert, a model of transformers; supported: "),
         (
             {"architecture": "vit_base_patch16_224", "num_classes": 1000, "pretrained_cfg": {}},
-            "config.json: vit_base_patch16_224, a model of timm; supported: CLIP and SigLIP of transformers",
+            (
+                "config.json: vit_base_patch16_224, a model of timm; supported: CLIP and SigLIP of"
+                " transformers"
+            ),
         ),
     ],
 )

@@ -40,7 +40,10 @@ VARIABLES = ("HF_HOME", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS
 
 @pytest.fixture
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A running server with the repository someone/model; the cache and the current folder are empty."""
+    """A running server with the repository someone/model.
+
+    The cache and the current folder are empty.
+    """
     server = FakeHub()
     server.repositories["someone/model"] = Repository(dict(FILES))
     server.start()

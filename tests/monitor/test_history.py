@@ -106,7 +106,10 @@ def test_new_entry_in_table_of_fields_has_a_curve(
 
 
 def test_best_of_many_evaluations_is_exact(tmp_path: Path) -> None:
-    """2,000 evaluations are downsampled; the best is not, whichever it is, and also after a rollback."""
+    """2,000 evaluations are downsampled.
+
+    The best is not, whichever it is, and also after a rollback.
+    """
     history = History(tmp_path)
     for number in range(1, 2001):
         recall = {1333: 0.9, 1777: 0.95}.get(number, 0.2 + number / 10_000)

@@ -1,4 +1,7 @@
-"""The rule for vanishing and exploding gradients; tests/training/test_analyses.py has it judge real models."""
+"""The rule for vanishing and exploding gradients.
+
+Tests/training/test_analyses.py has it judge real models.
+"""
 
 import pytest
 

@@ -2,8 +2,9 @@
 
     PEERS_PYTHON tests/parity/adapters.py OUT.json
 
-Runs in the environment of the peers, with m1clip on PYTHONPATH. Weights are random; sizes are small where the name says
-so. Compared are ids, pixels and features, then the features of the saved folder, and those of the ONNX export.
+Runs in the environment of the peers, with m1clip on PYTHONPATH. Weights are random; sizes are small
+where the name says so. Compared are ids, pixels and features, then the features of the saved
+folder, and those of the ONNX export.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python tests/parity/compare.py PEERS_PYTHON [--models ViT-S-16 ViT-B-32-quickgelu] [--json FILE] [--record FILE]
 
-For each model: theirs -> ours (their library writes the folder, m1clip loads it) and ours -> theirs (m1clip export
-writes it, their library loads it). Compared are pixels, text ids, features and the logit scale.
+For each model: theirs -> ours (their library writes the folder, m1clip loads it) and ours -> theirs
+(m1clip export writes it, their library loads it). Compared are pixels, text ids, features and the
+logit scale.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def siglip(
     context: int = 64,
     **changes: Any,
 ) -> CLIPConfig:
-    """A SigLIP with the same sizes in both towers, as those of Google have; few tokens, since weights are random."""
+    """A SigLIP with the same sizes in both towers, as those of Google have.
+
+    Few tokens, since weights are random.
+    """
     both: dict[str, Any] = {"width": width, "layers": layers, "heads": heads, "norm_eps": 1e-6}
     both |= {"activation": activation, **changes}
     return CLIPConfig(
@@ -138,7 +142,10 @@ def ours_encoded(bundle: Model) -> Outputs:
 
 
 def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
-    """Largest difference of each output; ids count up to the EOT token, after which nothing has an effect."""
+    """Largest difference of each output.
+
+    Ids count up to the EOT token, after which nothing has an effect.
+    """
     eot = int(ours["eot"])
     ids = [
         list(row[: int(np.argmax(row == eot)) + 1])
@@ -360,7 +367,8 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     print(
-        f"{'model':30} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9} {'scale':>9}"
+        f"{'model':30} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9}"
+        f" {'scale':>9}"
     )
     for name in asked.models:
         for kind in ("openclip", "hf") if name != ADAPTERS else ():

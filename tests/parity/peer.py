@@ -1,9 +1,11 @@
 """The other side of the parity check: runs in a Python with open_clip or transformers, on folders and files.
 
-python peer.py make KIND CONFIG.json FOLDER    a model with the weights of inputs.py, in their own format
-python peer.py encode KIND FOLDER OUT.npz      encode the images and sentences with their code
+python peer.py make KIND CONFIG.json FOLDER    a model with the weights of inputs.py, in their own
+format python peer.py encode KIND FOLDER OUT.npz      encode the images and sentences with their
+code
 
-KIND is openclip or hf, and openclip-siglip or hf-siglip, whose folders have a tokenizer of their own.
+KIND is openclip or hf, and openclip-siglip or hf-siglip, whose folders have a tokenizer of their
+own.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ SQUASHED = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resize_mode": "squ
 
 
 def make_siglip(kind: str, config: dict[str, Any], folder: Path) -> None:
-    """A SigLIP with a tokenizer; a large vocabulary means SigLIP 2's, with images that are resized bilinearly."""
+    """A SigLIP with a tokenizer.
+
+    A large vocabulary means SigLIP 2's, with images that are resized bilinearly.
+    """
     gemma = config.pop("tokenizer") == "gemma"
     model: torch.nn.Module
     if kind == "openclip-siglip":

@@ -17,7 +17,10 @@ SPACE = "\u2581"
 
 
 def write_sentencepiece(folder: Path, vocab_size: int = 120) -> None:
-    """spiece.model as T5 and SigLIP have it: <pad> 0, </s> 1, <unk> 2; needs the library sentencepiece."""
+    """spiece.model as T5 and SigLIP have it: <pad> 0, </s> 1, <unk> 2.
+
+    Needs the library sentencepiece.
+    """
     import sentencepiece
 
     corpus = folder / "corpus.txt"
@@ -36,7 +39,10 @@ def write_sentencepiece(folder: Path, vocab_size: int = 120) -> None:
 
 
 def gemma_json() -> str:
-    """tokenizer.json as Gemma has it: BPE with bytes for unknown characters; <pad> 0, <eos> 1, <bos> 2."""
+    """tokenizer.json as Gemma has it: BPE with bytes for unknown characters.
+
+    <pad> 0, <eos> 1, <bos> 2.
+    """
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     letters = [SPACE, *sorted({letter for text in CORPUS for letter in text if letter != " "})]
     merges = [("t", "h"), ("th", "e"), (SPACE, "a"), ("o", "n"), ("d", "o"), ("i", "n"), ("a", "t")]

@@ -20,7 +20,10 @@ SECONDS = 120  # only a test that fails takes so long
 
 
 def bounded(function: Callable[[], Any], room: int = ROOM, seconds: int = SECONDS) -> str:
-    """How the function ended: "ok", "UserError: ...", or the name of what broke; memory and time are limited."""
+    """How the function ended: "ok", "UserError: ...", or the name of what broke.
+
+    Memory and time are limited.
+    """
     here, there = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_run, args=(function, there, room, seconds))
     process.start()

@@ -141,7 +141,10 @@ def test_lost_disk_is_a_one_line_error() -> None:
     lazy = LazyImages(lost, 16, timeout=0.05)
     with pytest.raises(
         UserError,
-        match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with --resume",
+        match=(
+            r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with"
+            r" --resume"
+        ),
     ):
         lazy.try_read(np.arange(30))
     for each in lost:

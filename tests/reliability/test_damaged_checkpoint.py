@@ -51,7 +51,10 @@ DAMAGES: tuple[Damage, ...] = (truncated, bit_flipped, zero_filled, longer, of_a
 
 
 def damage_checkpoints(folder: Path, times: int, seed: int) -> int:
-    """Damage the newest of three checkpoints in random ways; returns how often the one before was used."""
+    """Damage the newest of three checkpoints in random ways.
+
+    Returns how often the one before was used.
+    """
     draw = random.Random(seed)
     found = 0
     original = folder / "original"

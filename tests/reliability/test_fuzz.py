@@ -1,4 +1,7 @@
-"""Fuzzing: every reader of untrusted files gets changed files; only one-line errors are allowed, and no hangs."""
+"""Fuzzing: every reader of untrusted files gets changed files.
+
+Only one-line errors are allowed, and no hangs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Promise 10: hostile files. No code runs, nothing is written elsewhere, memory is limited, the error is one line."""
+"""Promise 10: hostile files.
+
+No code runs, nothing is written elsewhere, memory is limited, the error is one line.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,10 @@ def hashes(run: Path, steps: int) -> dict[str, str]:
 def killed_run(
     folder: Path, workers: int, kills: int, steps: int, apart: int, seed: int
 ) -> dict[str, float]:
-    """Kill a run, resume it, and so on; compare with an undisturbed one. Fewer than `apart` steps between kills."""
+    """Kill a run, resume it, and so on; compare with an undisturbed one.
+
+    Fewer than `apart` steps between kills.
+    """
     words = small_arguments({**CHANGES, "data.workers": workers, "train.steps": steps})
     samples, run = folder / "killed.txt", folder / "killed"
     draw, children, inside_epoch = random.Random(seed), list[psutil.Process](), 0

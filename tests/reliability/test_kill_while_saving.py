@@ -1,4 +1,7 @@
-"""Promise 2: a process killed at any point of a save leaves a valid checkpoint; an incomplete one is never loaded."""
+"""Promise 2: a process killed at any point of a save leaves a valid checkpoint.
+
+An incomplete one is never loaded.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def save_forever(run: Path, step: int, size: int, done: Path) -> None:
 
 
 def check_after_kill(run: Path, reported: int, size: int) -> int:
-    """The newest reported checkpoint or a later one is loaded, and nothing incomplete is left; returns its step."""
+    """The newest reported checkpoint or a later one is loaded, and nothing incomplete is left.
+
+    Returns its step.
+    """
     for step in saved_steps(run):
         assert verify(checkpoint_folder(run, step)) == ""
     kept = load_latest(run, CPU)
@@ -71,7 +77,10 @@ def check_after_kill(run: Path, reported: int, size: int) -> int:
 
 
 def killed_saves(run: Path, kills: int, size: int, seed: int) -> tuple[int, int]:
-    """Kill a saving process at random moments; returns the last step, and how many kills were inside a save."""
+    """Kill a saving process at random moments.
+
+    Returns the last step, and how many kills were inside a save.
+    """
     draw = random.Random(seed)
     step, inside, done = 0, 0, run / "done"
     begin = time.perf_counter()

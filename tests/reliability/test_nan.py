@@ -17,7 +17,10 @@ STEPS = 30
 
 
 def run_with_nan(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train with one NaN image in each of these steps; the weights stay finite, and each step is logged."""
+    """Train with one NaN image in each of these steps.
+
+    The weights stay finite, and each step is logged.
+    """
 
     def break_image(train_step: TrainStep, batch: Batch, step: int) -> None:
         if step in at:

@@ -151,7 +151,10 @@ def test_training_continues_without_standard_output(tmp_path: Path, output: str)
         [
             "bash",
             "-c",
-            f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --out run {output}",
+            (
+                f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --out run"
+                f" {output}"
+            ),
         ],
         cwd=tmp_path,
         env=environment(),

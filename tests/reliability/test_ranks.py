@@ -103,7 +103,8 @@ def disturb(
     run = tmp_path / "run"
     words = ["train", *small_arguments({**TINY, "train.fsdp": shard}), "--out", str(run)]
     for number in range(kills):
-        # Ranks wait before a step until the victim is killed: the test does not depend on how fast they are.
+        # Ranks wait before a step until the victim is killed: the test does not depend on how fast
+        # they are.
         step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
         ranks = start_ranks([words] * draw.choice([2, 3]), tmp_path, gate=(step, gate))
         victim = draw.choice(ranks)

@@ -24,7 +24,8 @@ from m1clip.training.checkpoint import checkpoint_folder, saved_steps, verify
 from m1clip.training.process import lock_run
 
 CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5}
-# By phase: a function that runs in it, the seconds added to it, and the longest wait before the signal.
+# By phase: a function that runs in it, the seconds added to it, and the longest wait before the
+# signal.
 PHASES: dict[str, tuple[str, float, float]] = {
     "training": ("m1clip.training.schedule.lr_fraction", 0.1, 1.5),
     "evaluation": ("m1clip.evaluation.retrieval.retrieval", 0.3, 0.25),

@@ -34,7 +34,10 @@ Samples = dict[tuple[str, str], list[tuple[float, float]]]
 
 
 def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
-    """Train for some time with a monitor in a terminal and a web page that is visited; returns run and samples."""
+    """Train for some time with a monitor in a terminal and a web page that is visited.
+
+    Returns run and samples.
+    """
     run, samples, ended = folder / "run", defaultdict[Any, Any](list), threading.Event()
     changes = {
         "train.steps": 10_000_000,
@@ -44,7 +47,8 @@ def soak(folder: Path, seconds: float, every: float) -> tuple[Path, Samples]:
     }
     changes |= {"train.eval_every": EVERY["eval"], "train.save_every": EVERY["checkpoint"]}
     trainer = Command("train", *small_arguments(changes), "--out", "run", cwd=folder)
-    # The first evaluation starts the threads of numpy's matmuls, and the first save opens its files.
+    # The first evaluation starts the threads of numpy's matmuls, and the first save opens its
+    # files.
     trainer.wait_until(lambda: has_records(run, "eval", "checkpoint"))
     page = Command("monitor", "run", "--web", "--port", "0", "--no-browser", cwd=folder)
     page.wait_until(lambda: re.search(r"http://\S+/", page.read()[0]))
@@ -114,7 +118,10 @@ def terminal(run: Path, ended: threading.Event) -> Iterator[tuple[int, list[int]
 
 
 def visit(url: str) -> int:
-    """Open the page, follow the run for five polls, look at its last snapshot; returns the bytes read."""
+    """Open the page, follow the run for five polls, look at its last snapshot.
+
+    Returns the bytes read.
+    """
     key, cursor, read = "none", "new", 0
     for _ in range(5):
         with urllib.request.urlopen(f"{url}api/update?{key}={cursor}", timeout=30) as answer:

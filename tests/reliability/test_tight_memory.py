@@ -86,7 +86,10 @@ def address_space() -> int:
 
 def train(folder: Path, how: str, changes: dict[str, Any]) -> Path:
     """Train in a new process that runs short of memory in this way."""
-    code = f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main import main; main()"
+    code = (
+        f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main"
+        " import main; main()"
+    )
     words = [
         sys.executable,
         "-c",
@@ -114,7 +117,10 @@ def losses(run: Path) -> list[float]:
 
 
 def compare(run: Path, reference: Path, why: str) -> tuple[int, float]:
-    """It was reported, the batch and the weights stayed the same; returns the halvings and the largest difference."""
+    """It was reported, the batch and the weights stayed the same.
+
+    Returns the halvings and the largest difference.
+    """
     reported = [line for line in read_log(run) if line.get("event") == "low memory"]
     assert reported, "memory never ran low: the test is void"
     assert [line["micro_batch"] for line in reported] == [

@@ -1,4 +1,7 @@
-"""Promise 6: one writer per run. A second one gets an error with the first one's pid; a lock ends with its process."""
+"""Promise 6: one writer per run.
+
+A second one gets an error with the first one's pid; a lock ends with its process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def contend(run: Path, start: Any, answers: Connection) -> None:
 
 
 def one_round(run: Path, contenders: int) -> None:
-    """Exactly one gets the lock, the others name its pid; then it is killed, and the run is free."""
+    """Exactly one gets the lock, the others name its pid.
+
+    Then it is killed, and the run is free.
+    """
     start = SERVER.Event()
     pipes = [SERVER.Pipe() for _ in range(contenders)]
     processes = [SERVER.Process(target=contend, args=(run, start, there)) for _, there in pipes]

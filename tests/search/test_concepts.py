@@ -1,4 +1,7 @@
-"""Taught words: found by their examples, combined with text, forgotten; duplicates in groups with the best first."""
+"""Taught words: found by their examples, combined with text, forgotten.
+
+Duplicates in groups with the best first.
+"""
 
 import json
 import shutil

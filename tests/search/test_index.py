@@ -1,4 +1,7 @@
-"""An index after any changes, kills and full disks equals a new one; unchanged files are not read, bad ones listed."""
+"""An index after any changes, kills and full disks equals a new one.
+
+Unchanged files are not read, bad ones listed.
+"""
 
 import contextlib
 import errno
@@ -332,7 +335,10 @@ def slow_saves(hang_after: float = math.inf) -> None:
 def kill_at_random_moments(
     photos: Path, model: Path, kills: int, seconds: float, hang_after: float = math.inf
 ) -> int:
-    """Index again and again, and kill it each time; returns the number of kills before it was finished."""
+    """Index again and again, and kill it each time.
+
+    Returns the number of kills before it was finished.
+    """
     chance, interrupted, database = random.Random(0), 0, photos / INDEX_FOLDER / DATABASE
     for _ in range(kills):
         began = time.time()  # it writes to the database when it starts
@@ -725,8 +731,8 @@ def test_trigger_whose_name_belongs_to_sqlite_is_rejected(gift: Path) -> None:
         gift / INDEX_FOLDER,
         "CREATE TRIGGER hidden AFTER UPDATE ON models BEGIN DELETE FROM images; END",
         "PRAGMA writable_schema = ON",
-        "UPDATE sqlite_master SET name = 'sqlite_hidden', sql = replace(sql, 'hidden', 'sqlite_hidden') "
-        "WHERE type = 'trigger'",
+        "UPDATE sqlite_master SET name = 'sqlite_hidden', sql = replace(sql, 'hidden',"
+        " 'sqlite_hidden') WHERE type = 'trigger'",
     )
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="other tables than m1clip's"):

@@ -180,7 +180,10 @@ def test_run_with_and_without_analyses_has_the_same_weights_and_log(
 def test_interrupted_evaluation_loses_no_analysis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values are in the log before the evaluation begins; the resumed run evaluates without the gradients."""
+    """The values are in the log before the evaluation begins.
+
+    The resumed run evaluates without the gradients.
+    """
     with monkeypatch.context() as patch:
 
         def interrupted(run: Any) -> Any:

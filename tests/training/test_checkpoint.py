@@ -260,7 +260,10 @@ def test_saves_by_the_clock_and_after_sleep_only_once(
 
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (0, []), (None, [3, 6, 9])])
 def test_saves_by_steps_or_after_evaluations(every: int | None, expected: list[int]) -> None:
-    """Without --save-every, a checkpoint follows each evaluation; the loop saves the last step in any case."""
+    """Without --save-every, a checkpoint follows each evaluation.
+
+    The loop saves the last step in any case.
+    """
     due = [step for step in range(12) if SaveTimer(every).due(step, evaluated=step % 3 == 0)]
     assert due == expected
 
@@ -268,7 +271,10 @@ def test_saves_by_steps_or_after_evaluations(every: int | None, expected: list[i
 def test_large_checkpoint_after_an_evaluation_waits_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may take longer to write than the steps between two evaluations; --save-every is not changed."""
+    """It may take longer to write than the steps between two evaluations.
+
+    --save-every is not changed.
+    """
     monkeypatch.setattr(checkpoint, "LARGE", 8)  # bytes; the fake model has more
     now = [100.0]
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])

@@ -1,4 +1,7 @@
-"""Several ranks against one process: batches, losses, gradients, weights; memory, evaluation, checkpoints."""
+"""Several ranks against one process: batches, losses, gradients, weights.
+
+Memory, evaluation, checkpoints.
+"""
 
 import copy
 import dataclasses
@@ -127,7 +130,10 @@ def double_step(inputs: RunInputs) -> TrainStep:
 
 
 def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[RunInputs, TrainStep]:
-    """The frozen recipe in float64, with dropout in both heads; features are cached in the folder."""
+    """The frozen recipe in float64, with dropout in both heads.
+
+    Features are cached in the folder.
+    """
     changes = {
         "train.batch_size": 18,
         "train.micro_batch": micro_batch,
@@ -244,7 +250,10 @@ def test_host_copies_for_mps_give_the_same_bits(cache: Path) -> None:
 
 
 def disturbances(ranks: Ranks) -> dict[str, Any]:
-    """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
+    """What rank 1 alone meets: too little memory, a result that is not finite.
+
+    And what rank 0 alone reads.
+    """
     distributed.BUCKET_VALUES = 1000
     inputs, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
     found: dict[str, Any] = {}
@@ -343,7 +352,10 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 def shard(ranks: Ranks) -> dict[str, Any]:
-    """Checkpoints after some steps, with and without sharding; then each continues from that of the other."""
+    """Checkpoints after some steps, with and without sharding.
+
+    Then each continues from that of the other.
+    """
     common, found = (
         prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})),
         dict[str, Any](),

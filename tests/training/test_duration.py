@@ -164,7 +164,8 @@ def test_a_quiet_run_is_hardly_corrected(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_minutes_end_in_time_under_a_load_that_begins_or_ends(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The load changes before the test split is encoded: what begins after the last step cannot be answered.
+    # The load changes before the test split is encoded: what begins after the last step cannot be
+    # answered.
     seconds, plan, _ = simulate(120, random_load(seed, 110), monkeypatch)
     assert seconds == pytest.approx(120, rel=0.05)
     assert scheduled_lr_fraction(OptimConfig(), plan, plan.total_steps - 1) < 0.02, (

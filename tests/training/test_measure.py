@@ -57,7 +57,10 @@ TABLE = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replaces the measurement by a table of seconds, 0 for a wrong gradient; returns it, the calls and the load."""
+    """Replaces the measurement by a table of seconds, 0 for a wrong gradient.
+
+    Returns it, the calls and the load.
+    """
     table, calls, load = dict(TABLE), list[int](), {"others": 0.0}
 
     def measure(config: Any, start: Any, facts: Any, options: Any, tokens: int, batch: int) -> Any:
@@ -129,8 +132,8 @@ def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured:
     assert Path(choice.kept_at).exists()
     text = drop_contradicted(values, 1.3 * per_image)
     assert (
-        "slower than those that were measured with cpu bf16; the kept choice of cuda bf16 is dropped"
-        in text
+        "slower than those that were measured with cpu bf16; the kept choice of cuda bf16 is"
+        " dropped" in text
     )
     assert not Path(choice.kept_at).exists()
     assert drop_contradicted(dataclasses.asdict(Choice("cpu", "fp32")), 9.0) == "", (

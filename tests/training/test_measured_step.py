@@ -40,7 +40,10 @@ def test_lines_kept_by_the_stage_timer_are_bounded() -> None:
 def test_run_without_stages_in_flight_has_them_from_synchronized_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on MPS: the phases are silent, so that one step is synchronized; its result is the same."""
+    """As on MPS: the phases are silent, so that one step is synchronized.
+
+    Its result is the same.
+    """
 
     def silent(self: Phases, kind: str = "cpu") -> None:
         original(self, kind)

@@ -119,8 +119,8 @@ def test_components_of_the_process() -> None:
         tensor_peak=750,
         persistent=400,
     )
-    # 1000 - 100 of weights - 50 of data - 20 free; 750 - 700 listed; 390 more in use, 300 of them tensors;
-    # 450 free, of which 350 were tensors at the peak.
+    # 1000 - 100 of weights - 50 of data - 20 free; 750 - 700 listed; 390 more in use, 300 of them
+    # tensors; 450 free, of which 350 were tensors at the peak.
     assert parts == {"libraries": 830, "temporary": 50, "caches": 90, "allocator": 100}
 
 

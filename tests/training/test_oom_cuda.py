@@ -1,4 +1,7 @@
-"""Out of memory and synchronization on a real GPU; test_oom.py and test_recovery.py run on the CPU."""
+"""Out of memory and synchronization on a real GPU.
+
+test_oom.py and test_recovery.py run on the CPU.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -20,7 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 BATCH, STEPS = 512, 6
 ON_CUDA: dict[str, Any] = {"train.device": "cuda", "optim.optimizer": "adamw"}
-# The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
+# The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch
+# takes half of it.
 LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.synthetic_images": 1100,
          "train.batch_size": BATCH, "train.steps": STEPS,
          "optim.lr": 1e-4}  # fmt: skip

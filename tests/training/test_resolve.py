@@ -1,4 +1,7 @@
-"""Deciding a run: the recipe, batch sizes, augmentation; a pure function of settings, data and machine."""
+"""Deciding a run: the recipe, batch sizes, augmentation.
+
+A pure function of settings, data and machine.
+"""
 
 import dataclasses
 import tomllib

@@ -157,7 +157,8 @@ def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str) -> None:
 
 def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
-        # AdamW: Muon makes even the smallest direction of a gradient count as much as the largest, rounding too.
+        # AdamW: Muon makes even the smallest direction of a gradient count as much as the largest,
+        # rounding too.
         changes = {"train.precision": precision, "optim.optimizer": "adamw"}
         run_small(tmp_path / precision, changes)
     exact, rough = losses_of(tmp_path / "fp32"), losses_of(tmp_path / "bf16")

@@ -127,7 +127,10 @@ def test_new_loss_works_in_micro_batches_and_blocks(
 def test_checkpointing_gives_same_gradient(
     precision: str, micro_batch: int, tolerance: float
 ) -> None:
-    """Autocast caches cast weights; one cast without a graph must not be reused in a pass with one."""
+    """Autocast caches cast weights.
+
+    One cast without a graph must not be reused in a pass with one.
+    """
     changes = {"train.precision": precision, "train.micro_batch": micro_batch}
     inputs, plain = make(changes)
     batch = inputs.training[0]

@@ -269,7 +269,8 @@ def test_frozen_recipe_adapts_the_heads_of_a_trained_model(
     assert (decided.config.transfer.recipe, decided.config.transfer.init) == ("frozen", str(first))
     adapters = {"embeddings", "features"} if kind == "scratch" else {"features"}
     assert decided.config.transfer.adapter in adapters
-    # Heads of a frozen run have one kind of adapter, so with the user's learning rate nothing is tried.
+    # Heads of a frozen run have one kind of adapter, so with the user's learning rate nothing is
+    # tried.
     assert decided.chosen_by["adapter"] == ("measurement" if kind == "scratch" else "rule")
     assert ("held-out training images" in output.getvalue()) == (kind == "scratch")
     moved = changed(first, run)
@@ -414,7 +415,10 @@ def test_distillation_loss() -> None:
 
 
 def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Teacher logits of each batch; the same gradient in micro-batches; the student approaches the teacher."""
+    """Teacher logits of each batch; the same gradient in micro-batches.
+
+    The student approaches the teacher.
+    """
     changes = {
         "transfer.teacher": str(scratch),
         "data.cache_dir": str(tmp_path / "cache"),

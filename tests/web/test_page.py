@@ -96,7 +96,10 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 def until(page: Any, true: str) -> None:
-    """Wait until an expression is true; wait_for_function is forbidden by the page's content security policy."""
+    """Wait until an expression is true.
+
+    wait_for_function is forbidden by the page's content security policy.
+    """
     deadline = time.monotonic() + TIMEOUT
     while not page.evaluate(true):
         assert time.monotonic() < deadline, f"never came true: {true}"

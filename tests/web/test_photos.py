@@ -46,7 +46,10 @@ HOSTILE = "<img src=x onerror=alert(1)>\u202e.jpg"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight photos, one with a hostile name and one that is stored sideways; and a secret beside them."""
+    """Eight photos, one with a hostile name and one that is stored sideways.
+
+    And a secret beside them.
+    """
     folder = tmp_path_factory.mktemp("library")
     photos = make_photos(folder / "photos", 8)
     image(50).save(photos / HOSTILE)

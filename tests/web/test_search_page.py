@@ -76,7 +76,8 @@ def test_type_open_mark_similar_and_clear_by_keyboard(page: Any) -> None:
     page.keyboard.press("Space")
     until(
         page,
-        "document.querySelector('#large').open && document.querySelector('#large-image').naturalWidth > 0",
+        "document.querySelector('#large').open &&"
+        " document.querySelector('#large-image').naturalWidth > 0",
     )
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
@@ -114,7 +115,8 @@ def type_query(page: Any, text: str) -> None:
     page.keyboard.type(text)
     until(
         page,
-        f"state.text === {text!r} && document.querySelector('#status').textContent.includes('of 10 in')",
+        f"state.text === {text!r} && document.querySelector('#status').textContent.includes('of 10"
+        " in')",
     )
 
 
@@ -199,7 +201,8 @@ def test_photos_that_are_indexed_meanwhile_do_not_move_what_is_marked(
     page.click("#rerank")
     until(
         page,
-        "state.results.length === 10 && document.querySelector('#status').textContent.includes('of 11 in')",
+        "state.results.length === 10 && document.querySelector('#status').textContent.includes('of"
+        " 11 in')",
     )
     assert page.inner_text("#link-text").startswith("11 photos")
     assert page.evaluate("document.activeElement.closest('.photo') !== null")

@@ -289,8 +289,8 @@ class _Run:
             return
         if found.name in _HIDDEN_FORMATS:
             raise UserError(
-                f"{self.root}: has captions already, in the format {found.name}, which captions.csv "
-                f"would hide; move them to another folder first"
+                f"{self.root}: has captions already, in the format {found.name}, which captions.csv"
+                " would hide; move them to another folder first"
             )
 
     def _import_metadata(self) -> None:
@@ -411,9 +411,9 @@ class _Run:
             self._failures_in_a_row += outcome.is_server_failure
             if self._failures_in_a_row >= MAX_FAILURES:
                 raise UserError(
-                    f"stopped after {MAX_FAILURES} failures in a row, the last: "
-                    f"{one_line(outcome.failure)}; what was answered is saved, and the same command "
-                    f"continues"
+                    f"stopped after {MAX_FAILURES} failures in a row, the last:"
+                    f" {one_line(outcome.failure)}; what was answered is saved, and the same"
+                    " command continues"
                 )
             return
         self._failures_in_a_row = 0

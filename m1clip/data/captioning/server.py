@@ -123,8 +123,8 @@ class VisionServer:
         self.address = parse_address(url)
         if not allow_remote and not self.address.is_loopback:
             raise UserError(
-                f"--server {one_line(url)}: {self.address.host} is not this computer, so your photos "
-                f"would leave it; if you want that, add --allow-remote"
+                f"--server {one_line(url)}: {self.address.host} is not this computer, so your"
+                " photos would leave it; if you want that, add --allow-remote"
             )
         self.timeout = timeout
         self._key = os.environ.get(KEY_VARIABLE, "")

@@ -1,4 +1,7 @@
-"""Datasets of any format as samples. A new format is a module with its entry, and a line in formats.py."""
+"""Datasets of any format as samples.
+
+A new format is a module with its entry, and a line in formats.py.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +46,8 @@ def open_sources(specs: Sequence[str], *, options: Options = DEFAULT_OPTIONS) ->
     if loaded:
         other = loaded[0].name
         raise UserError(
-            f"{other}: cannot be mixed with streamed shards; convert it (m1clip data pack) and use --cache stream"
+            f"{other}: cannot be mixed with streamed shards; convert it (m1clip data pack) and use"
+            " --cache stream"
         )
     paths = [shard.path for source in streamed for shard in source.shards]
     return StreamedSource(", ".join(source.name for source in streamed), paths, options)
@@ -79,6 +83,7 @@ def _open(data: DataPath) -> DataSource | StreamedSource:
         return stream
     if data.options.stream:
         raise user_error(
-            f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS writes them"
+            f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS"
+            " writes them"
         )
     return DataSource(path, data_format, data.options)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 2**20  # of a file or a member of a shard that has the captions of one image
 IMAGES_CHECKED = 100  # images that a folder format looks at to recognize its data
 Place = tuple[str, int]  # file and row number; row 0 means the file itself
-# Captions as a reader finds them: text, or None or "" where there is none; a list of these, also one
-# in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a problem.
+# Captions as a reader finds them: text, or None or "" where there is none; a list of these, also
+# one in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a
+# problem.
 Captions = str | Sequence[object] | Mapping[str, object] | None
 Answer = TypeVar("Answer")
 # Which captions of a table are used: `person` leaves out those that a model generated.
@@ -49,8 +50,8 @@ DEFAULT_OPTIONS = Options()
 class Row(NamedTuple):
     """An image and some of its captions, as a reader yields them; rows with the same id are joined.
 
-    The captions are cleaned and checked here, not by the reader. A reader reports what it skips with
-    `DataSource.problem`, and yields no row for it.
+    The captions are cleaned and checked here, not by the reader. A reader reports what it skips
+    with `DataSource.problem`, and yields no row for it.
     """
 
     place: Place
@@ -104,7 +105,8 @@ class DataFormat:
     class_captions: bool = False
     # Whether the format is tried only if the path has no class folders either.
     after_classes: bool = False
-    # The category of an image by its id, such as the folder of its class folder; None: there are none.
+    # The category of an image by its id, such as the folder of its class folder; None: there are
+    # none.
     category_of: Callable[[str], str] | None = None
     # What to read, such as the only table in a folder.
     locate: Callable[[DataPath], Path] = same_path
@@ -146,7 +148,10 @@ class DataSource(Source):
         return FileImage(os.path.join(self.path, name))
 
     def problem(self, place: Place, what: str, kind: ProblemKind = "unreadable") -> None:
-        """Report what is skipped; `m1clip data lint` counts it by kind, with the hint of its kind."""
+        """Report what is skipped.
+
+        `m1clip data lint` counts it by kind, with the hint of its kind.
+        """
         self.problems.append(Problem(_format_place(place), one_line(what), kind))
 
     def note(self, text: str) -> None:

@@ -36,7 +36,10 @@ def has_text_files(path: Path) -> bool:
 
 
 def text_file_rows(source: DataSource) -> Iterator[Row]:
-    """a.jpg and a.txt (or a.jpg.txt), one caption per line; folders train, val and test at the top are splits."""
+    """a.jpg and a.txt (or a.jpg.txt), one caption per line.
+
+    Folders train, val and test at the top are splits.
+    """
     for name in walk_images(source.path):
         text = _text_file(source.path, name)
         if text is None:

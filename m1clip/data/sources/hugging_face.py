@@ -66,7 +66,10 @@ def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Rec
 
 @lru_cache(maxsize=4)
 def open_dataset(name: str) -> dict[str, Any]:
-    """Split -> table with undecoded images. `datasets` downloads what is on the hub once, into its cache."""
+    """Split -> table with undecoded images.
+
+    `datasets` downloads what is on the hub once, into its cache.
+    """
     datasets = require("datasets", "A Hugging Face dataset")
     found = (
         datasets.load_dataset(name.removeprefix(HUB))

@@ -1,4 +1,7 @@
-"""Parts of files on disk, HTTP or an object store (by fsspec), with retries; messages never show credentials."""
+"""Parts of files on disk, HTTP or an object store (by fsspec), with retries.
+
+Messages never show credentials.
+"""
 
 import io
 import os
@@ -43,12 +46,15 @@ def without_credentials(text: str) -> str:
 
 
 def with_variables(url: str) -> str:
-    """The URL with the values of its ${VARIABLES}; other credentials are refused, as runs record the URL."""
+    """The URL with the values of its ${VARIABLES}.
+
+    Other credentials are refused, as runs record the URL.
+    """
     if without_credentials(url) != one_line(url):
         raise UserError(
-            f"{without_credentials(url)}: user names, passwords and queries in a URL would be written "
-            f"to the run folder; put them into a variable, "
-            f"as in 'https://host/train.tar${{QUERY}}', or use the store's own configuration"
+            f"{without_credentials(url)}: user names, passwords and queries in a URL would be"
+            " written to the run folder; put them into a variable, as in"
+            " 'https://host/train.tar${QUERY}', or use the store's own configuration"
         )
 
     def value(match: re.Match[str]) -> str:
@@ -62,7 +68,10 @@ def with_variables(url: str) -> str:
 
 
 def read_range(path: str, offset: int, size: int) -> bytes:
-    """Some bytes of a file, fewer at its end; OSError after several tries, or at once if the file keeps failing."""
+    """Some bytes of a file, fewer at its end.
+
+    OSError after several tries, or at once if the file keeps failing.
+    """
     if not is_remote(path):
         with open_regular(path) as file:
             file.seek(offset)
@@ -85,7 +94,8 @@ def read_range(path: str, offset: int, size: int) -> bytes:
 
 def _no_ranges(path: str) -> UserError:
     return UserError(
-        f"{without_credentials(path)}: the server ignores range requests; copy the shards to one that supports them"
+        f"{without_credentials(path)}: the server ignores range requests; copy the shards to one"
+        " that supports them"
     )
 
 
@@ -159,7 +169,10 @@ def matching(pattern: str) -> list[str]:
 
 
 def _tried(work: Any, path: str) -> Any:
-    """What `work` returns for the file system of a path; an OSError without URLs after several tries."""
+    """What `work` returns for the file system of a path.
+
+    An OSError without URLs after several tries.
+    """
     for attempt in range(TRIES):
         try:
             return work(
@@ -190,7 +203,10 @@ def _limit(fs: Any) -> dict[str, float]:
 
 @lru_cache(maxsize=16)
 def _file_system(protocol: str, root: str, process: int) -> Any:
-    """One per process, as connections do not survive a fork; shared by its threads, to use connections again."""
+    """One per process, as connections do not survive a fork.
+
+    Shared by its threads, to use connections again.
+    """
     core = require("fsspec.core", "data at a URL", extra="remote")
     options = (
         {"client_kwargs": {"response_class": _limited_response()}}
@@ -240,7 +256,8 @@ def _limited_response() -> type:
                 if asked:
                     raise _no_ranges(str(self.url))
                 raise UserError(
-                    f"{without_credentials(str(self.url))}: longer than {limit >> 20} MiB; is it the right address?"
+                    f"{without_credentials(str(self.url))}: longer than {limit >> 20} MiB; is it"
+                    " the right address?"
                 )
             return bytes(body)
 

@@ -1,4 +1,7 @@
-"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or a single one; read in place."""
+"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or a single one.
+
+Read in place.
+"""
 
 import glob
 import os
@@ -48,7 +51,10 @@ Report = Callable[[Place, str, ProblemKind], None]  # place, what is wrong, kind
 
 
 class TruncatedTar(Exception):
-    """The file ends, or stops being a tar, before its end-of-archive marker; what came before is valid."""
+    """The file ends, or stops being a tar, before its end-of-archive marker.
+
+    What came before is valid.
+    """
 
 
 class Member(NamedTuple):
@@ -63,7 +69,8 @@ class Member(NamedTuple):
 def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
     """Every file in the tar, in order; raises TruncatedTar where it breaks off.
 
-    Unlike `tarfile.open`, it reports damage in the middle, always ends, limits extended headers and stores no members.
+    Unlike `tarfile.open`, it reports damage in the middle, always ends, limits extended headers and
+    stores no members.
     """
     offset = 0
     extended: dict[str, str] = {}  # from extended headers, for the next member
@@ -240,7 +247,10 @@ class Texts(NamedTuple):
 
 
 def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
-    """The captions of a sample. The json may contain several; the txt, which open_clip reads, contains one."""
+    """The captions of a sample.
+
+    The json may contain several; the txt, which open_clip reads, contains one.
+    """
 
     def read(suffix: str) -> str:
         if suffix not in parts or parts[suffix].size > MAX_TEXT_BYTES:
@@ -307,7 +317,8 @@ def shard_paths(path: Path) -> list[str]:
         raise user_error(f"{path}: no .tar file there")
     if missing := [name for name in found if not os.path.isfile(name)]:
         raise user_error(
-            f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the pattern"
+            f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the"
+            " pattern"
         )
     return found
 

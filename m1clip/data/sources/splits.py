@@ -25,7 +25,10 @@ def clean_text(text: str) -> str:
 
 
 def from_value(value: Any) -> str | None:
-    """dev, valid, validation -> val; restval -> train; other names stay; None where the value names none."""
+    """dev, valid, validation -> val; restval -> train; other names stay.
+
+    None where the value names none.
+    """
     name = clean_text(value).lower() if isinstance(value, str) else ""
     return _SPLIT_OF_NAME.get(name, name) or None
 
@@ -56,7 +59,10 @@ def hash_unit(text: str) -> float:
 def assign(
     given: Mapping[str, str | None], class_of: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """The split of each id, and notes for the user on how it was chosen; the same fractions of each class if given."""
+    """The split of each id, and notes for the user on how it was chosen.
+
+    The same fractions of each class if given.
+    """
     names = {name for name in given.values() if name}
     if not names:
         return _by_hash(list(given), TEST_FRACTION, class_of), []
@@ -64,7 +70,8 @@ def assign(
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
         notes.append(
-            f"{plural(unnamed, 'image')} without a split although others have one: assigned to train"
+            f"{plural(unnamed, 'image')} without a split although others have one: assigned to"
+            " train"
         )
     if unused := sorted(names - set(SPLITS)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
@@ -109,7 +116,8 @@ def _by_hash(
 def _count_of_class(name: str, split: str, images: int, fraction: float, most: int) -> int:
     """How many images of a class are held out for a split: at least one of ten; train keeps at least one.
 
-    A count between two integers is rounded up or down by a hash of the name: small classes add up to the fraction.
+    A count between two integers is rounded up or down by a hash of the name: small classes add up
+    to the fraction.
     """
     exact = images * fraction
     count = int(exact + hash_unit(f"{split}:{name}"))

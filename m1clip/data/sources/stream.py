@@ -1,7 +1,8 @@
 """Shards that are streamed: any sample by number through a small index of each shard, read when it is needed.
 
-`train-000000.tar.index` lies next to its shard, or in the cache folder if the shard is remote or read-only: a line of
-JSON, a row of offsets for each sample, the names of the images. Memory does not grow with the number of samples.
+`train-000000.tar.index` lies next to its shard, or in the cache folder if the shard is remote or
+read-only: a line of JSON, a row of offsets for each sample, the names of the images. Memory does
+not grow with the number of samples.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def make_index(path: str) -> bytes:
             if captions and texts.member is not None:
                 if len(rows) == MAX_SAMPLES:
                     raise user_error(
-                        f"{without_credentials(path)}: more than {MAX_SAMPLES:,} images in one shard; "
-                        f"use smaller shards"
+                        f"{without_credentials(path)}: more than {MAX_SAMPLES:,} images in one"
+                        " shard; use smaller shards"
                     )
                 rows.append(
                     (
@@ -153,7 +154,10 @@ def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
 
 
 def read_index(path: str, index: Path | None = None) -> Shard | None:
-    """A shard by its index, next to it if not given; None if it is missing, or of another version of the shard."""
+    """A shard by its index, next to it if not given.
+
+    None if it is missing, or of another version of the shard.
+    """
     index = index or Path(path + INDEX_SUFFIX)
     try:
         with open_regular(index) as file:
@@ -173,7 +177,10 @@ def read_index(path: str, index: Path | None = None) -> Shard | None:
 
 
 def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], int]:
-    """The shards with their indexes, and how many indexes were made; a shard that cannot be read has no samples."""
+    """The shards with their indexes, and how many indexes were made.
+
+    A shard that cannot be read has no samples.
+    """
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else user_cache()
     places = [_index_places(path, cache / "shards") for path in paths]
     refresh = console.current_progress()
@@ -219,7 +226,8 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
         ) or make_index(path)
     except FileNotFoundError as error:
         raise user_error(
-            f"{without_credentials(path)}: {error.strerror or error}; check the pattern of the shards"
+            f"{without_credentials(path)}: {error.strerror or error}; check the pattern of the"
+            " shards"
         ) from None
     except OSError as error:
         what = one_line(error.strerror or str(error))
@@ -408,7 +416,10 @@ class ShardImages(Sequence[ShardImage]):
 
 
 class StreamedSource(Source):
-    """Shards on disk or at URLs, in splits by their names; without names, some evenly spread images are held out."""
+    """Shards on disk or at URLs, in splits by their names.
+
+    Without names, some evenly spread images are held out.
+    """
 
     streamed = True
 

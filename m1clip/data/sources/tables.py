@@ -133,7 +133,10 @@ _BYTES_FOR_KEYS = 2**16  # of a JSON file, among which are its first keys
 
 
 def table_format(path: Path) -> str | None:
-    """The format of a table by its suffix; None for other files. A .txt file is CSV if it names its columns."""
+    """The format of a table by its suffix; None for other files.
+
+    A .txt file is CSV if it names its columns.
+    """
     if path.suffix.lower() == ".txt" and path.is_file() and has_columns(path):
         return "csv"
     return FORMAT_OF_SUFFIX.get(path.suffix.lower())
@@ -236,7 +239,10 @@ def text_tables(folder: Path) -> list[Path]:
 
 
 def explain_columns(path: Path, options: Options) -> None:
-    """Raise UserError for a text table without an image or a caption column; it names the columns."""
+    """Raise UserError for a text table without an image or a caption column.
+
+    It names the columns.
+    """
     check_is_text(path)
     _, header, _ = read_header(path, options)
     choose_columns(header, options, str(path))
@@ -358,7 +364,10 @@ def _path_problem(name: Any) -> str | None:
 
 
 def _image_finder(folders: Sequence[Path]) -> Callable[[str], FileImage]:
-    """Finds an image named in a table in these folders or in their images/; else its path in the first, for errors."""
+    """Finds an image named in a table in these folders or in their images/.
+
+    Else its path in the first, for errors.
+    """
     near = dict.fromkeys(os.fspath(folder / name) for folder in folders for name in IMAGE_FOLDERS)
     bases = list(filter(os.path.isdir, near)) or [os.fspath(folders[0])]
     next_to_table = bases[0]
@@ -412,11 +421,15 @@ def _listing(header: Sequence[str]) -> str:
 
 
 def text_lines(path: Path, source: DataSource | None = None) -> Iterator[str]:
-    """The lines of a text file with their ends, in its encoding; bytes that do not fit are replaced."""
+    """The lines of a text file with their ends, in its encoding.
+
+    Bytes that do not fit are replaced.
+    """
     encoding = _find_encoding(path)
     if source and encoding == "cp1252":
         source.note(
-            f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong"
+            f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look"
+            " wrong"
         )
     with io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="") as file:
         number = 0
@@ -510,7 +523,8 @@ def _read_json(path: Path, source: DataSource) -> Opened:
     try:
         if (size := path.stat().st_size) > MAX_JSON:
             raise user_error(
-                f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line"
+                f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per"
+                " line"
             )
         document = parse_json(read_small(path, MAX_JSON))
     except ValueError as error:
@@ -625,7 +639,10 @@ class ParquetImage(ImageRef):
     row: int
 
     def read(self) -> bytes:
-        """The bytes; their row group stays in memory, because the next image is most likely in it."""
+        """The bytes.
+
+        Their row group stays in memory, because the next image is most likely in it.
+        """
         try:
             value = _row_group(self.path, file_stamp(self.path), self.column, self.group)[
                 self.row

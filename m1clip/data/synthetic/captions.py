@@ -1,6 +1,7 @@
 """Captions that say everything a scene shows and nothing else, and wrong ones, which show what a model confuses.
 
-They use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens come first.
+They use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens
+come first.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,17 @@ Value = TypeVar("Value")
 def _phrase(thing: Thing, style: int) -> str:
     words = SCENE_TABLES["words"]
     noun = thing.kind if thing.count == 1 else KINDS[thing.kind].plural
-    return f"{words['counts'][thing.count - 1][style]} {words['sizes'][thing.size][style]} {thing.color} {noun}"
+    return (
+        f"{words['counts'][thing.count - 1][style]} {words['sizes'][thing.size][style]}"
+        f" {thing.color} {noun}"
+    )
 
 
 def paraphrases(scene: Scene) -> tuple[str, ...]:
-    """All captions of a scene. Caption i has the same wording for every scene with as many things."""
+    """All captions of a scene.
+
+    Caption i has the same wording for every scene with as many things.
+    """
     first, last, time = scene.things[0], scene.things[-1], scene.time
     (at, left), (bt, right) = (
         SCENE_TABLES["positions"][first.position],
@@ -53,7 +60,10 @@ def paraphrases(scene: Scene) -> tuple[str, ...]:
 
 
 def captions(scene: Scene, count: int, seed: int) -> tuple[str, ...]:
-    """`count` different captions, those of at most `FITS` characters first; fewer if there are no more."""
+    """`count` different captions, those of at most `FITS` characters first.
+
+    Fewer if there are no more.
+    """
     choices = paraphrases(scene)
     order = generator(CAPTIONS, seed).permutation(len(choices)).tolist()
     return tuple(sorted((choices[i] for i in order), key=lambda text: len(text) > FITS)[:count])

@@ -31,8 +31,9 @@ Look = tuple[str, str]  # kind and color
 def split_of(kind: str, color: str) -> str:
     """The split of a combination of kind and color; train never shows those of val and test.
 
-    Every second kind gives two colors to val, the others two to test: with one, the kind would determine the
-    color. Each color gives three kinds to both. There is no seed, so sets of two seeds cannot leak into each other.
+    Every second kind gives two colors to val, the others two to test: with one, the kind would
+    determine the color. Each color gives three kinds to both. There is no seed, so sets of two
+    seeds cannot leak into each other.
     """
     index, is_test = divmod(VALUES["kind"].index(kind), 2)
     if (index - VALUES["color"].index(color)) % 4:
@@ -143,14 +144,18 @@ class SyntheticImage(ImageRef):
 
 
 class SyntheticSource(Source):
-    """Scenes with captions; val and test show combinations of kind and color that train never shows."""
+    """Scenes with captions.
+
+    Val and test show combinations of kind and color that train never shows.
+    """
 
     def __init__(
         self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0
     ) -> None:
         if not MIN_SCENE_SIZE <= image_size <= MAX_SCENE_SIZE:
             raise UserError(
-                f"synthetic images are {MIN_SCENE_SIZE} to {MAX_SCENE_SIZE} px wide, not {image_size}"
+                f"synthetic images are {MIN_SCENE_SIZE} to {MAX_SCENE_SIZE} px wide, not"
+                f" {image_size}"
             )
         if seed < 0:
             raise UserError(f"the seed must be at least 0, not {seed}")
@@ -171,7 +176,10 @@ class SyntheticSource(Source):
 
 
 def write_folder(folder: Path, count: int, image_size: int = 224, seed: int = 0) -> str:
-    """Write images/ and, when all are there, captions.csv; a tenth of the images each are val and test."""
+    """Write images/ and, when all are there, captions.csv.
+
+    A tenth of the images each are val and test.
+    """
     if count < 3:
         raise UserError(f"{plural(count, 'image')} cannot fill train, val and test; use at least 3")
     held_out = max(1, round(count / 10))

@@ -57,7 +57,10 @@ POOLED_STAGES = (2, 3, 4, 5, 6)  # in addition to the last layer, which loses co
 
 @functools.cache
 def onednn_conv(dtype: torch.dtype) -> Any:
-    """oneDNN's convolution with a fused activation or sum; None if this torch or processor has none for the dtype."""
+    """oneDNN's convolution with a fused activation or sum.
+
+    None if this torch or processor has none for the dtype.
+    """
     try:
         op, x = torch.ops.mkldnn._convolution_pointwise, torch.ones(1, 4, 2, 2, dtype=dtype)
         kernel, options = torch.ones(4, 4, 1, 1, dtype=dtype), ([0, 0], [1, 1], [1, 1], 1)
@@ -70,7 +73,10 @@ def onednn_conv(dtype: torch.dtype) -> Any:
 
 
 class _Depthwise(torch.autograd.Function):
-    """A depthwise convolution in bf16 on the CPU; oneDNN computes the gradient of its weight faster in fp32."""
+    """A depthwise convolution in bf16 on the CPU.
+
+    OneDNN computes the gradient of its weight faster in fp32.
+    """
 
     @staticmethod
     def forward(
@@ -125,7 +131,8 @@ class SameConv(nn.Conv2d):
     def onednn_arguments(self, sides: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
         """Weight, bias and options of oneDNN's convolution for images of these sides."""
         total = [self._padding(length) for length in sides]
-        # Odd padding as a kernel with one more row of zeros: copying the image into a larger one takes longer.
+        # Odd padding as a kernel with one more row of zeros: copying the image into a larger one
+        # takes longer.
         down, across = (length % 2 for length in total)
         options = ([-(-length // 2) for length in total], [*self.stride], [1, 1], self.groups)
         kernel = F.pad(self.weight, (across, 0, down, 0)).to(
@@ -200,7 +207,10 @@ class EfficientNetLite(Tower):
         return torch.cat(pooled, dim=1)
 
     def _fused(self, x: Tensor, op: Any) -> Tensor:
-        """The same with activations and sums in oneDNN's convolutions, 2.5 times as fast; arguments are built once."""
+        """The same with activations and sums in oneDNN's convolutions, 2.5 times as fast.
+
+        Arguments are built once.
+        """
         dtype, pooled = x.dtype, []
         sides, weights = (
             [*x.shape[2:]],
@@ -245,7 +255,10 @@ class EfficientNetLite(Tower):
 
 
 class ConcatTower(Tower):
-    """Two image towers; the features of the first, then those of the second. Each sees the image in its own size."""
+    """Two image towers; the features of the first, then those of the second.
+
+    Each sees the image in its own size.
+    """
 
     def __init__(self, first: LiteSize, second: LiteSize) -> None:
         super().__init__()

@@ -90,7 +90,10 @@ class OpenClipImageTower(Tower):
 
 
 class OpenClipTextTower(Tower):
-    """The text tower of open_clip, with its projection; texts are filled up as its tokenizers do."""
+    """The text tower of open_clip, with its projection.
+
+    Texts are filled up as its tokenizers do.
+    """
 
     def __init__(self, settings: str, eot_id: int, fill_id: int, context_length: int) -> None:
         super().__init__()
@@ -107,7 +110,10 @@ class OpenClipTextTower(Tower):
 
 
 def openclip_settings(model: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A `model_cfg` from which open_clip builds a model without the hub; UserError for what cannot be built so."""
+    """A `model_cfg` from which open_clip builds a model without the hub.
+
+    UserError for what cannot be built so.
+    """
     where = folder / "open_clip_config.json"
     vision, text = model.get("vision_cfg"), model.get("text_cfg")
     if not isinstance(vision, dict) or not isinstance(text, dict):
@@ -137,7 +143,8 @@ def _hf_config(folder: Path, name: str) -> dict[str, Any]:
             if isinstance(found, dict) and isinstance(found.get("model_type"), str):
                 return found
     raise UserError(
-        f"{folder}: its text tower is {name[:80]}, whose config is not here: m1clip download {name[:80]}"
+        f"{folder}: its text tower is {name[:80]}, whose config is not here: m1clip download"
+        f" {name[:80]}"
     )
 
 
@@ -275,7 +282,8 @@ def transformers_parts(folder: Path, eot_id: int) -> LibraryParts:
     width = widths["image"]
     if width != widths["text"]:
         raise UserError(
-            f"{folder}: {kind} has image features of {width} numbers and text features of {widths['text']}"
+            f"{folder}: {kind} has image features of {width} numbers and text features of"
+            f" {widths['text']}"
         )
     scale = state.get("logit_scale")
     if scale is None and "temperature" in state:

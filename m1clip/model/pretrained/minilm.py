@@ -44,7 +44,8 @@ class BertLayer(nn.Module):
     def forward(self, x: Tensor, groups: Sequence[tuple[int, int]], mask: Tensor | None) -> Tensor:
         """(tokens, width) of all texts one after the other -> the same shape.
 
-        `groups` are (number, length) of consecutive texts; `mask` (n, 1, 1, length) is added to the scores.
+        `groups` are (number, length) of consecutive texts; `mask` (n, 1, 1, length) is added to the
+        scores.
         """
         width = x.shape[1]
         qkv = linear(x, self.qkv.weight, self.qkv.bias)
@@ -63,7 +64,10 @@ class BertLayer(nn.Module):
 
 
 def _bert_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """(n, heads, length, dim) x 3 -> the same shape; `mask` None is for inference, without padding."""
+    """(n, heads, length, dim) x 3 -> the same shape.
+
+    `mask` None is for inference, without padding.
+    """
     if mask is None and len(q) == 1:
         return F.scaled_dot_product_attention(q, k, v)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
@@ -95,7 +99,8 @@ class BertTower(Tower):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         groups, mask = [(n, length)], None
         if x.device.type == "cpu" and torch.is_inference_mode_enabled():
-            # Without padding: attention for each group of texts of one length, everything else for all tokens at once.
+            # Without padding: attention for each group of texts of one length, everything else for
+            # all tokens at once.
             x = x[real.flatten()]
             groups = [
                 (len(list(same)), size)

@@ -1,4 +1,7 @@
-"""Weights and vocabularies in installed packages; a file is read only if its hash is the recorded one."""
+"""Weights and vocabularies in installed packages.
+
+A file is read only if its hash is the recorded one.
+"""
 
 import hashlib
 import importlib.util
@@ -71,7 +74,10 @@ def package_folder(package: str, tower: str) -> Path:
 
 
 def package_file(item: PackageFile, tower: str) -> Path:
-    """The path of a file of a package; UserError if its content is not what m1clip was tested with."""
+    """The path of a file of a package.
+
+    UserError if its content is not what m1clip was tested with.
+    """
     path = package_folder(item.package, tower) / item.file
     try:
         with open_regular(path) as file:
@@ -82,8 +88,9 @@ def package_file(item: PackageFile, tower: str) -> Path:
         ) from None
     if sha256 != item.sha256:
         raise UserError(
-            f"{path}: not the file of {tower} that m1clip expects, so it is not loaded (sha256 {sha256[:12]}..., "
-            f"expected {item.sha256[:12]}...); install it again: {reinstall(tower)}"
+            f"{path}: not the file of {tower} that m1clip expects, so it is not loaded (sha256"
+            f" {sha256[:12]}..., expected {item.sha256[:12]}...); install it again:"
+            f" {reinstall(tower)}"
         )
     return path
 

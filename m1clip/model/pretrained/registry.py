@@ -117,7 +117,10 @@ def load_text_tower(
 
 
 def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
-    """The pixels that a tower was trained on. Images are squashed: a caption describes their edges too."""
+    """The pixels that a tower was trained on.
+
+    Images are squashed: a caption describes their edges too.
+    """
     size = found.get("crop_size", found.get("size"))
     size = next(iter(size.values()), None) if isinstance(size, dict) else size
     mean, std = (tuple(found.get(key, HALF_RANGE)) for key in ("image_mean", "image_std"))

@@ -75,7 +75,10 @@ def test_missing_library_error_names_remedy(
 
 def test_importing_sources_loads_no_optional_library() -> None:
     extras = "{'torch', 'pyarrow', 'webdataset', 'datasets'}"
-    code = f"import sys, m1clip.data.sources, m1clip.data.lint; print(sorted({extras} & set(sys.modules)))"
+    code = (
+        f"import sys, m1clip.data.sources, m1clip.data.lint; print(sorted({extras} &"
+        " set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1,7 +1,7 @@
 """python immich.py MACHINE_LEARNING FOLDER NAME IMAGE TEXT...: vectors as Immich's service computes them, as JSON.
 
-MACHINE_LEARNING is that folder of Immich's repository. Its CLIP code runs unchanged; the packages that only its face
-and text recognition need are replaced by mocks.
+MACHINE_LEARNING is that folder of Immich's repository. Its CLIP code runs unchanged; the packages
+that only its face and text recognition need are replaced by mocks.
 """
 
 import importlib.machinery

@@ -1,4 +1,7 @@
-"""7: one loop for every device; auto chooses with a reason, and a named device that is missing is an error."""
+"""7: one loop for every device.
+
+Auto chooses with a reason, and a named device that is missing is an error.
+"""
 
 import machines
 import pytest

@@ -1,4 +1,7 @@
-"""Item 13: several Macs. Ranks exchange MPS tensors through host memory; forced here on CPU tensors."""
+"""Item 13: several Macs.
+
+Ranks exchange MPS tensors through host memory; forced here on CPU tensors.
+"""
 
 from typing import Any
 

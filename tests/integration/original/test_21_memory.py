@@ -1,4 +1,7 @@
-"""MISSION 21: memory by component. `benchmarks/memory.py --components` measures the rest, in fresh processes."""
+"""MISSION 21: memory by component.
+
+`benchmarks/memory.py --components` measures the rest, in fresh processes.
+"""
 
 from small_run import finished_run
 

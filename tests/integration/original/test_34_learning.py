@@ -27,7 +27,10 @@ def test_loss_of_the_short_loop_falls() -> None:
 
 @pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda path: path.stem)
 def test_notebook_runs_and_prints_what_is_written_in_it(path: Path, tmp_path: Path) -> None:
-    """With the small settings, without cells tagged slow; `python tools/notebooks.py --check` runs all."""
+    """With the small settings, without cells tagged slow.
+
+    `python tools/notebooks.py --check` runs all.
+    """
     notebook = notebooks.read(path)
     if missing := notebooks.missing_extras(notebook):
         pytest.skip(f"needs {', '.join(missing)}")

@@ -1,4 +1,7 @@
-"""36: int8 models are smaller and keep their vectors; distillation and Core ML are options of commands."""
+"""36: int8 models are smaller and keep their vectors.
+
+Distillation and Core ML are options of commands.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Models that open_clip or transformers builds, with fakes of these libraries; `make parity` has the real ones."""
+"""Models that open_clip or transformers builds, with fakes of these libraries.
+
+`make parity` has the real ones.
+"""
 
 import importlib.util
 import json
