@@ -96,7 +96,7 @@ def _keep_precision() -> None:
     fastest_precision.cache_clear()
     path = choices.folder() / f"matmul-cpu-{FACTS.torch}.json"
     if not path.exists():
-        choices.keep(path, "matmuls in the tests", "fp32", {"cpu": FACTS.cpu, "precision": "fp32"})
+        choices.save(path, "matmuls in the tests", "fp32", {"cpu": FACTS.cpu, "precision": "fp32"})
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,7 @@ from m1clip.cli.options import help_texts
 from m1clip.config import Config, LossName, TrainConfig, from_dict
 from m1clip.errors import UserError
 from m1clip.losses import fused, run_loss
-from m1clip.losses.fused import true_places
+from m1clip.losses.fused import true_positions
 from m1clip.losses.positives import own_captions, same_image_or_caption
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops
 from m1clip.losses.run_loss import Rows, RunLoss
@@ -372,12 +372,14 @@ def test_learned_pairs_have_zero_gradient_in_bf16(scale: float) -> None:
 
 
 @pytest.mark.parametrize("columns", [64, 61])
-def test_true_places_matches_nonzero(columns: int) -> None:
+def test_true_positions_matches_nonzero(columns: int) -> None:
     torch.manual_seed(1)
     for fraction in (0.0, 0.02, 0.6):
         positive = torch.rand(37, columns) < fraction
         for mask in (positive, positive.T):
-            for ours, expected in zip(true_places(mask), mask.nonzero(as_tuple=True), strict=True):
+            for ours, expected in zip(
+                true_positions(mask), mask.nonzero(as_tuple=True), strict=True
+            ):
                 assert torch.equal(ours, expected)
 
 

@@ -103,7 +103,7 @@ def read_machine() -> Machine:
         rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
         load=load,
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
-        kept_choices=choices.kept(),
+        kept_choices=choices.list_saved(),
         repeatable={
             kind: gives_same_bits(Device(kind, facts)) for kind in kinds if not failures[kind]
         },

@@ -35,7 +35,7 @@ GRAPH_MEMORY_FRACTION = 0.25
 
 
 class CapturedStep:
-    """A step that is replayed, starting with the fourth step of the same shapes, and has the same signature."""
+    """Replays a training step as a CUDA graph, from the fourth step with the same shapes on."""
 
     def __init__(
         self,
@@ -56,9 +56,8 @@ class CapturedStep:
         self.context_length = context_length
         self.disabled = ""  # the reason why capturing is disabled
         self.captures = 0
-        self._lengths: dict[
-            int, list[int]
-        ] = {}  # number of captions -> padded length of each group
+        # Number of captions -> padded length of each group of texts.
+        self._lengths: dict[int, list[int]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -127,19 +126,20 @@ class CapturedStep:
         """
         if batch.tokens is None or not batch.lengths:
             return batch
-        groups, context = batch.text_rows(), self.context_length
+        groups = batch.text_rows()
+        context = self.context_length
         lengths = [rounded(max(batch.lengths[rows]), context) for rows in groups]
-        known = self._lengths.get(len(batch.tokens), [0] * len(lengths))
+        longest_so_far = self._lengths.get(len(batch.tokens), [0] * len(lengths))
         # One bucket more than needed: whenever a group grows, the step has to be recaptured.
         padded = [
-            most if length <= most else rounded(length + LENGTH_MULTIPLE, context)
-            for length, most in zip(lengths, known, strict=True)
+            longest if length <= longest else rounded(length + LENGTH_MULTIPLE, context)
+            for length, longest in zip(lengths, longest_so_far, strict=True)
         ]
         # Texts are sorted by length and truncated to the longest of their group: no group may be
         # shorter than the last.
         padded = list(itertools.accumulate(padded, max))
         self._lengths[len(batch.tokens)] = padded
-        each = tuple(
+        padded_lengths = tuple(
             length
             for rows, length in zip(groups, padded, strict=True)
             for _ in range(rows.start, rows.stop)
@@ -148,7 +148,7 @@ class CapturedStep:
         tokens = F.pad(batch.tokens, (0, missing)) if missing else batch.tokens
         if missing and batch.tokens.is_pinned():
             tokens = tokens.pin_memory()
-        return dataclasses.replace(batch, tokens=tokens, lengths=each)
+        return dataclasses.replace(batch, tokens=tokens, lengths=padded_lengths)
 
     def _may_capture(self) -> bool:
         device = self.device
@@ -174,8 +174,7 @@ class CapturedStep:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = self.step(batch, step, 0, mark)
         except (RuntimeError, MemoryPressure) as error:
-            # Out of memory, or a kernel that cannot be captured: the step without a graph handles
-            # both.
+            # Out of memory, or a kernel that cannot be captured: the plain step handles both.
             self.disabled = first_line(error)
             self.clear()
             return False

@@ -1,8 +1,10 @@
-"""Triton kernels for the bf16 step on CUDA, each one pass over memory where torch.compile needs several.
+"""Triton kernels for the bf16 step on CUDA: one pass over memory where torch.compile needs several.
 
-- GELU by one exponential, and its gradient together with the sum over rows that is the bias's gradient.
-- Attention over short sequences, as CLIP has them: a complete head fits into one tile, so only queries, keys and
-  values are read, and their gradients are written where the next product needs them.
+- GELU by one exponential. Its gradient is computed together with that of the bias, which is the
+  sum over rows.
+- Attention over short sequences, as CLIP has them: a complete head fits into one tile, so only
+  queries, keys and values are read, and their gradients are written where the next matmul needs
+  them.
 
 Imported only where they are used (`CLIP.use_triton`): triton comes with torch for CUDA only.
 """
@@ -17,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-ROWS_PER_PROGRAM = 512  # per program that sums over rows
-TILE_ROWS, TILE_COLUMNS = 8, 256
+ROWS_PER_PROGRAM = 512  # rows that one program of a sum over rows reads
+TILE_ROWS = 8  # rows that such a program reads at a time
+TILE_COLUMNS = 256  # columns that it sums
 FLAT = 2048  # elements per elementwise program
-LONGEST = 96  # positions: more would not fit into the shared memory of smaller cards
+LONGEST = 96  # positions of a sequence: more do not fit into the shared memory of smaller cards
 DIMS = (16, 32, 64)  # head dimensions: powers of two that tensor cores accept
 
 
@@ -35,7 +38,10 @@ def tiles_of(length: int) -> tuple[int, int]:
 
 @triton.jit
 def _normal(x):
-    """Cumulative distribution and density of the normal distribution (Abramowitz and Stegun 7.1.26, within 1e-7)."""
+    """Return the cumulative distribution and the density of the normal distribution.
+
+    By Abramowitz and Stegun 7.1.26, with an error below 1e-7.
+    """
     t = 1.0 / (1.0 + 0.2316418882 * tl.abs(x))
     e = tl.exp2(-0.7213475204 * x * x)
     series = 0.254829592 + t * (
@@ -82,10 +88,7 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _rows(base, row, length, stride, D: tl.constexpr):
-    """Rows of one head, strided between those of the other heads.
-
-    Zero past the end of the sequence.
-    """
+    """Load rows of one head, which are strided; zeros past the end of the sequence."""
     dim = tl.arange(0, D)
     return tl.load(
         base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0
@@ -95,17 +98,19 @@ def _rows(base, row, length, stride, D: tl.constexpr):
 @triton.jit
 def _put(base, row, length, stride, values, D: tl.constexpr):
     dim = tl.arange(0, D)
-    place = base + row[:, None] * stride + dim[None, :]
-    tl.store(place, values.to(base.dtype.element_ty), mask=(row < length)[:, None])
+    addresses = base + row[:, None] * stride + dim[None, :]
+    tl.store(addresses, values.to(base.dtype.element_ty), mask=(row < length)[:, None])
 
 
 @triton.jit
 def _scores(k, q, key, query, length, scale, CAUSAL: tl.constexpr):
-    """(keys, queries), in powers of two."""
-    seen = key[:, None] < length
+    """Return the attention scores (keys, queries), as exponents of 2."""
+    is_visible = key[:, None] < length
     if CAUSAL:
-        seen = seen & (key[:, None] <= query[None, :])
-    return tl.where(seen, tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634), float("-inf"))
+        is_visible = is_visible & (key[:, None] <= query[None, :])
+    return tl.where(
+        is_visible, tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634), float("-inf")
+    )
 
 
 @triton.jit
@@ -116,9 +121,10 @@ def _softmax(scores):
 
 @triton.jit
 def _softmax_of_two(scores, others):
-    """The softmax over the keys of two tiles."""
-    most = tl.maximum(tl.max(scores, 0), tl.max(others, 0))[None, :]
-    weights, rest = tl.exp2(scores - most), tl.exp2(others - most)
+    """Return the softmax over the keys of two tiles together."""
+    largest = tl.maximum(tl.max(scores, 0), tl.max(others, 0))[None, :]
+    weights = tl.exp2(scores - largest)
+    rest = tl.exp2(others - largest)
     total = (tl.sum(weights, 0) + tl.sum(rest, 0))[None, :]
     return weights / total, rest / total
 
@@ -135,7 +141,8 @@ def _attention_kernel(
     REST: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    sequence = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
     width = HEADS * D
     here = qkv_at + sequence * length * 3 * width + head * D
     out = out_at + sequence * length * width + head * D
@@ -153,14 +160,18 @@ def _attention_kernel(
         k2 = _rows(here + width, late, length, 3 * width, D)
         v2 = _rows(here + 2 * width, late, length, 3 * width, D)
         weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))
-        mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
-        _put(out, row, length, width, mixed, D)
+        attended = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(
+            tl.trans(others.to(v.dtype)), v2
+        )
+        _put(out, row, length, width, attended, D)
         weights, others = _softmax_of_two(
             _scores(k, q2, row, late, length, scale, CAUSAL),
             _scores(k2, q2, late, late, length, scale, CAUSAL),
         )
-        mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
-        _put(out, late, length, width, mixed, D)
+        attended = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(
+            tl.trans(others.to(v.dtype)), v2
+        )
+        _put(out, late, length, width, attended, D)
 
 
 @triton.jit
@@ -177,7 +188,8 @@ def _attention_backward_kernel(
     REST: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    sequence = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
     width = HEADS * D
     here = qkv_at + sequence * length * 3 * width + head * D
     there = dqkv_at + sequence * length * 3 * width + head * D
@@ -188,7 +200,8 @@ def _attention_backward_kernel(
     k = _rows(here + width, row, length, 3 * width, D)
     v = _rows(here + 2 * width, row, length, 3 * width, D)
     g = _rows(grads, row, length, width, D)
-    scores, dweights = _scores(k, q, row, row, length, scale, CAUSAL), tl.dot(v, tl.trans(g))
+    scores = _scores(k, q, row, row, length, scale, CAUSAL)
+    dweights = tl.dot(v, tl.trans(g))
     if REST == 0:
         weights = _softmax(scores)
         dv = tl.dot(weights.to(g.dtype), g)
@@ -207,21 +220,24 @@ def _attention_backward_kernel(
         g2 = _rows(grads, late, length, width, D)
         # The queries of the first tile, over the keys of both.
         weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))
-        dv, dv2 = tl.dot(weights.to(g.dtype), g), tl.dot(others.to(g.dtype), g)
+        dv = tl.dot(weights.to(g.dtype), g)
+        dv2 = tl.dot(others.to(g.dtype), g)
         dothers = tl.dot(v2, tl.trans(g))
         mean = (tl.sum(weights * dweights, 0) + tl.sum(others * dothers, 0))[None, :]
         narrow = (weights * (dweights - mean) * scale).to(q.dtype)
         narrow2 = (others * (dothers - mean) * scale).to(q.dtype)
-        dk, dk2 = tl.dot(narrow, q), tl.dot(narrow2, q)
+        dk = tl.dot(narrow, q)
+        dk2 = tl.dot(narrow2, q)
         dq = tl.dot(tl.trans(narrow), k) + tl.dot(tl.trans(narrow2), k2)
-        # Those of the second.
+        # The queries of the second tile.
         weights, others = _softmax_of_two(
             _scores(k, q2, row, late, length, scale, CAUSAL),
             _scores(k2, q2, late, late, length, scale, CAUSAL),
         )
         dv += tl.dot(weights.to(g.dtype), g2)
         dv2 += tl.dot(others.to(g.dtype), g2)
-        dweights, dothers = tl.dot(v, tl.trans(g2)), tl.dot(v2, tl.trans(g2))
+        dweights = tl.dot(v, tl.trans(g2))
+        dothers = tl.dot(v2, tl.trans(g2))
         mean = (tl.sum(weights * dweights, 0) + tl.sum(others * dothers, 0))[None, :]
         narrow = (weights * (dweights - mean) * scale).to(q.dtype)
         narrow2 = (others * (dothers - mean) * scale).to(q.dtype)
@@ -241,7 +257,7 @@ def _attention_backward_kernel(
 
 @custom_op("m1clip::gelu", mutates_args=())
 def gelu(x: Tensor) -> Tensor:
-    """GELU, exact, of a contiguous tensor."""
+    """Compute the exact GELU of a contiguous tensor."""
     out = torch.empty_like(x)
     _gelu_kernel[(triton.cdiv(x.numel(), FLAT),)](x, out, x.numel(), BLOCK=FLAT, num_warps=4)
     return out
@@ -254,7 +270,7 @@ def _(x: Tensor) -> Tensor:
 
 @custom_op("m1clip::gelu_backward", mutates_args=())
 def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, columns) of the output's gradient and the input -> the input's gradient, and its sum over rows."""
+    """Return the gradient of the input (rows, columns), and its sum over rows."""
     rows, columns = x.shape
     dx = torch.empty_like(x)
     parts = triton.cdiv(rows, ROWS_PER_PROGRAM)
@@ -281,10 +297,15 @@ def _(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op("m1clip::attention", mutates_args=())
 def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
-    """(sequences * length, 3 * width) -> (sequences * length, width), for lengths up to `LONGEST`."""
-    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
+    """Attend within sequences of up to `LONGEST` positions.
+
+    (sequences * length, 3 * width) -> (sequences * length, width)
+    """
+    length = qkv.shape[0] // sequences
+    width = qkv.shape[1] // 3
     out = torch.empty(qkv.shape[0], width, device=qkv.device, dtype=qkv.dtype)
-    dim, (tile, rest) = width // heads, tiles_of(length)
+    dim = width // heads
+    tile, rest = tiles_of(length)
     _attention_kernel[(heads * sequences,)](
         qkv,
         out,
@@ -302,7 +323,7 @@ def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
 
 @attention.register_fake
 def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
-    # Len() would make the compiler fix the batch.
+    # With len() the compiler would fix the batch size.
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
 
 
@@ -310,9 +331,12 @@ def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
 def attention_backward(
     grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `qkv`, and its sum over rows."""
-    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
-    dqkv, dim, (tile, rest) = torch.empty_like(qkv), width // heads, tiles_of(length)
+    """Return the gradient of `qkv`, and its sum over rows."""
+    length = qkv.shape[0] // sequences
+    width = qkv.shape[1] // 3
+    dqkv = torch.empty_like(qkv)
+    dim = width // heads
+    tile, rest = tiles_of(length)
     sums = torch.empty(sequences, 3 * width, device=qkv.device, dtype=torch.float32)
     _attention_backward_kernel[(heads * sequences,)](
         qkv,
@@ -356,7 +380,7 @@ def gelu_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Te
 
 
 def short_attention(x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
-    """(n, length, width) in bf16 -> the output of all heads, side by side, before the output projection."""
+    """Compute attention up to the output projection: (n, length, width) -> (n, length, width)."""
     out: Tensor = _ShortAttention.apply(x, weight, bias, heads, causal)
     return out
 
@@ -366,20 +390,23 @@ class _GeluMlp(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     ) -> Tensor:
-        flat, wide, narrow = x.flatten(0, -2), up.to(KERNEL_DTYPE), down.to(KERNEL_DTYPE)
-        hidden = torch.addmm(up_bias.to(KERNEL_DTYPE), flat, wide.t())
+        flat = x.flatten(0, -2)
+        up_weight = up.to(KERNEL_DTYPE)
+        down_weight = down.to(KERNEL_DTYPE)
+        hidden = torch.addmm(up_bias.to(KERNEL_DTYPE), flat, up_weight.t())
         active = gelu(hidden)
-        ctx.save_for_backward(flat, hidden, active, wide, narrow)
+        ctx.save_for_backward(flat, hidden, active, up_weight, down_weight)
         ctx.dtype = up.dtype
-        return torch.addmm(down_bias.to(KERNEL_DTYPE), active, narrow.t()).view(x.shape)
+        return torch.addmm(down_bias.to(KERNEL_DTYPE), active, down_weight.t()).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        flat, hidden, active, wide, narrow = ctx.saved_tensors
+        flat, hidden, active, up_weight, down_weight = ctx.saved_tensors
         g = grad.reshape(-1, grad.shape[-1])
-        dhidden, dup_bias = gelu_backward(g @ narrow, hidden)
-        ddown, dup = (g.t() @ active).to(ctx.dtype), (dhidden.t() @ flat).to(ctx.dtype)
-        dx = (dhidden @ wide).view(grad.shape)
+        dhidden, dup_bias = gelu_backward(g @ down_weight, hidden)
+        ddown = (g.t() @ active).to(ctx.dtype)
+        dup = (dhidden.t() @ flat).to(ctx.dtype)
+        dx = (dhidden @ up_weight).view(grad.shape)
         return dx, dup, dup_bias.to(ctx.dtype), ddown, g.sum(0, dtype=torch.float32).to(ctx.dtype)
 
 
@@ -388,7 +415,8 @@ class _ShortAttention(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool
     ) -> Tensor:
-        flat, narrow = x.flatten(0, -2), weight.to(KERNEL_DTYPE)
+        flat = x.flatten(0, -2)
+        narrow = weight.to(KERNEL_DTYPE)
         qkv = torch.addmm(bias.to(KERNEL_DTYPE), flat, narrow.t())
         ctx.save_for_backward(flat, narrow, qkv)
         ctx.sizes = (x.shape[0], heads, causal)

@@ -1,8 +1,8 @@
-"""Choices by measurement that are right on a busy computer too, and the folder that keeps them.
+"""Choices by measurement that are right on a busy computer too, and the folder they are saved in.
 
 Candidates are timed in alternation, in short rounds, so that a busy moment affects all of them. The
 documented default of the hardware wins, unless another candidate is faster in nearly every round.
-What was measured while other programs were busy serves for the moment and is not kept.
+A choice that was measured while other programs were busy is used once, and not saved.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from m1clip.io import read_small, user_cache, write_json
 
 ROUNDS = 5  # the default can lose only after this many
 MIN_WINS = 4  # rounds in which a candidate must be faster than the default
-# By which it must be faster: a smaller difference is not worth leaving the default.
+# How many times faster it must be: a smaller difference is not worth leaving the default.
 MIN_SPEEDUP = 1.1
-MAX_OTHERS = 0.1  # fraction of CPU time used by other programs, from which on nothing is kept
+# Fraction of CPU time used by other programs above which a choice is not saved.
+MAX_OTHERS = 0.1
 CONTRADICTED = 1.25  # times slower than a rejected candidate: the run contradicts the choice
 CHOICES_FOLDER = "choices"
 MATMUL_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
@@ -40,19 +41,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Rounds(Generic[Key]):
-    """Seconds of each candidate by round, and the CPU time used by other programs meanwhile (None: too short)."""
+    """Seconds of each candidate by round, and the load of other programs meanwhile."""
 
     seconds: Mapping[Key, Sequence[float]]
-    others: float | None = None
+    others: float | None = None  # fraction of CPU time of other programs; None: not measurable
 
     @property
     def reliable(self) -> bool:
-        """Whether a choice by these rounds may be kept."""
+        """Whether a choice by these rounds may be saved."""
         return self.others is not None and self.others <= MAX_OTHERS
 
 
 def fastest(rounds: Mapping[Key, Sequence[float]], default: Key) -> Key:
-    """The candidate to use: the default, unless another one is consistently faster."""
+    """Return the candidate to use: the default, unless another one is consistently faster."""
     challengers = [key for key in rounds if key != default and _beats(rounds[key], rounds[default])]
     return min(challengers, key=lambda key: statistics.median(rounds[key]), default=default)
 
@@ -86,17 +87,17 @@ def time_rounds(
     begin = time.perf_counter()
     for call in calls.values():
         call()
-    taken: dict[Key, list[float]] = {key: [] for key in calls}
+    round_seconds: dict[Key, list[float]] = {key: [] for key in calls}
     for _ in range(ROUNDS):
         for key, call in calls.items():
-            if key != default and not _can_still_win(taken[key], taken[default]):
+            if key != default and not _can_still_win(round_seconds[key], round_seconds[default]):
                 continue
             start = time.perf_counter()
             call()
-            taken[key].append(time.perf_counter() - start)
+            round_seconds[key].append(time.perf_counter() - start)
         if time.perf_counter() - begin > seconds:
             break
-    return Rounds(taken, load.others())
+    return Rounds(round_seconds, load.others())
 
 
 def matmul_precision(
@@ -104,9 +105,9 @@ def matmul_precision(
     facts: MachineInfo,
     measure: Callable[[Device, Precision], Rounds[Precision]] | None = None,
 ) -> Precision:
-    """fp32 or bf16, whichever multiplies matrices faster.
+    """Return fp32 or bf16, whichever multiplies matrices faster.
 
-    Measured once, so that vectors stay the same.
+    The choice is measured once and saved, so that vectors stay the same.
     """
     default = default_precision(kind, facts)
     if rules(kind, facts).bf16 != "measure":
@@ -118,10 +119,10 @@ def matmul_precision(
     rounds = (measure or time_matmuls)(Device(kind, facts), default)
     precision = fastest(rounds.seconds, default)
     if rounds.reliable:
-        what = f"matmuls on {kind}, for encoding"
-        keep(
+        title = f"matmuls on {kind}, for encoding"
+        save(
             path,
-            what,
+            title,
             describe(rounds.seconds, precision),
             {"cpu": facts.cpu, "precision": precision},
         )
@@ -145,7 +146,7 @@ def time_matmuls(device: Device, default: Precision) -> Rounds[Precision]:
 
 
 def describe(seconds: Mapping[Key, Sequence[float]], chosen: Key) -> str:
-    """The chosen candidate with its speed against the others: "bf16, 1.8x as fast as fp32"."""
+    """Describe the chosen candidate and its speed, as in "bf16, 1.8x as fast as fp32"."""
     mine = statistics.median(seconds[chosen])
     others = [
         f"{statistics.median(values) / mine:.1f}x as fast as {key}"
@@ -155,8 +156,8 @@ def describe(seconds: Mapping[Key, Sequence[float]], chosen: Key) -> str:
     return ", ".join([str(chosen), *others])
 
 
-def contradicted(seconds: float, rejected: Sequence[float]) -> bool:
-    """Whether a run in which a sample takes `seconds` shows that a rejected candidate is faster (seconds of those)."""
+def is_contradicted(seconds: float, rejected: Sequence[float]) -> bool:
+    """Whether the seconds per sample of a run show that a rejected candidate would be faster."""
     return any(seconds > CONTRADICTED * other for other in rejected)
 
 
@@ -165,7 +166,7 @@ def folder() -> Path:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A kept choice; None if there is none that can be read."""
+    """Read a saved choice; None if there is none that can be read."""
     try:
         values = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError):
@@ -173,29 +174,30 @@ def read(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def keep(path: Path, what: str, result: str, values: dict[str, Any]) -> None:
-    """Keep a choice for the next time; `what` and `result` are what `m1clip doctor` shows of it."""
+def save(path: Path, title: str, result: str, values: dict[str, Any]) -> None:
+    """Save a choice for the next run; `m1clip doctor` shows its `title` and `result`."""
     with contextlib.suppress(OSError):  # the folder is not writable: measure again next time
-        write_json(path, {"what": what, "result": result, **values})
+        write_json(path, {"what": title, "result": result, **values})
 
 
-def drop(path: Path) -> None:
+def remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
-def kept() -> list[str]:
-    """What is kept, as one line each."""
+def list_saved() -> list[str]:
+    """Describe each saved choice in one line."""
     lines = []
     for path in sorted(folder().glob("*.json")):
         values = read(path) or {}
-        what, result = values.get("what"), values.get("result")
-        lines.append(f"{what}: {result}" if what and result else f"{path.name}: cannot be read")
+        title = values.get("what")
+        result = values.get("result")
+        lines.append(f"{title}: {result}" if title and result else f"{path.name}: cannot be read")
     return lines
 
 
 def clear() -> int:
-    """Remove everything that is kept; returns the number of files."""
+    """Remove all saved choices, and return their number."""
     paths = list(folder().glob("*.json"))
     for path in paths:
         os.unlink(path)

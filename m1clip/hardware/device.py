@@ -45,11 +45,11 @@ class DeviceCapabilities:
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
     graphs: bool = False  # CUDA graphs
     on_device: bool = False  # images fit into the device's own memory
-    max_reduction: int | None = None  # longest sum in a matrix product
+    max_reduction: int | None = None  # longest sum in a matmul
     max_sequences: int | None = None  # in one call of a linear layer
 
     def max_batch_rows(self, tokens: int) -> int | None:
-        """How many sequences of this length a tower may encode in one call; None: any number.
+        """Return how many sequences of this length may be encoded in one call; None: any number.
 
         The gradient of a weight is a sum over all tokens of the call.
         """
@@ -67,9 +67,9 @@ def device_parts(kind: Kind) -> tuple[SingleKind, SingleKind]:
 
 
 def available(facts: MachineInfo) -> tuple[SingleKind, ...]:
-    """Devices of this machine, usually the fastest first.
+    """List the devices of this machine, usually the fastest first.
 
-    MLX last, since only the user chooses it.
+    MLX is last, since only the user chooses it.
     """
     kinds: dict[SingleKind, bool] = {
         "cuda": facts.cuda is not None,
@@ -77,7 +77,7 @@ def available(facts: MachineInfo) -> tuple[SingleKind, ...]:
         "cpu": True,
         "mlx": bool(facts.mlx),
     }
-    return tuple(kind for kind, there in kinds.items() if there)
+    return tuple(kind for kind, is_available in kinds.items() if is_available)
 
 
 def hybrids_of(kinds: Sequence[SingleKind]) -> tuple[Kind, ...]:
@@ -85,36 +85,38 @@ def hybrids_of(kinds: Sequence[SingleKind]) -> tuple[Kind, ...]:
     return tuple(kind for kind in HYBRIDS if all(part in kinds for part in device_parts(kind)))
 
 
-def choose_device(asked: str, facts: MachineInfo) -> Kind:
-    kinds, asked = available(facts), device_name(asked)
-    if asked == "auto":
+def choose_device(requested: str, facts: MachineInfo) -> Kind:
+    kinds = available(facts)
+    requested = device_name(requested)
+    if requested == "auto":
         return kinds[0]
     for kind in (*kinds, *hybrids_of(kinds)):
-        if kind == asked:
+        if kind == requested:
             return kind
-    fix = "run pip install 'm1clip[mlx]', or use" if asked == "mlx" else "use"
+    fix = "run pip install 'm1clip[mlx]', or use" if requested == "mlx" else "use"
     raise UserError(
-        f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix}"
+        f"--device {requested}: not available on this machine (found: {', '.join(kinds)}); {fix}"
         " --device auto"
     )
 
 
-# From this length on, MPS on M1 and M2 sums memory behind the operands into a matrix product,
-# silently (pytorch#193487, #195163). torch 2.14 has mended 2-D products of more than 32,768, and no
-# batched ones.
+# From this length on, a matmul of MPS on M1 and M2 silently adds memory behind its operands
+# (pytorch#193487, #195163). torch 2.14 has fixed 2-D matmuls with more than 32,768, and no batched
+# ones.
 WRONG_REDUCTION = 32_767
 
 
 def apple_chip(facts: MachineInfo) -> int:
     """1 for M1, 2 for M2 ...; a name without a number counts as 1, for which every rule applies."""
-    found = re.search(r"\bM(\d+)\b", facts.cpu)
-    return int(found.group(1)) if found else 1
+    match = re.search(r"\bM(\d+)\b", facts.cpu)
+    return int(match.group(1)) if match else 1
 
 
 def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:
-    """Whether causal SDPA lets positions see later tokens: MPS, fp16 and bf16, without a gradient (pytorch#195910).
+    """Whether causal SDPA lets positions see later tokens (pytorch#195910).
 
-    The issue is closed, but names no release with the fix: so this holds for every version.
+    This happens on MPS in fp16 and bf16, without a gradient. The issue is closed, but names no
+    release with the fix, so the answer is the same for every version.
     """
     return kind == "mps" and dtype in (torch.float16, torch.bfloat16)
 
@@ -140,21 +142,21 @@ def rules(kind: Kind, facts: MachineInfo) -> DeviceCapabilities:
             precisions=("fp32", "bf16", "fp16"),
             bf16="no" if apple_chip(facts) <= 2 else "measure",
             fixed_shapes=True,
-            # With every version of torch: the split takes no time, and 2.14 has mended only a part.
+            # With every version of torch: the split takes no time, and 2.14 has fixed only a part.
             max_reduction=WRONG_REDUCTION - 1 if apple_chip(facts) <= 2 else None,
-            max_sequences=65_536,  # with more, linear layers with a bias gave wrong rows (pytorch#189495)
+            # With more, linear layers with a bias gave wrong rows (pytorch#189495).
+            max_sequences=65_536,
             worker_start="spawn",
         )
     if kind == "mlx":
-        # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its
-        # rules.
+        # Evaluations, and towers that are not part of the step, run in torch on MPS.
         host = rules("mps" if facts.mps else "cpu", facts)
         return replace(host, precisions=("fp32", "bf16"), bf16="no", fixed_shapes=True)
     return DeviceCapabilities(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 
 def _rules_of_pair(image: DeviceCapabilities, text: DeviceCapabilities) -> DeviceCapabilities:
-    """How to use two devices: what both support, with the image tower's way to get its batches."""
+    """Combine the capabilities of two devices; batches are copied as the image tower needs them."""
     bf16: Literal["yes", "no", "measure"] = "measure"
     if image.bf16 == text.bf16 or "no" in (image.bf16, text.bf16):
         bf16 = "no" if text.bf16 == "no" else image.bf16
@@ -168,7 +170,7 @@ def _rules_of_pair(image: DeviceCapabilities, text: DeviceCapabilities) -> Devic
 
 
 def default_precision(kind: Kind, facts: MachineInfo) -> Precision:
-    """The precision to use unless a measurement shows clearly that another one is faster (docs/compare.md)."""
+    """Return the precision to use unless another one is clearly faster (docs/compare.md)."""
     if kind in HYBRIDS:
         image, text = (default_precision(part, facts) for part in device_parts(kind))
         return image if image == text else "fp32"
@@ -178,33 +180,33 @@ def default_precision(kind: Kind, facts: MachineInfo) -> Precision:
     return "bf16" if rule.bf16 == "yes" else "fp32"
 
 
-def choose_precision(asked: str, kind: Kind, facts: MachineInfo) -> Precision:
-    """The precision that was asked for, or the default of the device for `auto`."""
+def choose_precision(requested: str, kind: Kind, facts: MachineInfo) -> Precision:
+    """Return the requested precision, or the default of the device for `auto`."""
     rule = rules(kind, facts)
-    if asked == "auto":
+    if requested == "auto":
         return default_precision(kind, facts)
     for precision in rule.precisions:
-        if precision == asked:
+        if precision == requested:
             return precision
     raise UserError(
-        f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)},"
-        " auto)"
+        f"--precision {requested}: not supported on {kind} (choose from"
+        f" {', '.join(rule.precisions)}, auto)"
     )
 
 
-def threads(asked: int, facts: MachineInfo) -> int:
-    """One thread per physical core; only performance cores where cores differ."""
-    return asked or facts.performance_cores
+def threads(requested: int, facts: MachineInfo) -> int:
+    """Return the requested number of threads; 0: one per physical (performance) core."""
+    return requested or facts.performance_cores
 
 
 def peak_of_status(text: str) -> int:
-    """Peak memory from Linux's /proc/PID/status, in bytes."""
+    """Parse the peak memory in bytes from Linux's /proc/PID/status."""
     line = next(line for line in text.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 class Device:
-    """A device, or two of which the second has the text tower: everything else is said of the first."""
+    """A device, or a pair of them, whose second one has only the text tower."""
 
     def __init__(self, name: Kind, facts: MachineInfo) -> None:
         self.name: Kind = name
@@ -217,7 +219,7 @@ class Device:
         self._backend: Any = (
             _mlx() if kind == "mlx" else {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
         )
-        self._most_seen = 0  # MPS tracks no peak: the maximum returned by memory_bytes()
+        self._max_seen = 0  # MPS tracks no peak: the maximum returned by memory_bytes()
         self._peak_file: Path | None = None  # Linux, after reset_peak: rusage cannot be reset
 
     @property
@@ -239,9 +241,9 @@ class Device:
             case "cuda":
                 return int(self._backend.memory_allocated())
             case "mps":
-                used = int(self._backend.driver_allocated_memory())
-                self._most_seen = max(self._most_seen, used)
-                return used
+                allocated_bytes = int(self._backend.driver_allocated_memory())
+                self._max_seen = max(self._max_seen, allocated_bytes)
+                return allocated_bytes
             case "mlx":
                 return int(self._backend.get_active_memory() + self._backend.get_cache_memory())
         return int(psutil.Process().memory_info().rss)
@@ -252,7 +254,7 @@ class Device:
             case "cuda":
                 return int(self._backend.max_memory_allocated())
             case "mps":
-                return max(self.memory_bytes(), self._most_seen)
+                return max(self.memory_bytes(), self._max_seen)
             case "mlx":
                 return int(self._backend.get_peak_memory())
         if self._peak_file is not None:
@@ -266,7 +268,7 @@ class Device:
         False where this is not possible (CPU, except on Linux).
         """
         self.release()
-        self._most_seen = 0
+        self._max_seen = 0
         if self.kind in ("cuda", "mlx"):
             (
                 self._backend.reset_peak_memory_stats
@@ -311,20 +313,24 @@ def _mlx() -> Any:
         ) from None
 
 
-Autocast = Callable[[], AbstractContextManager[object]]  # makes the context of one forward pass
+Autocast = Callable[[], AbstractContextManager[object]]  # opens the context of one forward pass
 
 
 def autocast(
-    device: Device, precision: Precision, enabled: bool = True, place: torch.device | None = None
+    device: Device,
+    precision: Precision,
+    enabled: bool = True,
+    torch_device: torch.device | None = None,
 ) -> Autocast:
-    """Factory of the autocast context for forward passes; fp32 needs none.
+    """Return a function that opens the autocast context of a forward pass; fp32 needs none.
 
-    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast
-    weights. `place` is the device of the tower, if it is not that of the image tower.
+    With `enabled=False`, the context disables autocast for a backward pass within a forward pass,
+    but keeps its cast weights. `torch_device` is the device of the tower, if it is not that of the
+    image tower.
     """
     if precision == "fp32":
         return nullcontext
-    kind = (place or device.torch).type
+    kind = (torch_device or device.torch).type
     return lambda: torch.autocast(kind, dtype=DTYPES[precision], enabled=enabled)
 
 

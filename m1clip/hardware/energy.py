@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")  # Linux: RAPL counters of the processor packages
-IDLE_POWER_SECONDS = (
-    1.0  # for which the power of the idle machine is measured, where a meter exists
-)
+IDLE_POWER_SECONDS = 1.0  # how long the power of the idle machine is measured
 APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
 
@@ -22,7 +20,8 @@ class EnergyMeter:
 
     def __init__(self, name: str, covers: str, read: Callable[[], float]) -> None:
         """`read` returns joules since some fixed moment."""
-        self.name, self.covers = name, covers
+        self.name = name
+        self.covers = covers
         self._read = read
         self._begin = read()
 
@@ -59,15 +58,16 @@ def idle_watts(
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
     """Measure the mean power while this process waits: what the machine uses without the run."""
-    before, began = meter.joules(), clock()
+    joules_before = meter.joules()
+    began = clock()
     sleep(seconds)
-    return (meter.joules() - before) / max(clock() - began, 1e-9)
+    return (meter.joules() - joules_before) / max(clock() - began, 1e-9)
 
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
-    """All processor packages under a powercap folder.
+    """Open the counters of all processor packages; None if one cannot be read.
 
-    None if one cannot be read (often only root can).
+    Often only root can read them.
     """
     # A second colon marks a part of a package, which is already included in it.
     packages = [zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1]
@@ -116,15 +116,13 @@ def nvml_handle() -> tuple[Any, Any]:
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         return nvml, nvml.nvmlDeviceGetHandleByUUID(name)
-    except Exception:  # noqa: BLE001  no library, driver or GPU: no meter; NVMLError exists only with the library
+    # NVMLError exists only with the library.
+    except Exception:  # noqa: BLE001  no library, driver or GPU
         return None, None
 
 
 def _open_apple() -> EnergyMeter | None:
-    """CPU, GPU, memory and neural engine of an Apple chip, through zeus-apple-silicon.
-
-    Needs no root.
-    """
+    """Open the counters of an Apple chip through zeus-apple-silicon, which needs no root."""
     try:
         monitor = importlib.import_module("zeus_apple_silicon").AppleEnergyMonitor()
     except (ImportError, RuntimeError):

@@ -70,34 +70,34 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def local_ranks() -> int:
-    """Processes that torchrun has started on this machine.
-
-    Each uses its share of cores and memory.
-    """
+    """Count the processes that torchrun has started on this machine, which divide its resources."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def usable_cpus() -> int:
-    """CPUs available to this process: containers and batch systems often allow fewer than the machine has."""
+    """Count the CPUs that this process may use: containers often allow fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def decode_threads() -> int:
-    """Threads that decode images: 16 decode a fifth less per second than 6, which wait less for the GIL."""
+    """Return the number of threads that decode images.
+
+    At most 6: with 16, which wait more for the GIL, a fifth fewer images are decoded per second.
+    """
     return min(usable_cpus(), 6)
 
 
 def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables to set before torch is imported, unless the user has set them."""
+    """Return environment variables to set before importing torch, unless the user has set them."""
     # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy
     # machine.
-    wanted = {"OMP_WAIT_POLICY": "passive"}
+    defaults = {"OMP_WAIT_POLICY": "passive"}
     if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
         # Spin for up to about 0.1 ms: between operations of a small model, sleeping costs more.
-        wanted["GOMP_SPINCOUNT"] = "10000"
+        defaults["GOMP_SPINCOUNT"] = "10000"
     if system == "Darwin":
-        wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
-    return {name: value for name, value in wanted.items() if name not in current}
+        defaults["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
+    return {name: value for name, value in defaults.items() if name not in current}
 
 
 def package_version(package: str) -> str:
@@ -116,7 +116,7 @@ def _cpu_name() -> str:
 
 
 def has_bf16_flag(cpuinfo: str) -> bool:
-    """Whether the processor of Linux's /proc/cpuinfo has bf16 matmuls: AVX-512 or AMX on x86, FEAT_BF16 on Arm."""
+    """Whether /proc/cpuinfo lists bf16 matmuls: AVX-512 or AMX on x86, FEAT_BF16 on Arm."""
     flags = {
         flag
         for line in cpuinfo.splitlines()

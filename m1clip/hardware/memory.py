@@ -1,7 +1,4 @@
-"""malloc settings for training, which frees and allocates the same sizes in every step.
-
-And memory limits.
-"""
+"""malloc settings for training, which allocates the same sizes in every step; memory limits."""
 
 import contextlib
 import ctypes
@@ -17,9 +14,11 @@ import psutil
 
 from m1clip.hardware.machine_info import local_ranks
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# Options of mallopt, from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _WITHOUT_LIMIT = 2**31 - 1
-_OLD_LIMIT = 32 * 2**20  # maximum of the second in glibc before 2.35
+_OLD_LIMIT = 32 * 2**20  # maximum of M_MMAP_THRESHOLD in glibc before 2.35
 _LARGE_ALLOCATION = 512 * 2**10
 
 
@@ -34,8 +33,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return_freed_memory()
-    kept = mallopt(_M_MMAP_THRESHOLD, _WITHOUT_LIMIT) or mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
-    return bool(kept and mallopt(_M_TRIM_THRESHOLD, _WITHOUT_LIMIT))
+    is_set = mallopt(_M_MMAP_THRESHOLD, _WITHOUT_LIMIT) or mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
+    return bool(is_set and mallopt(_M_TRIM_THRESHOLD, _WITHOUT_LIMIT))
 
 
 def map_large_blocks() -> bool:
@@ -74,7 +73,7 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory_limit(files: tuple[str, ...] = CGROUPS) -> int:
-    """Bytes that this process can use before the system swaps or kills it: the machine's, or a container's limit."""
+    """Return the bytes that this process can use: all of the machine, or a container's limit."""
     limits = [int(psutil.virtual_memory().total)]
     for name in files:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -105,14 +104,14 @@ class _MallocInfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class MallocUse:
-    """Bytes that malloc has taken from the system: in use, and freed but kept for later."""
+    """Bytes that malloc has taken from the system."""
 
     used: int
-    free: int
+    free: int  # freed by the program, and cached for later allocations
 
 
 def malloc_use() -> MallocUse | None:
-    """Ask malloc what it holds; None where it cannot say (macOS, musl, glibc before 2.33)."""
+    """Read malloc's own counts; None on macOS, with musl, and with glibc before 2.33."""
     if sys.platform != "linux":
         return None
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -1,7 +1,7 @@
-"""Temperature, fan, throttling, battery and kinds of cores: what this machine shows without root, and why not the rest.
+"""Temperature, fan, throttling, battery and kinds of cores, as far as root is not needed.
 
 Everything is a function of a `Host`: a folder like /sys and a function that runs commands. A test
-gives its own.
+passes its own.
 """
 
 from __future__ import annotations
@@ -87,28 +87,29 @@ class Sensors:
 def open_sensors(kind: str, host: Host) -> Sensors:
     """Find the sensors of a kind of device; of the CPU for MPS and MLX, which share its chip."""
     if kind == "cuda":
-        found, reasons = _nvml_sensors(host)
+        readers, reasons = _nvml_sensors(host)
     elif host.system == "Darwin":
-        found, reasons = _apple_sensors(host)
+        readers, reasons = _apple_sensors(host)
     elif host.system == "Linux":
-        found, reasons = _linux_sensors(host)
+        readers, reasons = _linux_sensors(host)
     else:
         reason = f"m1clip reads no sensors on {host.system or 'this system'}"
-        found, reasons = {}, dict.fromkeys(("temperature", "fan", "throttling"), reason)
+        readers = {}
+        reasons = dict.fromkeys(("temperature", "fan", "throttling"), reason)
     if host.battery() is None:
         reasons["battery"] = "this machine has none, or does not show it"
     else:
-        found[BATTERY] = host.battery
-    return Sensors(found, reasons)
+        readers[BATTERY] = host.battery
+    return Sensors(readers, reasons)
 
 
 def _linux_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
-    """Sensors under /sys: hwmon for temperature and fan, counters of thermal throttling of the CPUs."""
-    found: dict[str, Reader] = {}
+    """Find the sensors under /sys: temperature, fan, and counters of thermal throttling."""
+    readers: dict[str, Reader] = {}
     reasons = {}
     temperatures = _temperature_files(host.sys)
     if temperatures:
-        found[CELSIUS] = lambda: _highest(temperatures, 1000.0)
+        readers[CELSIUS] = lambda: _highest(temperatures, 1000.0)
     else:
         reasons["temperature"] = (
             "no processor sensor under /sys/class/hwmon or /sys/class/thermal (usual in a virtual"
@@ -116,18 +117,18 @@ def _linux_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
         )
     fans = sorted(host.sys.glob("class/hwmon/hwmon*/fan*_input"))
     if _highest(fans, 1.0) is not None:
-        found[FAN_RPM] = lambda: _highest(fans, 1.0)
+        readers[FAN_RPM] = lambda: _highest(fans, 1.0)
     else:
         reasons["fan"] = "no fan under /sys/class/hwmon"
     counters = sorted(host.sys.glob("devices/system/cpu/cpu*/thermal_throttle/*_throttle_count"))
     if _total(counters) is not None:
-        found[THROTTLED] = _Events(counters)
+        readers[THROTTLED] = _Events(counters)
     else:
         reasons["throttling"] = (
             "no counter under /sys/devices/system/cpu/cpu*/thermal_throttle (only Intel processors "
             "have it, outside of virtual machines)"
         )
-    return found, reasons
+    return readers, reasons
 
 
 def _temperature_files(sys: Path) -> list[Path]:
@@ -160,7 +161,7 @@ class _Events:
 
 
 def _apple_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
-    """The level of thermal pressure, which needs no root; degrees and fans do."""
+    """Read the level of thermal pressure; temperatures and fans would need root."""
     needs_root = POWERMETRICS.get(host.machine, POWERMETRICS["arm64"])
     reasons = {"temperature": needs_root, "fan": needs_root}
 
@@ -205,10 +206,12 @@ def _nvml_sensors(host: Host) -> tuple[dict[str, Reader], dict[str, str]]:
             lambda: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & mask),
         ),
     }
-    guarded = {what: (name, reader(read)) for what, (name, read) in readers.items()}
-    missing = {what for what, (_, read) in guarded.items() if read() is None}
-    found = {name: read for what, (name, read) in guarded.items() if what not in missing}
-    return found, dict.fromkeys(sorted(missing), "this GPU does not report it")
+    guarded = {quantity: (name, reader(read)) for quantity, (name, read) in readers.items()}
+    missing = {quantity for quantity, (_, read) in guarded.items() if read() is None}
+    available = {
+        name: read for quantity, (name, read) in guarded.items() if quantity not in missing
+    }
+    return available, dict.fromkeys(sorted(missing), "this GPU does not report it")
 
 
 def _text(path: Path) -> str:
@@ -259,12 +262,12 @@ def core_kinds(cpus: Sequence[int], host: Host) -> list[str]:
 
 def _intel_efficiency_cpus(sys: Path) -> set[int]:
     """The CPUs of the list in cpu_atom, such as "16-23,31"."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in _text(sys / "devices/cpu_atom/cpus").split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def _small_arm_cpus(sys: Path) -> set[int]:

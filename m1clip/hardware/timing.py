@@ -1,7 +1,4 @@
-"""Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step.
-
-Speed of a device.
-"""
+"""Timing of calls, of the phases of a step, and of the matmuls of a device."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from m1clip.hardware.device import DTYPES, Device, Precision
 
 # Where both are one function, as in MLX; the forward pass is then timed by itself before.
 FORWARD_AND_BACKWARD = "forward and backward"
-MAX_MARKS = 2**16  # of phases that nobody reads
+MAX_MARKS = 2**16  # marks that are stored until `take` is called
 # A matrix multiplication that would take longer is measured with smaller matrices.
 MAX_GEMM_SECONDS = 2.0
 SLOW_GEMM_SECONDS = 0.5  # that such a smaller multiplication takes
@@ -64,7 +61,7 @@ def alternate(
 
     Stops after `rounds` rounds, or after `seconds` once each call has been timed.
     """
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    call_seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(warmup):
             call()
@@ -75,14 +72,14 @@ def alternate(
             start = time.perf_counter()
             call()
             synchronize()
-            taken[name].append(time.perf_counter() - start)
+            call_seconds[name].append(time.perf_counter() - start)
         if time.perf_counter() - begin > seconds:
             break
-    return {name: timing(values) for name, values in taken.items()}
+    return {name: timing(values) for name, values in call_seconds.items()}
 
 
 def is_settled(seconds: Sequence[float]) -> bool:
-    """Whether the warm-up is over: the last two calls took the same time, within 10%."""
+    """Whether the warmup is over: the last two calls took the same time, within 10%."""
     return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= 0.1 * seconds[-2]
 
 
@@ -148,8 +145,10 @@ class Phases:
             self._marks[-1][1].synchronize()
         for (name, begin), (_, end) in pairwise(self._marks):
             if name:
-                taken = begin.elapsed_time(end) / 1e3 if self.kind == "cuda" else end - begin
-                seconds[name] = seconds.get(name, 0.0) + taken
+                phase_seconds = (
+                    begin.elapsed_time(end) / 1e3 if self.kind == "cuda" else end - begin
+                )
+                seconds[name] = seconds.get(name, 0.0) + phase_seconds
         while len(self._marks) > 1:  # the last is the start of the next phase
             self._marks.popleft()
         return seconds
@@ -162,7 +161,7 @@ class Phases:
         return event
 
 
-STAGE_COST = 0.01  # most of a run's time that synchronized steps may take together
+STAGE_COST = 0.01  # maximum fraction of a run's time that synchronized steps may cost together
 MAX_STAGE_STEPS = 20  # synchronized steps of a run
 ASSUMED_SLOWDOWN = 1.0  # until it is measured, a synchronized step may take this many steps longer
 
@@ -175,9 +174,9 @@ class StageCosts:
     seconds: float = 0.0  # that they took longer than other steps, together
     last_step: int = 0  # when the last one was made
 
-    def with_step(self, step: int, taken: float, usual: float) -> StageCosts:
-        """Add a synchronized step that took `taken` seconds instead of the `usual`."""
-        return StageCosts(self.count + 1, self.seconds + max(0.0, taken - usual), step)
+    def with_step(self, step: int, step_seconds: float, usual: float) -> StageCosts:
+        """Add a synchronized step that took `step_seconds` seconds instead of the `usual`."""
+        return StageCosts(self.count + 1, self.seconds + max(0.0, step_seconds - usual), step)
 
     def fraction(self, elapsed: float) -> float:
         """Fraction of the time of training."""
@@ -185,10 +184,11 @@ class StageCosts:
 
 
 def stages_due(step: int, total_steps: int, step_seconds: float, costs: StageCosts) -> bool:
-    """Decide whether to synchronize a step, so that all of them together cost less than 1% of the run.
+    """Whether to synchronize the next step; all synchronized steps cost less than 1% of the run.
 
-    `step` steps are made; `step_seconds` is the usual time of one, measured in this run. The first
-    synchronized step is paid by the steps that are planned, the others by those that are made.
+    `step` steps are done; `step_seconds` is the usual time of one, measured in this run. The cost
+    of the first synchronized step is compared with the planned time of the run, and that of the
+    others with the time so far.
     """
     if step_seconds <= 0:
         return False
@@ -231,7 +231,7 @@ def _own() -> float:
 def gemm_rates(
     device: Device, precisions: Sequence[Precision], size: int = 1536, rounds: int = 7
 ) -> dict[str, float]:
-    """FLOP/s of a large matrix multiplication in each precision, in alternation: the upper bound for a step.
+    """Measure the FLOP/s of a large matmul in each precision: the upper bound for a step.
 
     A precision that is very slow, such as fp16 on a CPU without instructions for it, is measured
     with smaller matrices.
@@ -240,12 +240,12 @@ def gemm_rates(
     calls = {
         precision: matmul_call(device, precision, sizes[precision]) for precision in precisions
     }
-    found = alternate(calls, device.synchronize, rounds=rounds, warmup=2)
-    return {precision: 2 * size**3 / found[precision].low for precision, size in sizes.items()}
+    timings = alternate(calls, device.synchronize, rounds=rounds, warmup=2)
+    return {precision: 2 * size**3 / timings[precision].low for precision, size in sizes.items()}
 
 
 def affordable_size(device: Device, precision: Precision, size: int) -> int:
-    """The size of matrices to measure: `size`, or less if one multiplication would take too long."""
+    """Return the size of matrices to measure: `size`, or less if one matmul would take too long."""
     if size <= PROBED_GEMM_SIZE:
         return size
     call = {precision: matmul_call(device, precision, PROBED_GEMM_SIZE)}
@@ -259,12 +259,12 @@ def affordable_size(device: Device, precision: Precision, size: int) -> int:
 def matmul_call(device: Device, precision: Precision, size: int) -> Callable[[], object]:
     """A call that multiplies two square matrices of `size` rows on a device."""
     if device.kind == "mlx":
-        return _mlx_product(size, precision)
+        return _mlx_matmul(size, precision)
     a, b = (torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2))
     return functools.partial(torch.mm, a, b)
 
 
-def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:
+def _mlx_matmul(size: int, precision: Precision) -> Callable[[], object]:
     import mlx.core as mx
 
     dtype = {"fp32": mx.float32, "bf16": mx.bfloat16}[precision]

@@ -1,4 +1,4 @@
-"""Accuracy within a batch: how often an image is closest to one of its own captions among all of the batch.
+"""Accuracy within a batch: how often the caption closest to an image is one of its own.
 
 Its chance level is 1 / batch size, so values of different batch sizes cannot be compared. Recall
 over the complete validation split (evaluation/retrieval.py) can.
@@ -19,18 +19,18 @@ MAX_IMAGES = 64
 def accuracy_within_batch(
     image: Tensor, text: Tensor, ids: Ids, rows: Rows | None = None
 ) -> Tensor:
-    """(2,) float32: the accuracy within a batch, and its chance level; nothing is read from the device.
+    """Return (2,) the accuracy within a batch and its chance level, without synchronization.
 
-    image (n, d), text (m, d) and `ids` are those of the complete batch. Of a large batch, the first
-    images stand for all. `rows` are the rows of this process: the results of all processes add up
-    to those of the batch.
+    image (n, d), text (m, d) and `ids` are those of the complete batch. In a large batch, only the
+    first images are compared. `rows` are the rows of this process: the results of all processes add
+    up to those of the batch.
     """
     n = len(ids.sample_ids)
-    own = slice(0, n) if rows is None else rows.images
-    count = own.stop - own.start
+    image_rows = slice(0, n) if rows is None else rows.images
+    count = image_rows.stop - image_rows.start
     if count == 0:
         return torch.zeros(2, device=image.device)
-    chosen = slice(own.start, own.start + min(count, MAX_IMAGES))
+    chosen = slice(image_rows.start, image_rows.start + min(count, MAX_IMAGES))
     positive = same_image_or_caption(ids, ALL if chosen == slice(0, n) else chosen, ALL)
     with without_autocast(image.device):
         nearest = similarity(image[chosen].float(), text.float()).argmax(dim=1, keepdim=True)

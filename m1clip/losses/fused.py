@@ -18,10 +18,10 @@ FLAGS_PER_WORD = 8  # bools in an int64
 
 
 def infonce(features: Any, positive: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d); the gradient overwrites the logits.
+    """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d).
 
     Matmuls and exponentials are in `dtype`, by default that of the features; sums are in the dtype
-    of the scale.
+    of the scale. The gradient overwrites the logits.
     """
     image, text, scale, _ = features
     loss: Tensor = _FusedInfoNCE.apply(image, text, scale, positive, dtype or image.dtype)
@@ -38,7 +38,7 @@ class _FusedInfoNCE(torch.autograd.Function):
             text = text.to(dtype)
             logits = scaled @ text.T
         n, m = positive.shape
-        rows, columns = true_places(positive)
+        rows, columns = true_positions(positive)
         per_row = torch.bincount(rows, minlength=n).to(scale.dtype)
         per_column = torch.bincount(columns, minlength=m).to(scale.dtype)
         # The target of each positive, both directions together.
@@ -67,15 +67,15 @@ class _FusedInfoNCE(torch.autograd.Function):
         return by_scaled.mul_(grad * scale), by_text.mul_(grad), by_scale * grad, None, None
 
 
-def true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`mask.nonzero()` for a sparse mask (n, m), in row order, reading eight flags at a time."""
+def true_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `mask.nonzero()` of a sparse mask (n, m), reading eight flags at a time."""
     m = mask.shape[1]
     if m % FLAGS_PER_WORD or not mask.is_contiguous():
         return mask.nonzero(as_tuple=True)  # type: ignore[return-value]
     words = mask.view(torch.int64).view(-1).nonzero().view(-1)
-    which, bit = mask.view(-1, FLAGS_PER_WORD)[words].nonzero(as_tuple=True)
-    place = words[which] * FLAGS_PER_WORD + bit
-    return place // m, place % m
+    word_index, bit = mask.view(-1, FLAGS_PER_WORD)[words].nonzero(as_tuple=True)
+    position = words[word_index] * FLAGS_PER_WORD + bit
+    return position // m, position % m
 
 
 def _softmax_shared(
@@ -109,11 +109,13 @@ def _softmax_by_row(
 ) -> tuple[Tensor, ...]:
     """Do the same as `_softmax_shared` where each row and column needs its own offset."""
     n, m = logits.shape
-    wide = logits.to(dtype)
-    gradient = wide.softmax(dim=1).mul_(0.5 / n).add_(wide.softmax(dim=0), alpha=0.5 / m)
-    row_sums = wide.logsumexp(dim=1)
-    column_sums = wide.logsumexp(dim=0)
-    return wide[rows, columns], row_sums, column_sums, gradient.to(logits.dtype)
+    accumulated = logits.to(dtype)
+    gradient = (
+        accumulated.softmax(dim=1).mul_(0.5 / n).add_(accumulated.softmax(dim=0), alpha=0.5 / m)
+    )
+    row_sums = accumulated.logsumexp(dim=1)
+    column_sums = accumulated.logsumexp(dim=0)
+    return accumulated[rows, columns], row_sums, column_sums, gradient.to(logits.dtype)
 
 
 def text_contrast(text: Tensor, scale: Tensor, image_ids: Tensor, caption_ids: Tensor) -> Tensor:

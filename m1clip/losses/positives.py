@@ -31,9 +31,9 @@ def _compare_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor:
     columns = len(text_images)
     same_image = image_ids[:, None] == ids.sample_ids[text_images]
     # For each caption of the batch, an equal caption of this block; else one column more.
-    number = numbered(ids.caption_ids)
-    places = torch.arange(columns, device=number.device)
-    column = torch.full_like(number, columns).scatter_(0, number[captions], places)[number]
+    number = number_values(ids.caption_ids)
+    column_numbers = torch.arange(columns, device=number.device)
+    column = torch.full_like(number, columns).scatter_(0, number[captions], column_numbers)[number]
     row = ids.image_index - (images.start or 0)
     row = torch.where((row >= 0) & (row < rows), row, rows)
     has_caption = torch.zeros((rows + 1) * (columns + 1), dtype=torch.bool, device=row.device)
@@ -46,9 +46,9 @@ def _compare_repeats(ids: Ids) -> Tensor:
     sample_ids, caption_ids, image_index = ids
     positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)
     positive[image_index, torch.arange(len(caption_ids))] = True
-    repeats = _repeated(sample_ids)
+    repeats = _indices_of_repeats(sample_ids)
     positive[repeats] = sample_ids[repeats, None] == sample_ids[image_index]
-    repeats = _repeated(caption_ids)
+    repeats = _indices_of_repeats(caption_ids)
     _, number = caption_ids[repeats].unique(return_inverse=True)
     has_caption = torch.zeros(len(sample_ids), len(repeats), dtype=torch.bool)
     has_caption[image_index[repeats], number] = True
@@ -56,14 +56,14 @@ def _compare_repeats(ids: Ids) -> Tensor:
     return positive
 
 
-def _repeated(values: Tensor) -> Tensor:
+def _indices_of_repeats(values: Tensor) -> Tensor:
     """Return the indices of the values that occur more than once."""
     _, number, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts[number] > 1).nonzero().view(-1)
 
 
-def numbered(values: Tensor) -> Tensor:
-    """Give equal values the same number below their count.
+def number_values(values: Tensor) -> Tensor:
+    """Number the distinct values from 0; equal values have the same number.
 
     The distinct values are not counted, which would synchronize.
     """
@@ -74,8 +74,8 @@ def numbered(values: Tensor) -> Tensor:
 
 def captions_with_positives(ids: Ids) -> Tensor:
     """Count the captions with a different caption of the same image in the batch; at least 1."""
-    image_number = numbered(ids.sample_ids[ids.image_index])
-    pair_number = numbered(image_number * len(image_number) + numbered(ids.caption_ids))
+    image_number = number_values(ids.sample_ids[ids.image_index])
+    pair_number = number_values(image_number * len(image_number) + number_values(ids.caption_ids))
 
     def occurrences(values: Tensor) -> Tensor:
         return torch.zeros_like(values).scatter_add_(0, values, torch.ones_like(values))[values]

@@ -1,4 +1,4 @@
-"""The loss of a run and its gradients, whole or in blocks, of all rows or of those of one rank."""
+"""The loss of a run and its gradients: at once or in blocks, for all rows or those of one rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,8 @@ from m1clip.model.clip import Features
 TEACHER_WEIGHT = 0.5  # of the distillation loss; the rest of the loss has the other half
 MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
 TERM_LOGITS = 1 << 23  # logits of one block: 32 MB of float32
-# Rows of a matmul. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and
-# M2 (pytorch#193487).
+# Maximum rows of a matmul. Its gradients are sums over rows, and MPS computes longer sums wrong on
+# M1 and M2 (pytorch#193487).
 MAX_ROWS = 32_766
 # With as many pairs, the matmul of the logits is in autocast's precision; the rest never is.
 HALF_PRECISION_PAIRS = 1 << 20
@@ -66,14 +66,14 @@ TORCH = TorchOps()
 
 
 def similarity(a: Tensor, b: Tensor) -> Tensor:
-    """(n, d) and (m, d) -> the products (n, m)."""
+    """Return the dot products (n, m) of vectors (n, d) and (m, d)."""
     if max(len(a), len(b)) <= MAX_ROWS:
         return a @ b.T
     parts = b.split(MAX_ROWS)
-    rows_of_products = []
+    blocks = []
     for rows in a.split(MAX_ROWS):
-        rows_of_products.append(torch.cat([rows @ part.T for part in parts], dim=1))
-    return torch.cat(rows_of_products)
+        blocks.append(torch.cat([rows @ part.T for part in parts], dim=1))
+    return torch.cat(blocks)
 
 
 def distillation_rows(logits: Tensor, teacher: Tensor) -> Tensor:
@@ -127,8 +127,9 @@ class RunLoss:
         `backward` is called with each block's loss; it may scale the loss (fp16), and then all
         gradients are scaled.
 
-        All is computed in the precision of the features, float32. Of a loss computed at once, the
-        matmul of at least HALF_PRECISION_PAIRS logits is in the precision of `autocast`.
+        Everything is computed in the precision of the features, float32. Only the matmul of a loss
+        that is computed at once, and has at least HALF_PRECISION_PAIRS logits, is in the precision
+        of `autocast`.
         """
         leaves = self._leaves(features)
         if rows is None:
@@ -177,7 +178,7 @@ class RunLoss:
         )
 
     def _fits(self, ids: Ids, rows: Rows) -> bool:
-        """Tell whether the rows are the complete batch, with few enough logits to do it at once."""
+        """Whether the rows are the complete batch, with few enough logits to compute it at once."""
         n = len(ids.sample_ids)
         m = len(ids.caption_ids)
         return rows == (slice(0, n), slice(0, m)) and n * m <= MAX_LOGITS
@@ -277,7 +278,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _has_autocast(kind: str) -> bool:
-    """Tell whether torch knows autocast for a kind of device; the meta device has none."""
+    """Whether torch has autocast for a kind of device; the meta device has none."""
     return torch.amp.is_autocast_available(kind)
 
 

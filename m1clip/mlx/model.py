@@ -1,4 +1,4 @@
-"""CLIP's forward pass in MLX: functions of the torch model's own parameters, by their names and in their layout."""
+"""CLIP's forward pass in MLX: functions of the torch model's parameters, in torch's layout."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,7 +18,9 @@ NORM_EPS = 1e-5  # of torch's norms
 def encoder(
     config: CLIPConfig, side: Literal["image", "text"], dtype: Any, checkpointing: bool
 ) -> Callable[[Arrays, Arrays], Array]:
-    """The function from all weights and the inputs of one side to unit vectors (n, embed_dim) in float32.
+    """Return the function from all weights and the inputs of one side to unit vectors.
+
+    The vectors are (n, embed_dim) in float32.
 
     Inputs are `pixels` (n, size, size, 3) with optional `kept` patches, or `tokens`, or the
     `features` of a frozen tower; and the head's dropout masks, where it has any. Towers and heads
@@ -48,19 +50,19 @@ def encoder(
 
 
 def part(weights: Arrays, name: str) -> Arrays:
-    """The weights of one module, by their names within it."""
+    """Return the weights of one module, by their names within it."""
     return {
         key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")
     }
 
 
-def _product(x: Array, weight: Array, bias: Array | None) -> Array:
+def _matmul(x: Array, weight: Array, bias: Array | None) -> Array:
     y = x @ weight.astype(x.dtype).T
     return y if bias is None else y + bias.astype(x.dtype)
 
 
 def _linear(w: Arrays, name: str, x: Array) -> Array:
-    return _product(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+    return _matmul(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
 def _norm(w: Arrays, name: str, x: Array) -> Array:
@@ -68,7 +70,7 @@ def _norm(w: Arrays, name: str, x: Array) -> Array:
 
 
 def _group_norm(w: Arrays, name: str, x: Array) -> Array:
-    """Of (n, height, width, channels), in float32."""
+    """Normalize groups of channels of (n, height, width, channels), in float32."""
     n, height, width, channels = x.shape
     groups = stem_groups(channels)
     grouped = x.astype(mx.float32).reshape(n, height * width, groups, channels // groups)
@@ -83,12 +85,15 @@ def _gelu(x: Array) -> Array:
 
 
 def _vision(
-    w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpointing: bool
+    w: Arrays, pixels: Array, kept_patches: Array | None, config: Any, checkpointing: bool
 ) -> Array:
     """(n, size, size, 3) -> (n, width)."""
-    n, grid, size = len(pixels), config.grid, config.patch_size
+    n = len(pixels)
+    grid = config.grid
+    size = config.patch_size
     if config.stem == "conv":
-        x, last = pixels, len(config.stem_channels) - 1
+        x = pixels
+        last = len(config.stem_channels) - 1
         for number in range(last + 1):
             # torch stores (out, in, height, width)
             weight = w[f"patch.convs.{number}.weight"].astype(x.dtype).transpose(0, 2, 3, 1)
@@ -104,11 +109,12 @@ def _vision(
             .transpose(0, 1, 3, 5, 2, 4)
             .reshape(n, grid * grid, -1)
         )
-        x = _product(x, w["patch.weight"].reshape(config.width, -1), w.get("patch.bias"))
+        x = _matmul(x, w["patch.weight"].reshape(config.width, -1), w.get("patch.bias"))
     positions = w["positions"].astype(x.dtype)
     patch_positions = positions[-grid * grid :]
-    if kept is not None:
-        x, patch_positions = x[mx.arange(n)[:, None], kept], patch_positions[kept]
+    if kept_patches is not None:
+        x = x[mx.arange(n)[:, None], kept_patches]
+        patch_positions = patch_positions[kept_patches]
     x = x + patch_positions
     if "cls" in w:
         first = w["cls"].astype(x.dtype) + positions[0]
@@ -122,11 +128,12 @@ def _vision(
 
 
 def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool) -> Array:
-    """(n, length) -> (n, width), at the first EOT token.
+    """(n, length) -> (n, width): the output at the first EOT token.
 
-    The mean of the token embeddings may be added.
+    With `pooling="eot"` that is all; otherwise the mean of the token embeddings is added.
     """
-    embedded, length = w["tokens.weight"][tokens], tokens.shape[1]
+    embedded = w["tokens.weight"][tokens]
+    length = tokens.shape[1]
     x = (embedded + w["positions"][:length]).astype(dtype)
     eot = mx.argmax(tokens == config.eot_id, axis=1)
     x = _norm(w, "norm", _transformer(part(w, "transformer"), x, config, eot, True, checkpointing))
@@ -140,28 +147,33 @@ def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool
 def _transformer(
     w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool
 ) -> Array:
-    """(n, length, width) -> (n, width): at one position, or the mean.
+    """(n, length, width) -> (n, width): the output at one position, or the mean over all.
 
-    The last block computes only that.
+    The last block computes nothing else.
     """
 
     def block(w: Arrays, x: Array, position: Array | None = None, mean: bool = False) -> Array:
         n, length, width = x.shape
-        y, mask = _norm(w, "norm1", x), "causal" if causal else None
+        y = _norm(w, "norm1", x)
+        mask = "causal" if causal else None
         queries = y
         if position is not None:
             rows = mx.arange(n)
-            x, queries = x[rows, position][:, None], y[rows, position][:, None]
+            x = x[rows, position][:, None]
+            queries = y[rows, position][:, None]
             mask = (mx.arange(length) <= position[:, None])[:, None, None] if causal else None
-        weight, bias = w["attn.qkv.weight"], w["attn.qkv.bias"]
+        weight = w["attn.qkv.weight"]
+        bias = w["attn.qkv.bias"]
 
         def heads(z: Array) -> Array:
             return z.reshape(n, -1, config.heads, width // config.heads).transpose(0, 2, 1, 3)
 
-        q = heads(_product(queries, weight[:width], bias[:width]))
-        k, v = map(heads, mx.split(_product(y, weight[width:], bias[width:]), 2, axis=-1))
-        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
-        x = x + _linear(w, "attn.out", mixed.transpose(0, 2, 1, 3).reshape(n, -1, width))
+        q = heads(_matmul(queries, weight[:width], bias[:width]))
+        k, v = map(heads, mx.split(_matmul(y, weight[width:], bias[width:]), 2, axis=-1))
+        attended = mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=q.shape[-1] ** -0.5, mask=mask
+        )
+        x = x + _linear(w, "attn.out", attended.transpose(0, 2, 1, 3).reshape(n, -1, width))
         hidden = _linear(w, "mlp.up", _norm(w, "norm2", x))
         hidden = (
             hidden * mx.sigmoid(1.702 * hidden)
@@ -169,7 +181,8 @@ def _transformer(
             else _gelu(hidden)
         )
         if mean:
-            x, hidden = x.mean(axis=1), hidden.mean(axis=1)
+            x = x.mean(axis=1)
+            hidden = hidden.mean(axis=1)
         x = x + _linear(w, "mlp.down", hidden)
         return x if position is None else x[:, 0]
 
@@ -181,16 +194,16 @@ def _transformer(
 
 def _head(w: Arrays, features: Array, config: HeadConfig, masks: Arrays, dtype: Any) -> Array:
     if config.kind == "projection":
-        return _product(features.astype(dtype), w["weight"], w.get("bias"))
+        return _matmul(features.astype(dtype), w["weight"], w.get("bias"))
     x = mx.clip(
         (features.astype(mx.float32) - w["mean"]) * (1 / w["deviation"]),
         -LARGEST_FEATURE,
         LARGEST_FEATURE,
     )
-    x = _dropped(x, masks.get("feature_mask"), FEATURE_DROPOUT * config.dropout).astype(dtype)
-    hidden = _dropped(_gelu(_linear(w, "up", x)), masks.get("hidden_mask"), config.dropout)
+    x = _apply_dropout(x, masks.get("feature_mask"), FEATURE_DROPOUT * config.dropout).astype(dtype)
+    hidden = _apply_dropout(_gelu(_linear(w, "up", x)), masks.get("hidden_mask"), config.dropout)
     return _linear(w, "down", hidden) + _linear(w, "project", x)
 
 
-def _dropped(x: Array, mask: Array | None, p: float) -> Array:
+def _apply_dropout(x: Array, mask: Array | None, p: float) -> Array:
     return x if mask is None else x * mask.astype(x.dtype) * (256 / (256 - dropout_threshold(p)))

@@ -1,7 +1,7 @@
-"""The training step in MLX. Loop, batches, schedule and checkpoints stay torch's; weights are copied when read.
+"""The training step in MLX. Loop, batches, schedule and checkpoints are those of torch.
 
-Arrays have the names and layout of the torch tensors: a checkpoint of one device continues on
-another.
+Weights are copied to torch when they are read. Arrays have the names and layout of the torch
+tensors, so that a checkpoint of one device continues on another.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
 
 def check_supported(config: Config, model_init: ModelInit) -> None:
     """Raise UserError for a run that the MLX step cannot train."""
-    transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
+    transfer = config.transfer
+    own_kinds = {"image": "vit", "text": "transformer"}
     trained = list(zip(SIDES, model_init.trainable, strict=True))
     foreign = [
         side
         for side, on in trained
-        if on and getattr(model_init.config, f"{side}_tower").kind != own[side]
+        if on and getattr(model_init.config, f"{side}_tower").kind != own_kinds[side]
     ]
     optimizer = config.optim.optimizer
     unsupported = {
@@ -71,9 +72,9 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
     }
-    for what, asked in unsupported.items():
-        if asked:
-            raise UserError(f"--device mlx does not support {what}; use --device mps or cpu")
+    for feature, is_requested in unsupported.items():
+        if is_requested:
+            raise UserError(f"--device mlx does not support {feature}; use --device mps or cpu")
 
 
 def to_mlx(tensor: Tensor) -> Array:
@@ -136,7 +137,7 @@ def accuracy_in_mlx(image: Array, text: Array, labels: Arrays) -> Array:
 
 
 def loss_labels(loss: RunLoss, ids: Ids) -> Arrays:
-    """Collect what the loss and the accuracy need to know of a batch beside its features."""
+    """Return what the loss and the accuracy need of a batch beside its features."""
     labels = {"positive": to_mlx(loss.objective.positives(ids, ALL, ALL))}
     labels["matching"] = to_mlx(same_image_or_caption(ids, ALL, ALL)[:MAX_IMAGES].float())
     if loss.text_contrast:
@@ -151,7 +152,7 @@ def _ids(batch: Batch) -> Ids:
 
 
 def orthogonalize(x: Array) -> Array:
-    """As `muon.orthogonalize`: (k, m, n) with m <= n -> singular values close to 1."""
+    """Bring the singular values of (k, m, n) with m <= n close to 1, as `muon.orthogonalize`."""
 
     def norm(x: Array) -> Array:
         return mx.maximum(mx.sqrt((x * x).sum(axis=(1, 2), keepdims=True)), MUON_EPS)
@@ -164,10 +165,11 @@ def orthogonalize(x: Array) -> Array:
     gram = x @ x.swapaxes(1, 2)
     square = gram @ gram
     bound = mx.maximum(mx.sqrt(norm(square)), MUON_EPS)
-    gram, wide = gram / bound, x.shape[2] >= 2 * x.shape[1]
+    gram = gram / bound
+    is_wide = x.shape[2] >= 2 * x.shape[1]
     factor = factor_of(gram, square / (bound * bound), QUINTICS[0]) * mx.rsqrt(bound)
     for number, quintic in enumerate(QUINTICS[1:], start=1):
-        if wide and number % 2:  # two iterations on the small Gram matrix
+        if is_wide and number % 2:  # two iterations on the small Gram matrix
             gram = factor @ gram @ factor * (bound if number == 1 else 1)
             factor = factor_of(gram, gram @ gram, quintic) @ factor
             continue
@@ -188,7 +190,7 @@ class GroupUpdate:
     lr: Array
     options: dict[str, Any]  # torch's parameter group
     corrections: tuple[Array, Array]  # of AdamW's moments, which begin at 0
-    dtype: Any  # of Muon's products
+    dtype: Any  # of Muon's matmuls
 
 
 def adamw(group: GroupUpdate) -> None:
@@ -221,11 +223,11 @@ def muon(group: GroupUpdate) -> None:
         stacks.setdefault(tuple(sorted(update.shape)), []).append((name, update))
     for members in stacks.values():
         tall = [len(update) > update.shape[1] for _, update in members]
-        wide = [
+        wide_matrices = [
             update.T if turned else update
             for (_, update), turned in zip(members, tall, strict=True)
         ]
-        stack = orthogonalize(mx.stack(wide).astype(group.dtype)).astype(mx.float32)
+        stack = orthogonalize(mx.stack(wide_matrices).astype(group.dtype)).astype(mx.float32)
         for (name, update), x, turned in zip(members, stack, tall, strict=True):
             scale = group.lr * math.sqrt(max(1.0, len(update) / update.shape[1]))
             weights[name] = weights[name] - scale * (x.T if turned else x).reshape(
@@ -274,7 +276,7 @@ class MLXStep:
         run_loss = parts.loss
 
         def loss_of(features: Arrays, labels: Arrays) -> tuple[Array, Array]:
-            """The loss, of which gradients are computed, and the accuracy."""
+            """Return the loss, of which gradients are computed, and the accuracy."""
             scale = mx.exp(mx.minimum(features[LOGIT_SCALE], MAX_LOGIT_SCALE))
             image = features["image"]
             text = features["text"]
@@ -282,26 +284,31 @@ class MLXStep:
             return loss, accuracy_in_mlx(image, text, labels)
 
         def full_loss(
-            weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays
+            weights: Arrays, fixed: Arrays, inputs: dict[Side, Arrays], labels: Arrays
         ) -> tuple[Array, Array]:
             image, text = (encode[side](weights | fixed, inputs[side]) for side in SIDES)
             return loss_of(
                 {"image": image, "text": text, LOGIT_SCALE: weights[LOGIT_SCALE]}, labels
             )
 
-        def weighted(side: Side) -> Callable[..., Array]:
-            """A function of the weights whose gradient is that of the loss, given the loss's gradient by features."""
-            return lambda weights, fixed, inputs, by: (
-                encode[side](weights | fixed, inputs) * by
-            ).sum()
+        def weighted_sum(side: Side) -> Callable[..., Array]:
+            """Return the sum of features, weighted by the gradients of the loss by features.
+
+            Its gradient by the weights is that of the loss.
+            """
+
+            def compute(weights: Arrays, fixed: Arrays, inputs: Arrays, gradient: Array) -> Array:
+                return (encode[side](weights | fixed, inputs) * gradient).sum()
+
+            return compute
 
         self._full = mx.compile(mx.value_and_grad(full_loss))
         self._encoders = {
             side: mx.compile(lambda w, fixed, x, e=encode[side]: e(w | fixed, x)) for side in SIDES
         }
         self._feature_gradients = mx.compile(mx.value_and_grad(loss_of))
-        self._weight_gradients = {side: mx.compile(mx.grad(weighted(side))) for side in SIDES}
-        self._update = mx.compile(self._updated)
+        self._weight_gradients = {side: mx.compile(mx.grad(weighted_sum(side))) for side in SIDES}
+        self._update = mx.compile(self._apply_updates)
 
     def _take_weights(self) -> None:
         """Find out which weights are trained, and copy those that are not."""
@@ -339,12 +346,12 @@ class MLXStep:
                 self._trained[name].copy_(value)
 
     def _state(self) -> dict[str, Arrays]:
-        """The arrays; read from torch at the start and after anything there was replaced."""
+        """Return the arrays, read from torch at the start and after anything there was replaced."""
         if self._arrays is None:
             weights = {name: to_mlx(p) for name, p in self._trained.items()}
-            known = self.parts.update.optimizer.tensors()
+            saved = self.parts.update.optimizer.tensors()
             self._updates = max(
-                (int(value) for key, value in known.items() if key.endswith("/step")), default=0
+                (int(value) for key, value in saved.items() if key.endswith("/step")), default=0
             )
             moments = {}
             for part, _, options in [] if self._only_gradients else self._groups():
@@ -352,7 +359,7 @@ class MLXStep:
                 for name, kind in itertools.product(options["param_names"], kinds):
                     key = f"{part}/{name}/{kind}"
                     moments[key] = (
-                        to_mlx(known[key]) if key in known else mx.zeros_like(weights[name])
+                        to_mlx(saved[key]) if key in saved else mx.zeros_like(weights[name])
                     )
             self._arrays = {"weights": weights, "moments": moments}
         return self._arrays
@@ -365,7 +372,7 @@ class MLXStep:
         self._grads = {}
 
     def _groups(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """The part, a key and the options of each parameter group."""
+        """List the part, a key and the options of each parameter group."""
         return [
             (name, f"{name}/{number}", group)
             for name, part in self.parts.update.optimizer.parts.items()
@@ -390,7 +397,7 @@ class MLXStep:
         return StepResult(loss, grad_norm, to_torch(self._accuracy))
 
     def _view(self, step: int) -> StepView:
-        """The gradients and the current weights, copied to torch one by one: torch's own weights may be older."""
+        """Return a view of the gradients and current weights, each copied to torch when read."""
         grads = self._grads
         weights = self._state()["weights"]
         return StepView(
@@ -403,16 +410,16 @@ class MLXStep:
     def compute_gradients(
         self, batch: Batch, step: int, micro_batch: int | None = None, mark: Mark = ignore_mark
     ) -> Tensor:
-        """Forward and backward of a batch; returns the loss."""
+        """Run forward and backward of a batch, and return the loss."""
         mark("preprocess")
         weights = self._state()["weights"]
         size = self.parts.config.train.micro_batch if micro_batch is None else micro_batch
         if not self.parts.world.is_single:
-            (loss, self._accuracy), self._grads = self._on_ranks(
+            (loss, self._accuracy), self._grads = self._gradients_on_ranks(
                 weights, batch, step, size or len(batch), mark
             )
         elif 0 < size < len(batch):
-            (loss, self._accuracy), self._grads = self._micro_batched(
+            (loss, self._accuracy), self._grads = self._gradients_in_micro_batches(
                 weights, batch, step, size, mark
             )
         else:
@@ -436,17 +443,15 @@ class MLXStep:
         return torch.tensor(loss.item())
 
     def _inputs(self, side: Side, batch: Batch, rows: slice, step: int) -> Arrays:
-        """The inputs of one side's encoder for some rows, with the dropout masks of torch's step."""
+        """Return the inputs of one side's encoder for some rows, with torch's dropout masks."""
         features = batch.image_features if side == "image" else batch.text_features
         if features is not None:
             inputs = {"features": features[rows]}
         elif side == "image":
-            inputs = {
-                "pixels": normalized_pixels(batch, self.parts.encoder.preprocess, rows).permute(
-                    0, 2, 3, 1
-                )
-            }
-            inputs |= {} if batch.kept_patches is None else {"kept": batch.kept_patches[rows]}
+            pixels = normalized_pixels(batch, self.parts.encoder.preprocess, rows)
+            inputs = {"pixels": pixels.permute(0, 2, 3, 1)}  # (n, size, size, 3)
+            if batch.kept_patches is not None:
+                inputs["kept"] = batch.kept_patches[rows]
         else:
             inputs = {"tokens": batch.texts(rows)}
         head = getattr(self.parts.model, f"{side}_head")
@@ -459,22 +464,22 @@ class MLXStep:
             inputs["hidden_mask"] = dropout_mask(~keys[rows], widths[1], head.dropout)
         return {name: to_mlx(tensor) for name, tensor in inputs.items()}
 
-    def _micro_batched(
+    def _gradients_in_micro_batches(
         self, weights: Arrays, batch: Batch, step: int, size: int, mark: Mark
     ) -> tuple[tuple[Array, Array], Arrays]:
-        """Loss, accuracy and gradients, one micro-batch at a time, as in encode.EncodedInChunks."""
+        """Return loss, accuracy and gradients, computed as in encode.EncodedInChunks."""
         chunks = self._chunks(batch, step, size)
         mark("forward")
         features = self._features(weights, chunks)
         labels = loss_labels(self.parts.loss, _ids(batch))
-        mark(FORWARD_AND_BACKWARD)  # each chunk is encoded again
+        mark(FORWARD_AND_BACKWARD)  # each chunk is re-encoded
         loss_and_accuracy, by_features = self._feature_gradients(features, labels)
         return loss_and_accuracy, self._weight_sums(weights, chunks, by_features)
 
-    def _on_ranks(
+    def _gradients_on_ranks(
         self, weights: Arrays, batch: Batch, step: int, size: int, mark: Mark
     ) -> tuple[tuple[Array, Array], Arrays]:
-        """Loss, accuracy and gradients of the rows of all ranks, which exchange torch tensors.
+        """Return loss, accuracy and gradients of the rows of all ranks, gathered as torch tensors.
 
         Every rank computes the loss of all rows, which costs little beside the towers, and
         backpropagates to its own.
@@ -491,22 +496,22 @@ class MLXStep:
                 features[side] = to_mlx(rows)
             ids = Ids(gathered.sample_ids, gathered.caption_ids, gathered.image_index)
             labels = loss_labels(self.parts.loss, ids)
-            mark(FORWARD_AND_BACKWARD)  # each chunk is encoded again
+            mark(FORWARD_AND_BACKWARD)  # each chunk is re-encoded
             (loss, accuracy), by_features = self._feature_gradients(features, labels)
-            own = {
+            own_gradients = {
                 "image": by_features["image"][gathered.images],
                 "text": by_features["text"][gathered.texts],
                 # Complete on every rank, and added below.
                 LOGIT_SCALE: by_features[LOGIT_SCALE] / ranks.size,
             }
-            grads = self._weight_sums(weights, chunks, own)
+            grads = self._weight_sums(weights, chunks, own_gradients)
         sums = [to_torch(loss / ranks.size), *map(to_torch, grads.values())]
         ranks.all_reduce(sums)
         total, *added = map(to_mlx, sums)
         return (total, accuracy), dict(zip(grads, added, strict=True))
 
     def _chunks(self, batch: Batch, step: int, size: int) -> Chunks:
-        """The inputs of both encoders, `size` images and their captions at a time."""
+        """Return the inputs of both encoders, `size` images and their captions at a time."""
         images = len(batch)
         captions = len(batch.caption_ids)
         counts: dict[Side, tuple[int, int]] = {
@@ -516,13 +521,13 @@ class MLXStep:
         return {
             side: [
                 (rows, self._inputs(side, batch, rows, step))
-                for rows in split(slice(0, count), most)
+                for rows in split(slice(0, count), chunk_size)
             ]
-            for side, (count, most) in counts.items()
+            for side, (count, chunk_size) in counts.items()
         }
 
     def _features(self, weights: Arrays, chunks: Chunks) -> Arrays:
-        """The features of all rows without a graph, and the scale: the inputs of the loss."""
+        """Compute the inputs of the loss: features of all rows without a graph, and the scale."""
         features: Arrays = {LOGIT_SCALE: weights[LOGIT_SCALE]}
         for side in SIDES:
             encoded = []
@@ -533,36 +538,35 @@ class MLXStep:
         return features
 
     def _weight_sums(self, weights: Arrays, chunks: Chunks, by_features: Arrays) -> Arrays:
-        """The gradients of the weights, added over all chunks, from those of the features and of the scale."""
+        """Sum the gradients of the weights over all chunks, given those of the features."""
         total = {LOGIT_SCALE: by_features[LOGIT_SCALE]}
         for side in SIDES:
             for rows, inputs in chunks[side]:
-                found = self._weight_gradients[side](
+                gradients = self._weight_gradients[side](
                     weights, self._fixed, inputs, by_features[side][rows]
                 )
                 total = {
                     name: grad + total[name] if name in total else grad
-                    for name, grad in found.items()
+                    for name, grad in gradients.items()
                 }
                 mx.eval(total)
         return total
 
     def _update_weights(self, loss: Tensor) -> Tensor:
         """Clip and update the weights; nothing changes if loss or gradients are not finite."""
-        grad_norm = mx.sqrt(sum((grad * grad).sum() for grad in self._grads.values())).item()
+        squares = sum((grad * grad).sum() for grad in self._grads.values())
+        grad_norm: Any = mx.sqrt(squares).item()
         if math.isfinite(loss.item()) and math.isfinite(grad_norm):
             self._updates += 1
             numbers: dict[str, Any] = {
                 "first": 1 - ADAMW_BETAS[0] ** self._updates,
                 "second": 1 - ADAMW_BETAS[1] ** self._updates,
+                "clip": min(1.0, GRAD_CLIP_NORM / (grad_norm + CLIP_EPS)),
             }
-            numbers["clip"] = min(1.0, GRAD_CLIP_NORM / (grad_norm + CLIP_EPS))
             numbers |= {key: group["lr"] for _, key, group in self._groups()}
             # As inputs, not constants: the compiled function is the same for every step.
-            state, scalars = (
-                self._state(),
-                {name: mx.array(value) for name, value in numbers.items()},
-            )
+            state = self._state()
+            scalars = {name: mx.array(value) for name, value in numbers.items()}
             self._arrays = self._update(state, self._grads, scalars)
             del state  # its memory is reused
             mx.eval(self._arrays)
@@ -570,10 +574,11 @@ class MLXStep:
         self._grads = {}
         return torch.tensor(grad_norm)
 
-    def _updated(
+    def _apply_updates(
         self, state: dict[str, Arrays], grads: Arrays, numbers: Arrays
     ) -> dict[str, Arrays]:
-        weights, moments = dict(state["weights"]), dict(state["moments"])
+        weights = dict(state["weights"])
+        moments = dict(state["moments"])
         grads = {name: grad * numbers["clip"] for name, grad in grads.items()}
         corrections = (numbers["first"], numbers["second"])
         for part, key, options in self._groups():
@@ -591,10 +596,7 @@ class MLXStep:
 
 @dataclass
 class MLXTrainStep(TrainStep):
-    """The training step of a run in MLX.
-
-    Torch's model and optimizer are brought up to date when they are read.
-    """
+    """The training step of a run in MLX. Torch's model and optimizer are updated when read."""
 
     engine: MLXStep = field(kw_only=True)
 
@@ -615,10 +617,7 @@ class MLXTrainStep(TrainStep):
         self.engine.reset()
 
     def for_check(self, model: CLIP) -> GradientCheck:
-        """The gradients of a copy of the model, without dropout.
-
-        They are stored in torch's parameters.
-        """
+        """Return a check of the gradients of a model copy, stored in torch's parameters."""
         parts = parts_for_check(self.parts, model)
         return GradientCheck(parts, MLXStep(parts, only_gradients=True))
 
@@ -629,7 +628,7 @@ class MLXTrainStep(TrainStep):
 
 
 def compose_mlx_step(parts: StepParts) -> MLXTrainStep:
-    """The step of a run in MLX: repeated with a smaller micro-batch when memory runs out."""
+    """Compose the step of a run in MLX, repeated with a smaller micro-batch if memory runs out."""
     engine = MLXStep(parts)
 
     def clear() -> None:

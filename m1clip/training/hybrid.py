@@ -101,9 +101,9 @@ class HybridEncoder(BatchEncoder):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         text_device = self.device.text_torch
-        self.text_autocast = autocast(self.device, self.precision, place=text_device)
+        self.text_autocast = autocast(self.device, self.precision, torch_device=text_device)
         self.no_text_autocast = autocast(
-            self.device, self.precision, enabled=False, place=text_device
+            self.device, self.precision, enabled=False, torch_device=text_device
         )
 
     def forward(

@@ -222,7 +222,7 @@ def choose(
         names = {f"{kind} {precision}": seconds for (kind, precision), seconds in rounds.items()}
         what = f"training step of {config.model.name}, {plural(measured.batch, 'image')}"
         result = choices.describe(names, f"{choice.device} {choice.precision}")
-        choices.keep(path, what, result, {"choice": dataclasses.asdict(choice)})
+        choices.save(path, what, result, {"choice": dataclasses.asdict(choice)})
     return choice
 
 
@@ -411,11 +411,11 @@ def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
     faster = [
         name
         for name, seconds in others.items()
-        if choices.contradicted(seconds_per_image, [seconds])
+        if choices.is_contradicted(seconds_per_image, [seconds])
     ]
     if not faster:
         return ""
-    choices.drop(Path(kept_at))
+    choices.remove(Path(kept_at))
     return (
         f"the steps of this run were slower than those that were measured with {faster[0]}; the"
         f" kept choice of {' '.join(chosen)} is dropped, and the next run measures again"

@@ -265,14 +265,14 @@ def test_doctor_shows_and_clears_kept_choices(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = next(finding for finding in check(M1) if finding.name == "choices")
     assert "no measurements are kept" in line.text
-    choices.keep(
+    choices.save(
         choices.folder() / "a.json",
         "training step of tiny",
         "cpu bf16, 1.6x as fast as cpu fp32",
         {},
     )
-    shown = doctor_text(check(dataclasses.replace(M1, kept_choices=choices.kept())))
+    shown = doctor_text(check(dataclasses.replace(M1, kept_choices=choices.list_saved())))
     assert "choice: training step of tiny: cpu bf16, 1.6x as fast as cpu fp32" in shown
     doctor(clear_choices=True)
     assert "removed 1 kept measurement" in capsys.readouterr().out
-    assert choices.kept() == []
+    assert choices.list_saved() == []

@@ -11,7 +11,7 @@ from machines import H200, M1, M4, XEON
 from simulated_load import SimulatedTime, Slowdown, load_from, load_until, quiet
 
 from m1clip.hardware import choices
-from m1clip.hardware.choices import Rounds, contradicted, fastest, matmul_precision, time_rounds
+from m1clip.hardware.choices import Rounds, is_contradicted, fastest, matmul_precision, time_rounds
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.machine_info import MachineInfo, has_bf16_flag, read_machine_info
 
@@ -130,10 +130,10 @@ def test_matmul_precision(
     for _ in range(2):
         assert matmul_precision(kind, facts, measure) == expected  # type: ignore[arg-type]
     assert len(calls) == 1, "kept"
-    (line,) = choices.kept()
+    (line,) = choices.list_saved()
     assert line.startswith(f"matmuls on {kind}, for encoding: {expected}, ")
     assert choices.clear() == 1
-    assert choices.kept() == []
+    assert choices.list_saved() == []
     matmul_precision(kind, facts, measure)  # type: ignore[arg-type]
     assert len(calls) == 2, "measured again"
 
@@ -159,9 +159,9 @@ def test_damaged_choice_is_measured_again_and_listed(folder: Path) -> None:
     matmul_precision("cpu", XEON, lambda *_: rounds)
     (path,) = folder.iterdir()
     path.write_text("{")
-    assert choices.kept() == [f"{path.name}: cannot be read"]
+    assert choices.list_saved() == [f"{path.name}: cannot be read"]
     assert matmul_precision("cpu", XEON, lambda *_: rounds) == "bf16"
-    assert choices.kept()[0].startswith("matmuls on cpu")
+    assert choices.list_saved()[0].startswith("matmuls on cpu")
 
 
 def test_real_matmuls_are_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +172,9 @@ def test_real_matmuls_are_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_run_contradicts_a_choice_only_by_a_clear_margin() -> None:
-    assert not contradicted(1.2, [1.0])
-    assert contradicted(1.3, [1.0])
-    assert not contradicted(1.3, [])
+    assert not is_contradicted(1.2, [1.0])
+    assert is_contradicted(1.3, [1.0])
+    assert not is_contradicted(1.3, [])
 
 
 def test_bf16_instructions_of_a_processor() -> None:
