@@ -11,7 +11,7 @@ from machines import H200, M1, M4, XEON
 from simulated_load import SimulatedTime, Slowdown, load_from, load_until, quiet
 
 from m1clip.hardware import choices
-from m1clip.hardware.choices import Rounds, is_contradicted, fastest, matmul_precision, time_rounds
+from m1clip.hardware.choices import Rounds, fastest, is_contradicted, matmul_precision, time_rounds
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.machine_info import MachineInfo, has_bf16_flag, read_machine_info
 
