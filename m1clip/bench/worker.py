@@ -237,7 +237,7 @@ def _measure(
 def build_step(config: DecidedConfig, device: Device, shape: CLIPConfig) -> TrainStep:
     """The step of `train` for a model from random weights."""
     torch.manual_seed(0)
-    model = build_clip(shape).place(device.torch, device.text_torch)
+    model = build_clip(shape).to_devices(device.torch, device.text_torch)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     preprocess = Preprocess(image_size=shape.image_size)
     return compose_step(make_parts(model, config, device, config.train.precision, preprocess))

@@ -13,7 +13,7 @@ from torch import Tensor
 def backward_from(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add the gradients of the parameters behind some tensors, given the gradients of the tensors.
 
-    A tensor without a graph is left out: that of a frozen tower without a head.
+    A tensor without a graph is skipped: that of a frozen tower without a head.
     """
     pairs = [pair for pair in zip(tensors, gradients, strict=True) if pair[0].requires_grad]
     if not pairs:

@@ -1,4 +1,4 @@
-"""The layers of a model by depth: what precedes the blocks of a tower, each block, what follows them, the heads."""
+"""The layers of a model by depth: input, blocks and output of each tower, and the heads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def tower_layers(tower: nn.Module) -> TowerLayers:
     """Find the blocks of a tower, and what precedes and follows them."""
     if isinstance(tower, ConcatTower):
         return _side_by_side(tower)
-    found = find_blocks(tower)
-    if found is None:
+    block_list = find_blocks(tower)
+    if block_list is None:
         return TowerLayers(output=list(tower.named_parameters()))
-    list_name, modules = found
+    list_name, modules = block_list
     numbers = {name: number for number, name in enumerate(modules._modules)}
     layers = TowerLayers(blocks=[[] for _ in numbers])
     is_after = False
@@ -51,11 +51,11 @@ def tower_layers(tower: nn.Module) -> TowerLayers:
 
 def _side_by_side(tower: ConcatTower) -> TowerLayers:
     """Join the layers of the same depth of both towers."""
-    first = tower_layers(tower.first).from_input_to_output()
-    second = tower_layers(tower.second).from_input_to_output()
+    first_layers = tower_layers(tower.first).from_input_to_output()
+    second_layers = tower_layers(tower.second).from_input_to_output()
     joined = [
         [(f"first.{name}", p) for name, p in one] + [(f"second.{name}", p) for name, p in other]
-        for one, other in zip(first, second, strict=True)
+        for one, other in zip(first_layers, second_layers, strict=True)
     ]
     return TowerLayers(joined[0], joined[1:-1], joined[-1])
 
@@ -79,19 +79,19 @@ def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] |
 
 
 def model_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Name the layers of a model, and list the parameters of each: "image/block 1", ..., "text/head", "scale".
+    """Layer name -> its parameters: "image/block 1", ..., "text/head", "scale".
 
     Every parameter is in one layer. A tower without blocks has the layer "image/output".
     """
     layers: dict[str, list[str]] = {}
     for side in SIDES:
-        found = tower_layers(model.get_submodule(f"{side}_tower"))
+        tower_depths = tower_layers(model.get_submodule(f"{side}_tower"))
         titles = [
             "input",
-            *(f"block {number}" for number in range(1, len(found.blocks) + 1)),
+            *(f"block {number}" for number in range(1, len(tower_depths.blocks) + 1)),
             "output",
         ]
-        for title, group in zip(titles, found.from_input_to_output(), strict=True):
+        for title, group in zip(titles, tower_depths.from_input_to_output(), strict=True):
             layers[f"{side}/{title}"] = [f"{side}_tower.{name}" for name, _ in group]
         head = model.get_submodule(f"{side}_head")
         layers[f"{side}/head"] = [f"{side}_head.{name}" for name, _ in head.named_parameters()]

@@ -11,7 +11,7 @@ from typing import Literal
 Layout = Literal["openclip", "transformers"]
 Loader = Literal["m1clip", "openclip"]
 
-# Sources of several figures.
+# Sources of more than one figure.
 OPENCLIP_RESULTS = "github.com/mlfoundations/open_clip, docs/openclip_results.csv"
 OPENCLIP_PROFILE = "github.com/mlfoundations/open_clip, docs/model_profile.csv"
 TINYCLIP_README = "github.com/wkcn/TinyCLIP, README.md"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model.heads import build_head
-from m1clip.model.layers import Attention, Mlp, Transformer, drop_packed
+from m1clip.model.layers import Attention, Mlp, Transformer, clear_prepacked
 from m1clip.model.presets import AttentionKind, CLIPConfig
 from m1clip.model.pretrained.registry import build_image_tower, build_text_tower
 
@@ -20,7 +20,7 @@ SHORTEST = 1e-24  # squared length below which a vector stays shorter than 1
 
 
 class Features(NamedTuple):
-    """Unit vectors of a batch, and the scale (and bias) that turn their products into logits."""
+    """Unit vectors of a batch, and the scale (and bias) that turn their dot products into logits."""
 
     image: Tensor
     text: Tensor
@@ -34,15 +34,14 @@ def normalize(x: Tensor) -> Tensor:
 
 
 class CLIP(nn.Module):
-    """Maps images and texts to unit vectors, so that matching pairs have a high cosine similarity."""
+    """Maps images and texts to unit vectors; matching pairs have a high cosine similarity."""
 
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
-        self.config, width = config, config.embed_dim
-        self.image_tower, self.text_tower = (
-            build_image_tower(config.image_tower),
-            build_text_tower(config.text_tower),
-        )
+        self.config = config
+        width = config.embed_dim
+        self.image_tower = build_image_tower(config.image_tower)
+        self.text_tower = build_text_tower(config.text_tower)
         self.image_head = build_head(config.image_head, self.image_tower.width, width)
         self.text_head = build_head(config.text_head, self.text_tower.width, width)
         self.logit_scale = nn.Parameter(torch.empty(()))
@@ -70,8 +69,8 @@ class CLIP(nn.Module):
         `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With
         `dropout_keys` (n,), the head has dropout.
         """
-        kept = () if kept_patches is None else (kept_patches,)
-        return self.project_image(self.image_tower(images, *kept), *dropout_keys)
+        patch_arguments = () if kept_patches is None else (kept_patches,)
+        return self.project_image(self.image_tower(images, *patch_arguments), *dropout_keys)
 
     def encode_text(self, tokens: Tensor, *dropout_keys: Tensor) -> Tensor:
         """(n, length) token ids -> (n, embed_dim) unit vectors in float32."""
@@ -103,7 +102,7 @@ class CLIP(nn.Module):
         """Clamp the temperature after an update, so that its gradient never vanishes."""
         self.logit_scale.clamp_(0.0, self._max_scale)
 
-    def place(self, device: torch.device, text_device: torch.device) -> CLIP:
+    def to_devices(self, device: torch.device, text_device: torch.device) -> CLIP:
         """Move the text tower with its head to one device, and everything else to another.
 
         They may be the same.
@@ -131,20 +130,27 @@ class CLIP(nn.Module):
         Needs triton, as torch.compile does.
         """
         if on:
-            from m1clip.cuda import kernels  # noqa: F401  imported now: the compiler should not meet the import
+            # Imported now: the compiler should not meet the import.
+            from m1clip.cuda import kernels  # noqa: F401
         for module in self.modules():
             if isinstance(module, Attention | Mlp):
                 module.use_triton = on
 
     def set_activation_checkpointing(self, on: bool) -> None:
-        """Recompute activations of our own towers in the backward pass: half the memory for a third more compute."""
+        """Recompute activations of our own towers in the backward pass.
+
+        Half the memory for a third more compute.
+        """
         for module in self.modules():
             if isinstance(module, Transformer):
                 module.activation_checkpointing = on
 
     def train(self, mode: bool = True) -> CLIP:
-        """Keep the batch norms of pretrained towers in eval mode: statistics of a small dataset would be noisy."""
-        drop_packed()
+        """Keep the batch norms of pretrained towers in eval mode.
+
+        Statistics of a small dataset would be noisy.
+        """
+        clear_prepacked()
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -100,25 +100,27 @@ class Row(NamedTuple):
 
 def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
     """Every tensor of a model with this config."""
-    found = [pair for pair in names.tensors if pair[0] != "logit_bias" or config.logit_bias]
+    tensors = [pair for pair in names.tensors if pair[0] != "logit_bias" or config.logit_bias]
     blocks = (("image_tower", names.vision_blocks), ("text_tower", names.text_blocks))
     for (tower, (prefix, block)), part in zip(blocks, config.own_towers, strict=True):
         for i in range(part.layers):
             ours = f"{tower}.transformer.blocks.{i}"
-            found += [(f"{ours}.{one}", f"{prefix}.{i}.{other}") for one, other in block]
-    for ours, theirs in found:
+            tensors += [(f"{ours}.{one}", f"{prefix}.{i}.{other}") for one, other in block]
+    for ours, theirs in tensors:
         mark = SHAPE_MARK.search(theirs)
         shape = mark[1] if mark else ""
         name = SHAPE_MARK.sub("", theirs)
-        several = TENSOR_PARTS.search(name)
+        parts_match = TENSOR_PARTS.search(name)
         parts = tuple(
-            (several[1].split(",") if "," in several[1] else several[1]) if several else ""
+            (parts_match[1].split(",") if "," in parts_match[1] else parts_match[1])
+            if parts_match
+            else ""
         )
         for kind in ("weight", "bias") if "*" in ours else ("",):
             full = name.replace("*", kind)
-            each = tuple(TENSOR_PARTS.sub(part, full) for part in parts) or (full,)
+            source_names = tuple(TENSOR_PARTS.sub(part, full) for part in parts) or (full,)
             thirds = tuple(len(part) for part in parts) or (1,)
-            yield Row(ours.replace("*", kind), each, thirds, shape == "T", shape.count("1"))
+            yield Row(ours.replace("*", kind), source_names, thirds, shape == "T", shape.count("1"))
 
 
 WRAPPER = "module."  # what torch's data-parallel wrappers put before every name
@@ -247,13 +249,13 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     if isinstance(layers, list):
         raise UnsupportedSetting(f"{where}: a ResNet (layers {layers}) is not supported by m1clip")
     values = read_settings(config, OPENCLIP_SETTINGS, where)
-    known = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
+    known_keys = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
     for key, value in [
         item
         for part in (config, *(config[name] for name in OPENCLIP_SETTINGS))
         for item in part.items()
     ]:
-        if value and key not in known and (key, value) not in OPENCLIP_USUAL:
+        if value and key not in known_keys and (key, value) not in OPENCLIP_USUAL:
             raise UnsupportedSetting(
                 f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip"
             )
@@ -299,7 +301,7 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
 def read_settings(config: dict[str, Any], settings: Settings, where: str) -> dict[str, int]:
     """The sizes in a third-party config under our names.
 
-    A section that is left out has the library's defaults.
+    A missing section has the library's defaults.
     """
     values = {}
     for section, names in settings.items():
@@ -320,25 +322,30 @@ def count(value: Any, name: str, where: str) -> int:
 def _common(values: list[Any], name: str, kind: Any, where: str) -> Any:
     """The value that both towers must have."""
     if not isinstance(values[0], kind) or values[0] != values[1]:
-        shown = " and ".join(str(value)[:40] for value in values)
+        values_text = " and ".join(str(value)[:40] for value in values)
         raise UserError(
-            f"{where}: {name} is {shown} in the two towers; m1clip needs one value for both"
+            f"{where}: {name} is {values_text} in the two towers; m1clip needs one value for both"
         )
     return values[0]
 
 
 def check_expressible(config: CLIPConfig, to: str) -> None:
     """Raise UserError for settings that the formats cannot express."""
-    vision, text = config.image_tower, config.text_tower
+    vision = config.image_tower
+    text = config.text_tower
     if vision.kind != "vit" or text.kind != "transformer":
         names = " and ".join(getattr(tower, "name", tower.kind) for tower in (vision, text))
         raise UserError(f"a model on {names} cannot be exported to {to}; use --to onnx")
     needed = {
-        "stem": "patch", "pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False,
+        "stem": "patch",
+        "pooling": "cls",
+        "vision_pre_norm": True,
+        "patch_bias": False,
+        "projection_bias": False,
         "text_pooling": "eot",
-    }  # fmt: skip
-    found = {name: field_value(config, name) for name in needed}
-    odd = [f"{name} {value}" for name, value in found.items() if value != needed[name]]
+    }
+    actual = {name: field_value(config, name) for name in needed}
+    odd = [f"{name} {value}" for name, value in actual.items() if value != needed[name]]
     odd += [
         f"{name} {value}"
         for name, values, usual in (

@@ -31,14 +31,14 @@ from m1clip.model.lora import merged_state
 from m1clip.model.named import BOXED, HEADS, boxed_files, boxed_name, require_towers, resolve
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.model.pretrained.libraries import (
-    OPENCLIP_REMEDY,
+    INSTALL_OPENCLIP,
     LibraryParts,
     openclip_parts,
     openclip_settings,
     transformers_parts,
 )
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
-from m1clip.model.pretrained.transformers import HF_REMEDY, check_settings
+from m1clip.model.pretrained.transformers import INSTALL_HF, check_settings
 from m1clip.model.siglip import (
     HUGGING_FACE_SIGLIP,
     OPENCLIP_SIGLIP,
@@ -71,9 +71,12 @@ from m1clip.text.tokenizers import (
 )
 
 MODEL_FORMAT = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 TOWER_PREFIXES = ("image_tower.", "text_tower.")  # how the names of their weights begin
-BICUBIC, LINEAR = 3, 2  # Pillow's numbers for them, as Hugging Face writes them
+# Pillow's numbers for them, as Hugging Face writes them
+BICUBIC = 3
+LINEAR = 2
 IMAGE_PROCESSOR = "preprocessor_config.json"
 SENTENCEPIECE = "spiece.model"
 HALF = (0.5, 0.5, 0.5)
@@ -92,9 +95,9 @@ class SavedModel:
 
     def build(self, device: str = "cpu") -> CLIP:
         """The model on a device, in evaluation mode."""
-        place = open_device(device)
+        torch_device = open_device(device)
         try:
-            model = empty_clip(self.config, place)
+            model = empty_clip(self.config, torch_device)
         except UserError:
             raise
         except Exception as error:  # libraries raise all kinds of errors for invalid settings
@@ -116,7 +119,7 @@ class SavedModel:
         )
 
     def with_projections(self) -> SavedModel:
-        """The same model with a projection, which begins as the identity, where a side ends without a head."""
+        """The same model, with an identity projection on each side that has no head."""
         changes: dict[str, HeadConfig] = {}
         weights = dict(self.weights)
         for name in ("image_head", "text_head"):
@@ -179,7 +182,7 @@ def write_boxed(folder: Path, model: CLIP, preprocess: Preprocess) -> None:
 
 
 def read_model(path: Path) -> SavedModel:
-    """A model with a name, a model folder, the best model of a run, or a model of open_clip or Hugging Face."""
+    """Read a model by name or path: ours, a run, or one of open_clip or Hugging Face."""
     path = resolve(path)
     name = boxed_name(path)
     if name is not None:
@@ -187,7 +190,7 @@ def read_model(path: Path) -> SavedModel:
     elif path.is_file():
         saved = _read_openclip(path.with_name(OPENCLIP_CONFIG), path)
     elif (path / OPENCLIP_CONFIG).is_file():
-        saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
+        saved = _read_openclip(path / OPENCLIP_CONFIG, _first_file(path, OPENCLIP_WEIGHTS))
     elif _third_party_config(path).get("model_type") == "clip":
         saved = _read_hf(path)
     elif _third_party_config(path).get("model_type") == "siglip":
@@ -216,14 +219,14 @@ def model_folder(path: Path) -> Path:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path | None:
-    """The run that was written to last, among those that have a model; None if no run has one."""
-    found = [
+    """The run that was written to last, of those that have a model; None if no run has one."""
+    runs_with_model = [
         path.parent.parent
         for path in runs.glob(f"*/*/{WEIGHTS}")
         if path.parent.name in ("best", "model")
     ]
     return max(
-        found,
+        runs_with_model,
         key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0,
         default=None,
     )
@@ -248,14 +251,14 @@ def _read_boxed(name: str) -> SavedModel:
 def _check_tokenizer(config: CLIPConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Raise UserError if a tokenizer is not that of the text tower."""
     for name in ("vocab_size", "eot_id", "pad_id"):
-        wanted = getattr(config.text_tower, name, None)
-        if name == "vocab_size" and isinstance(tokenizer, FastTokenizer) and wanted:
+        expected = getattr(config.text_tower, name, None)
+        if name == "vocab_size" and isinstance(tokenizer, FastTokenizer) and expected:
             # The tables of other libraries may have more rows than there are tokens.
-            wanted = wanted if tokenizer.vocab_size > wanted else tokenizer.vocab_size
-        if wanted is not None and wanted != getattr(tokenizer, name):
+            expected = expected if tokenizer.vocab_size > expected else tokenizer.vocab_size
+        if expected is not None and expected != getattr(tokenizer, name):
             raise UserError(
-                f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the"
-                " model"
+                f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {expected}"
+                " in the model"
             )
 
 
@@ -270,7 +273,9 @@ def _read_own(folder: Path) -> SavedModel:
 
 def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Preprocess]:
     try:
-        version, model, preprocess = format_version(record), record["model"], record["preprocess"]
+        version = format_version(record)
+        model = record["model"]
+        preprocess = record["preprocess"]
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > MODEL_FORMAT:
@@ -281,7 +286,8 @@ def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Prepr
     if not isinstance(model, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
     try:
-        config, seen = CLIPConfig.from_dict(model), Preprocess.from_dict(preprocess)
+        config = CLIPConfig.from_dict(model)
+        seen = Preprocess.from_dict(preprocess)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if config.image_size != seen.image_size:
@@ -303,9 +309,9 @@ def _third_party_config(folder: Path) -> dict[str, Any]:
 
 
 def _reject_other_architecture(folder: Path) -> None:
-    """Raise UserError, with the name of the architecture, for a model that transformers or timm wrote."""
+    """Raise UserError that names the architecture of an unsupported transformers or timm model."""
     config = _third_party_config(folder)
-    found = hint = ""
+    architecture = hint = ""
     if isinstance(config.get("model_type"), str):
         classes = config.get("architectures")
         names = (
@@ -313,21 +319,21 @@ def _reject_other_architecture(folder: Path) -> None:
             if isinstance(classes, list) and classes and isinstance(classes[0], str)
             else ""
         )
-        found = f"{config['model_type']}{names}, a model of transformers"
+        architecture = f"{config['model_type']}{names}, a model of transformers"
         hint = (
             f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower"
             f" {folder}"
         )
     elif isinstance(config.get("architecture"), str):
-        found = f"{config['architecture']}, a model of timm"
+        architecture = f"{config['architecture']}, a model of timm"
     if config.get("model_type") == "siglip2":
         raise UserError(
             f"{folder / CONFIG}: SigLIP 2 of variable resolution (NaFlex) is not supported; "
             f"use one of a fixed resolution, such as siglip2-base-patch16-256"
         )
-    if found:
+    if architecture:
         supported = "CLIP and SigLIP of transformers and open_clip, and models of m1clip"
-        raise UserError(f"{folder / CONFIG}: {found[:120]}; supported: {supported}{hint}")
+        raise UserError(f"{folder / CONFIG}: {architecture[:120]}; supported: {supported}{hint}")
 
 
 def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
@@ -336,7 +342,8 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
             f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them"
         )
     record = read_json(config_file)
-    model, where = record.get("model_cfg"), str(config_file)
+    model = record.get("model_cfg")
+    where = str(config_file)
     model = model if isinstance(model, dict) else record
     siglip = openclip_siglip_parts(model)
     if siglip is not None:
@@ -372,7 +379,7 @@ def _read_openclip_library(
 ) -> SavedModel:
     """A model that open_clip itself builds."""
     if find_spec("open_clip") is None:
-        raise UserError(f"{reason} alone; with open_clip it is: {OPENCLIP_REMEDY}") from None
+        raise UserError(f"{reason} alone; with open_clip it is: {INSTALL_OPENCLIP}") from None
     folder = config_file.parent
     settings = openclip_settings(model, folder)
     text = settings["text_cfg"]
@@ -442,11 +449,12 @@ def _read_transformers(folder: Path) -> SavedModel:
     if find_spec("transformers") is None:
         raise UserError(
             f"{folder / CONFIG}: {str(kind)[:60]} is a model of transformers, which is not"
-            f" installed: {HF_REMEDY}"
+            f" installed: {INSTALL_HF}"
         )
     tokenizer, fill_id = folder_tokenizer(folder, "none")
     parts = transformers_parts(folder, tokenizer.eot_id)
-    vision, text = json.loads(parts.image_settings)["config"], record["text_config"]
+    vision = json.loads(parts.image_settings)["config"]
+    text = record["text_config"]
     side = vision["vision_config"].get("image_size", 224)
     side = side if isinstance(side, int) else side[0]
     usual = text.get("max_position_embeddings", LIBRARY_CONTEXT)
@@ -458,7 +466,8 @@ def _read_transformers(folder: Path) -> SavedModel:
 
 def folder_tokenizer(folder: Path, cleaning: str) -> tuple[FastTokenizer, int]:
     """The tokenizer of a folder of transformers, and the id of its padding."""
-    path, settings_file = folder / TOKENIZER_FILE, folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_FILE
+    settings_file = folder / "tokenizer_config.json"
     vocabulary = folder / "vocab.txt"
     settings = read_json(settings_file) if settings_file.is_file() else {}
     if not path.is_file() and vocabulary.is_file():
@@ -498,7 +507,8 @@ def _openclip_preprocess(image_size: int, record: dict[str, Any], config_file: P
 
 def _read_hf(folder: Path) -> SavedModel:
     config = config_from_hf(read_json(folder / CONFIG), str(folder / CONFIG))
-    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / IMAGE_PROCESSOR
+    weights_file = _first_file(folder, HF_WEIGHTS)
+    seen_file = folder / IMAGE_PROCESSOR
     weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE_CLIP, config, str(weights_file))
     preprocess = image_processor(seen_file, config.image_size)
     return _saved(config, weights, preprocess, weights_file)
@@ -528,7 +538,8 @@ def image_processor(
             f"{path}: resizes to {size} and crops to {crop}, the model takes {image_size} pixels"
         )
     resize = ("squash" if squashes else "shortest-floor") + (BILINEAR if resample == LINEAR else "")
-    mean, std = seen.get("image_mean", mean), seen.get("image_std", std)
+    mean = seen.get("image_mean", mean)
+    std = seen.get("image_std", std)
     return _preprocess(image_size, mean, std, resize, path)
 
 
@@ -536,7 +547,8 @@ def _read_hf_siglip(folder: Path) -> SavedModel:
     tokenizer, fill_id = siglip_tokenizer(folder, None)
     path = folder / CONFIG
     config = config_from_hf_siglip(read_json(path), tokenizer.eot_id, fill_id, str(path))
-    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / IMAGE_PROCESSOR
+    weights_file = _first_file(folder, HF_WEIGHTS)
+    seen_file = folder / IMAGE_PROCESSOR
     weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE_SIGLIP, config, str(weights_file))
     _check_tokenizer(config, tokenizer, folder)
     preprocess = image_processor(seen_file, config.image_size, crops=False, mean=HALF, std=HALF)
@@ -548,7 +560,8 @@ def siglip_tokenizer(folder: Path, cleaning: str | None) -> tuple[FastTokenizer,
 
     `cleaning` None: as transformers cleans.
     """
-    path, settings_file = folder / TOKENIZER_FILE, folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_FILE
+    settings_file = folder / "tokenizer_config.json"
     if not path.is_file() and (folder / SENTENCEPIECE).is_file():
         path = folder / SENTENCEPIECE
     if not path.is_file():
@@ -601,7 +614,7 @@ def _saved(config: CLIPConfig, weights: Tensors, preprocess: Preprocess, where: 
     return SavedModel(config, weights, tokenizer, preprocess, str(where))
 
 
-def _first(folder: Path, names: tuple[str, ...]) -> Path:
+def _first_file(folder: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -609,7 +622,8 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def _preprocess(image_size: int, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:
-    mean, std = OPENAI_MEAN if mean is None else mean, OPENAI_STD if std is None else std
+    mean = OPENAI_MEAN if mean is None else mean
+    std = OPENAI_STD if std is None else std
     try:
         values = {"image_size": image_size, "mean": mean, "std": std, "resize": resize}
         return Preprocess.from_dict(values)

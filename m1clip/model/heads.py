@@ -1,4 +1,4 @@
-"""Heads that map a tower's features to the shared space: a projection, one with a residual adapter, or none."""
+"""Heads that map a tower's features to the shared space: a projection, an adapter, or none."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Projection(nn.Linear):
 
 
 class NoHead(nn.Identity):
-    """The features as they are: SigLIP's image tower, and towers of other libraries, end in the shared space."""
+    """The features as they are: some pretrained towers end in the shared space."""
 
     def initialize(self) -> None:
         """Nothing to fill."""
 
 
 class Head(nn.Module):
-    """(n, inputs) features of a pretrained tower -> (n, outputs): a projection and, added to it, a small MLP.
+    """(n, inputs) features of a pretrained tower -> (n, outputs): a projection plus a small MLP.
 
     Features are standardized first, by statistics that are saved with the weights: a tower's
     channels differ by orders of magnitude.
@@ -90,11 +90,11 @@ class Head(nn.Module):
         self.down = nn.Linear(config.hidden, outputs)
 
     def forward(self, features: Tensor, keys: Tensor | None = None) -> Tensor:
-        """With the int64 `keys` of the rows there is dropout, of the features less than of the hidden layer."""
+        """With the int64 `keys` of the rows, features and hidden layer have dropout."""
         x = self._dropped(self.standardized(features), FEATURE_DROPOUT * self.dropout, keys)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
+            x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each matmul
         hidden = linear(x, self.up.weight, self.up.bias, gelu=True)
         hidden = self._dropped(hidden, self.dropout, None if keys is None else ~keys)
         projected = linear(x, self.project.weight, self.project.bias)

@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face Hub into its cache; no other module of m1clip downloads a model.
+"""Downloads models from the Hugging Face Hub into its cache; the only module that does.
 
 An interrupted file is continued, also by a later call, and a file gets its name in the cache only
 when its content has the hash that the Hub lists. huggingface_hub provides the connection (proxies,
@@ -51,7 +51,8 @@ MAX_LISTING_BYTES = 2**26  # the list of files of a repository
 SPARE_BYTES = 50 * 10**6  # left free on the disk
 MAX_FILES = 100_000
 MAX_LISTED_SIZE = 2**50
-PARTIAL_CONTENT, RANGE_NOT_SATISFIABLE = 206, 416
+PARTIAL_CONTENT = 206
+RANGE_NOT_SATISFIABLE = 416
 # Answers of a server that is busy, which another attempt may change.
 TEMPORARY_STATUS = (408, 429, 500, 502, 503, 504)
 GIT_HASH = re.compile(r"[0-9a-f]{40}")
@@ -120,7 +121,7 @@ class DownloadPlan:
 
 
 def download(name: str, update: bool = False) -> Path:
-    """Download a model of the Hub and return its folder: a name of `m1clip.list_models()`, or owner/name.
+    """Download a model of the Hub, by name or as owner/name, and return its folder.
 
     It goes to the cache of Hugging Face, and a model that is complete there is used without a
     download; `update` looks for a newer version. Only the files of the model are fetched,
@@ -128,8 +129,8 @@ def download(name: str, update: bool = False) -> Path:
     was interrupted is continued.
     """
     repository = repository_of(name)
-    found = None if update else find_checked(repository)
-    return found or fetch(plan_download(repository))
+    cached = None if update else find_checked(repository)
+    return cached or fetch(plan_download(repository))
 
 
 def repository_of(name: str) -> str:
@@ -363,11 +364,11 @@ def _hub_file(entry: dict[str, Any], repository: str) -> HubFile:
 
 def _check_space(plan: DownloadPlan) -> None:
     """Raise UserError, before anything is written, if the disk is too small."""
-    place = cache_folder()
-    while not place.exists():
-        place = place.parent
+    folder = cache_folder()
+    while not folder.exists():
+        folder = folder.parent
     missing = plan.total_bytes - plan.present_bytes
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(folder).free
     if missing and free < missing + SPARE_BYTES:
         raise UserError(
             f"{cache_folder()}: {size(missing)} to download, but only {size(free)} free; free some"
@@ -422,7 +423,8 @@ def _fetch_file(plan: DownloadPlan, file: HubFile, show: Callable[[int], None]) 
 
     It gets its name once its hash is right.
     """
-    blob, partial = plan.blob(file), plan.partial(file)
+    blob = plan.blob(file)
+    partial = plan.partial(file)
     if blob.is_file() and blob.stat().st_size == file.bytes:
         show(file.bytes)
         return
@@ -488,7 +490,7 @@ def _address_error() -> type[Exception]:
 
 
 def _link(path: Path, blob: Path) -> None:
-    """Give a file of the cache its name in a snapshot: a relative link, or a copy where links are not possible."""
+    """Name a file of the cache in a snapshot: a relative link, or a copy if links fail."""
     if path.is_file():
         return
     path.unlink(missing_ok=True)  # a link to a file that is gone

@@ -34,18 +34,18 @@ COMPANIONS = (
 
 
 def model_files(names: Collection[str]) -> list[str]:
-    """The files to download of a repository with these files; [] if it has no model that m1clip could read.
+    """Select the files of a repository to download; [] if it has no model that m1clip can read.
 
     An open_clip model is preferred where a repository has both: it has the preprocessing too.
     """
     for config, weights in ((OPENCLIP_CONFIG, OPENCLIP_WEIGHTS), (MODEL_CONFIG, HF_WEIGHTS)):
-        found = [name for name in weights if name in names]
-        if config in names and found:
+        available = [name for name in weights if name in names]
+        if config in names and available:
             companions = [name for name in COMPANIONS if name in names]
             # transformers' tokenizers read their class from the config.json of an open_clip text
             # tower.
             others = [MODEL_CONFIG] if config != MODEL_CONFIG and MODEL_CONFIG in names else []
-            return [config, *others, *companions, found[0]]
+            return [config, *others, *companions, available[0]]
     return []
 
 

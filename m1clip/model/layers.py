@@ -15,7 +15,7 @@ from m1clip.hardware.device import causal_sdpa_is_wrong
 from m1clip.model.backward import gradients_from
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
-MAX_POSITIONS = 256  # of an inference by two products: their memory grows with the square
+MAX_POSITIONS = 256  # for inference by two matmuls: their memory grows with the square
 
 
 def attention(
@@ -26,12 +26,12 @@ def attention(
     `causal` lets position i see only positions <= i.
     """
     if kind == "auto":
-        # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference
+        # Two bf16 matmuls on a CPU take less time than SDPA: 14% in training, a third in inference
         # (without a mask). The compiler lacks this.
         infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        products = q.dtype == torch.bfloat16 and q.device.type == "cpu"
-        products = products and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
-        kind = "bmm" if products else "sdpa"
+        uses_matmuls = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+        uses_matmuls = uses_matmuls and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
+        kind = "bmm" if uses_matmuls else "sdpa"
     if kind == "sdpa" and not (causal and causal_sdpa_is_wrong(q.device.type, q.dtype)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return _bmm_attention(q, k, v, causal)
@@ -82,11 +82,14 @@ def uses_onednn(x: Tensor) -> bool:
 
 Approximate = Literal["none", "tanh"]  # of GELU, as torch names it
 Packed = TypeVar("Packed")
-_packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
+_prepacked = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
 
 
 def prepack(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -> Packed:
-    """`pack(parameter)`, in inference mode kept until the parameter or `key` changes, or a model starts to train."""
+    """`pack(parameter)`; in inference mode its result is cached.
+
+    It is recomputed when the parameter or `key` changes, or a model starts to train.
+    """
     if (
         not torch.is_inference_mode_enabled()
         or not isinstance(parameter, nn.Parameter)
@@ -94,18 +97,18 @@ def prepack(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -
     ):
         return pack(parameter)
     state = (parameter._version, parameter.data_ptr(), key)
-    found = _packed.get(parameter)
-    if found is None or found[0] != state:
-        found = _packed[parameter] = (state, pack(parameter.detach()))
-    return cast("Packed", found[1])
+    entry = _prepacked.get(parameter)
+    if entry is None or entry[0] != state:
+        entry = _prepacked[parameter] = (state, pack(parameter.detach()))
+    return cast("Packed", entry[1])
 
 
-def drop_packed() -> None:
+def clear_prepacked() -> None:
     """Free all packed copies.
 
     Called when a model's mode changes, since optimizers may write past the version count.
     """
-    _packed.clear()
+    _prepacked.clear()
 
 
 def linear(
@@ -124,21 +127,20 @@ def linear(
     if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
         if torch.is_inference_mode_enabled():
             y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
-            matrix, vector = (
-                prepack(weight, _pack_matrix),
-                None if bias is None else prepack(bias, to_bf16),
-            )
+            matrix = prepack(weight, _pack_matrix)
+            vector = None if bias is None else prepack(bias, to_bf16)
             return onednn_linear(y, matrix, vector, residual, gelu, approximate)
         if not gelu:
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
-    matrix, vector = _kept(weight, x), None if bias is None else _kept(bias, x)
+    matrix = _cast_copy(weight, x)
+    vector = None if bias is None else _cast_copy(bias, x)
     y = F.linear(x if norm is None else normalized(x, norm), matrix, vector)
     y = F.gelu(y, approximate=approximate) if gelu else y
     return y if residual is None else residual + y
 
 
 def keeps_copies(x: Tensor) -> bool:
-    """Whether half-precision copies of the parameters are kept: autocast on CUDA, in inference mode."""
+    """Whether to cache half-precision copies of parameters: autocast on CUDA, inference mode."""
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
@@ -148,7 +150,7 @@ def keeps_copies(x: Tensor) -> bool:
     )
 
 
-def _kept(parameter: Tensor, x: Tensor) -> Tensor:
+def _cast_copy(parameter: Tensor, x: Tensor) -> Tensor:
     """The parameter, or its copy in the precision of the input.
 
     Autocast would make one for each call.
@@ -160,7 +162,8 @@ def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """The layer norm in the precision of the input; autocast would also write it in float32."""
     if not keeps_copies(x):
         return norm(x).to(x.dtype)
-    weight, bias = _kept(norm.weight, x), _kept(norm.bias, x)
+    weight = _cast_copy(norm.weight, x)
+    bias = _cast_copy(norm.bias, x)
     with torch.autocast(x.device.type, enabled=False):
         return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
@@ -239,11 +242,13 @@ class _Linear(torch.autograd.Function):
         norm_bias: Tensor | None,
         eps: float,
     ) -> Tensor:
-        flat, weight_bf16 = x.flatten(0, -2), to_bf16(weight)
-        # Not the bf16 copy: casting again takes 0.3% of the products' time; saved copies would be
+        flat = x.flatten(0, -2)
+        weight_bf16 = to_bf16(weight)
+        # Not the bf16 copy: casting again takes 0.3% of the matmuls' time; saved copies would be
         # half a model.
         ctx.save_for_backward(flat, weight, norm, norm_bias)
-        ctx.dtype, ctx.eps = weight.dtype, eps
+        ctx.dtype = weight.dtype
+        ctx.eps = eps
         added = None if residual is None else residual.flatten(0, -2)
         y = layer_norm(flat, norm, norm_bias, eps)[0]
         return onednn_linear(y, weight_bf16, None if bias is None else to_bf16(bias), added).view(
@@ -300,7 +305,8 @@ class _Recompute(torch.autograd.Function):
         *trainable: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, *trainable)
-        ctx.function, ctx.rest = function, rest
+        ctx.function = function
+        ctx.rest = rest
         ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         with _autocast(ctx):
             return function(x, *rest)
@@ -313,8 +319,8 @@ class _Recompute(torch.autograd.Function):
         inputs = [x, *trainable] if x.requires_grad else trainable
         with torch.enable_grad(), _autocast(ctx):
             y = ctx.function(x, *ctx.rest)
-        found = gradients_from(y, grad, inputs)
-        return None, None, *(() if x.requires_grad else (None,)), *found
+        gradients = gradients_from(y, grad, inputs)
+        return None, None, *(() if x.requires_grad else (None,)), *gradients
 
 
 def _autocast(ctx: Any) -> torch.autocast:
@@ -327,7 +333,7 @@ def _autocast(ctx: Any) -> torch.autocast:
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU, or its approximation by a sigmoid (OpenAI) or tanh (SigLIP), between them."""
+    """Two linear layers with a GELU, or one of its approximations, between them."""
 
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
@@ -367,12 +373,14 @@ class Mlp(nn.Module):
         return x if residual is None else residual + x
 
     def mean(self, x: Tensor) -> Tensor:
-        """(n, length, width) -> (n, width): the mean over the sequence, taken before the second product."""
+        """(n, length, width) -> (n, width): the mean, taken before the second matmul."""
         x = self._active(linear(x, self.up.weight, self.up.bias)).mean(dim=1)
         return linear(x, self.down.weight, self.down.bias)
 
     def _down(self, x: Tensor) -> Tensor:
-        return F.linear(self._active(x), _kept(self.down.weight, x), _kept(self.down.bias, x))
+        return F.linear(
+            self._active(x), _cast_copy(self.down.weight, x), _cast_copy(self.down.bias, x)
+        )
 
     def _active(self, x: Tensor) -> Tensor:
         if self.quick:
@@ -401,10 +409,13 @@ class _GeluMlp(torch.autograd.Function):
         approximate: Approximate,
     ) -> Tensor:
         flat = x.flatten(0, -2)
-        up_bf16, down_bf16 = to_bf16(up), to_bf16(down)
+        up_bf16 = to_bf16(up)
+        down_bf16 = to_bf16(down)
         hidden = onednn_linear(layer_norm(flat, norm, norm_bias, eps)[0], up_bf16, to_bf16(up_bias))
         ctx.save_for_backward(flat, hidden, up, down, norm, norm_bias)
-        ctx.dtype, ctx.eps, ctx.approximate = up.dtype, eps, approximate
+        ctx.dtype = up.dtype
+        ctx.eps = eps
+        ctx.approximate = approximate
         added = None if residual is None else residual.flatten(0, -2)
         active = F.gelu(hidden, approximate=approximate)
         return onednn_linear(active, down_bf16, to_bf16(down_bias), added).view(x.shape)
@@ -465,7 +476,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.kind: AttentionKind = "auto"
         self.use_triton = False
         self.qkv = nn.Linear(width, 3 * width)
@@ -498,9 +510,11 @@ class Attention(nn.Module):
         return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)
 
     def at(self, x: Tensor, position: Position) -> Tensor:
-        """The output of `forward` at one position of each sequence, (n, width): one query, all keys and values."""
+        """(n, width): the output of `forward` at one position of each sequence, by one query."""
         n, length, width = x.shape
-        weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
+        weight = self.qkv.weight
+        bias = self.qkv.bias
+        heads = self.heads
         q = linear(take_position(x, position), weight[:width], bias[:width]).view(
             n, heads, 1, width // heads
         )
@@ -512,8 +526,8 @@ class Attention(nn.Module):
                 position, device=x.device
             ).view(-1, 1, 1, 1)
             scores = scores.masked_fill(later, float("-inf"))
-        mixed = (scores.softmax(dim=-1) @ v).reshape(n, width)
-        return linear(mixed, self.out.weight, self.out.bias)
+        attended = (scores.softmax(dim=-1) @ v).reshape(n, width)
+        return linear(attended, self.out.weight, self.out.bias)
 
 
 class Block(nn.Module):
@@ -528,17 +542,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
-        # Norm and sum are part of the products where that is faster or takes less memory.
+        # Norm and sum are part of the matmuls where that is faster or takes less memory.
         x = self.attn(x, residual=x, norm=self.norm1)
         return self.mlp(x, residual=x, norm=self.norm2)
 
     def at(self, x: Tensor, position: Position) -> Tensor:
-        """The output of `forward` at one position of each sequence, (n, width), for the work of that position alone."""
+        """(n, width): the output of `forward` at one position of each sequence only."""
         y = take_position(x, position) + self.attn.at(normalized(x, self.norm1), position)
         return y + self.mlp(normalized(y, self.norm2))
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of `forward` over the sequence, (n, width): the last product is computed after the mean."""
+        """(n, width): the mean of `forward` over the sequence; the last matmul follows the mean."""
         x = self.attn(x, residual=x, norm=self.norm1)
         return x.mean(dim=1) + self.mlp.mean(normalized(x, self.norm2))
 
@@ -553,13 +567,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, causal) for _ in range(config.layers))
 
     def forward(self, x: Tensor, position: Position | Literal["mean"] | None = None) -> Tensor:
-        """(n, length, width) -> the same shape; (n, width) where only one position, or the mean, is needed.
+        """(n, length, width) -> the same shape, or (n, width) at one position or of the mean.
 
         The last block then computes only that: the same result for a twelfth less of ViT-B's work.
         """
-        *first, last = self._all_blocks()
+        *earlier, last = self._all_blocks()
         run = recompute if self.activation_checkpointing and torch.is_grad_enabled() else _call
-        for block in first:
+        for block in earlier:
             x = run(block, block, x)
         if position is None:
             return run(last, last, x)
@@ -574,7 +588,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, init: Init) -> None:
-        """CLIP's scaled normal initialization, or the same with residual branches at zero ("zero")."""
+        """CLIP's scaled normal initialization; "zero" has residual branches of zeros."""
         branch = self.width**-0.5 * (2 * len(self.blocks)) ** -0.5
         for block in self._all_blocks():
             nn.init.normal_(block.attn.qkv.weight, std=self.width**-0.5)
@@ -588,7 +602,7 @@ class Transformer(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling: a learned query reads the whole sequence, then x + mlp(norm(x))."""
+    """SigLIP's pooling: a learned query reads the complete sequence, then x + mlp(norm(x))."""
 
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
@@ -602,15 +616,17 @@ class AttentionPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> (n, width)."""
         n, length, width = x.shape
-        weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
+        weight = self.qkv.weight
+        bias = self.qkv.bias
+        heads = self.heads
         # The query is the same for all images: (1, heads, 1, dim).
         q = linear(self.query.to(x.dtype)[None], weight[:width], bias[:width])
         q = q.view(1, heads, 1, width // heads)
         kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
-        mixed = (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(n, width)
-        y = linear(mixed, self.out.weight, self.out.bias)
+        attended = (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(n, width)
+        y = linear(attended, self.out.weight, self.out.bias)
         return y + self.mlp(normalized(y, self.norm))
 
     @torch.no_grad()

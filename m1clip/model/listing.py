@@ -1,4 +1,4 @@
-"""The models that have a name: what is published about them, which are on this computer, and how fast they are here."""
+"""The models that have a name: their published facts, which are installed, and their speed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ListedModel:
 
 
 def list_models() -> list[ListedModel]:
-    """The models that commands accept by name: `general`, and good ones of the Hub that `m1clip.download` gets.
+    """List the models that commands accept by name: `general`, and recommended ones of the Hub.
 
     `folder` is None for a model that is not on this computer.
     """

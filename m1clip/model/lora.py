@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): a trainable product of two thin matrices is added to each frozen matrix of a tower.
+"""LoRA (arXiv 2106.09685): trainable low-rank updates of the frozen matrices of a tower.
 
 The layers read their weight as before and get the sum, so every kernel, micro-batches and
 activation checkpointing work unchanged. `merged_state` gives the weights of the plain model, which
@@ -23,7 +23,7 @@ PARAMETRIZATIONS = "parametrizations"
 
 
 class LowRank(nn.Module):
-    """weight -> weight + SCALE * up @ down, with `up` zero at first: training starts from the weight."""
+    """weight -> weight + SCALE * up @ down; `up` is zero at first, so training starts there."""
 
     def __init__(self, rows: int, columns: int, rank: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class LowRank(nn.Module):
 
 
 def add_lora(tower: nn.Module, count: int, rank: int, option: str) -> None:
-    """Freeze a tower, and add LoRA to the linear layers of its last `count` blocks (-1: of all, 0: of none)."""
+    """Freeze a tower and add LoRA to its last `count` blocks (-1: all, 0: none)."""
     tower.requires_grad_(False)
     if count == 0:
         return
@@ -82,7 +82,7 @@ def add_head_lora(head: nn.Module, rank: int) -> None:
 
 
 def matrix_names(module: nn.Module) -> tuple[str, ...]:
-    """The matrices of a module that LoRA is added to: of a linear layer, and of queries, keys and values in one."""
+    """The matrices of a module that LoRA is added to."""
     if isinstance(module, nn.Linear):
         return ("weight",)
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:

@@ -1,4 +1,4 @@
-"""Models that have a name instead of a path: `general`, whose heads are in this package, and those of the Hub.
+"""Models that have a name instead of a path: `general` of this package, and those of the Hub.
 
 Everything that accepts a model asks this module what a name means. It does not import torch, and
 reads the disk alone: a model of the Hub is found in the cache of Hugging Face, or is an error that
@@ -19,7 +19,8 @@ from m1clip.model.catalog import CATALOG
 from m1clip.model.hub_files import HUB_NAME, HUB_PREFIX, cached_snapshot
 
 GENERAL = "general"  # the model of `m1clip index` and `m1clip classify` if there is no other
-CONFIG, HEADS = "config.json", "heads.safetensors"
+CONFIG = "config.json"
+HEADS = "heads.safetensors"
 MAX_HEADS_BYTES = 64 * 2**20  # those of `general` have about 5 MB
 INSTALL_TOWERS = "pip install 'm1clip[towers]'"
 REINSTALL = "install m1clip again: pip install --force-reinstall --no-deps m1clip"
@@ -112,7 +113,7 @@ def model_name(model: str | Path) -> str | None:
 
 
 def resolve(model: str | Path) -> Path:
-    """The path of a model: a path as it is, a name of this package, or the folder in the Hugging Face cache.
+    """The path of a model: a path, a name of this package, or a folder in the Hugging Face cache.
 
     UserError with the command that downloads it if the model is not on this computer.
     """
@@ -132,7 +133,7 @@ def resolve(model: str | Path) -> Path:
 
 
 def require_towers(name: str) -> None:
-    """Raise UserError, with the command that installs them, if the towers of a model are missing."""
+    """Raise UserError with the install command if the towers of a model are missing."""
     if not BOXED[name].towers_installed():
         raise UserError(f"{name}: its towers are not installed: {INSTALL_TOWERS}")
 

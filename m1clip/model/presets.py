@@ -99,10 +99,10 @@ class VisionTowerConfig(_Transformer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, patch = self.image_size, self.patch_size
+        size = self.image_size
+        patch = self.patch_size
         nearest = size // patch * patch or patch
-        # SigLIP's own model of 384 pixels in patches of 14 leaves out the last six rows and
-        # columns.
+        # SigLIP's own model of 384 pixels in patches of 14 ignores the last six rows and columns.
         _check(
             size % patch == 0 or (self.pooling == "map" and self.stem == "patch" and size > patch),
             f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}",
@@ -140,7 +140,7 @@ class VisionTowerConfig(_Transformer):
 
     @property
     def stem_channels(self) -> tuple[int, ...]:
-        """Channels after each convolution of a conv stem: doubled at each halving, the tower's width at the end."""
+        """Channels after each convolution of a conv stem, doubled each time up to the width."""
         halvings = self.patch_size.bit_length() - 1
         return tuple(max(1, self.width >> (halvings - 1 - number)) for number in range(halvings))
 
@@ -216,7 +216,7 @@ class PretrainedTextConfig(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(_Part):
-    """What maps a tower's features to the shared space: one matrix, or an adapter that standardizes them first.
+    """What maps a tower's features to the shared space: one matrix, or an adapter.
 
     The kind "identity" is for towers whose features are in the shared space.
     """
@@ -228,8 +228,10 @@ class HeadConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = int(self.kind == "adapter")
-        _check(self.hidden >= least, f"hidden must be at least {least}, not {self.hidden}")
+        min_hidden = int(self.kind == "adapter")
+        _check(
+            self.hidden >= min_hidden, f"hidden must be at least {min_hidden}, not {self.hidden}"
+        )
         _check(0 <= self.dropout < 1, "dropout must be in [0, 1)")
 
 
@@ -256,7 +258,8 @@ class CLIPConfig(_Part):
     @property
     def own_towers(self) -> tuple[VisionTowerConfig, TextTowerConfig]:
         """Both towers of a model that uses our own ones."""
-        vision, text = self.image_tower, self.text_tower
+        vision = self.image_tower
+        text = self.text_tower
         assert isinstance(vision, VisionTowerConfig)
         assert isinstance(text, TextTowerConfig)
         return vision, text
@@ -298,7 +301,10 @@ class CLIPConfig(_Part):
             part = values.get(name)
             if not isinstance(part, dict):
                 raise UserError(f"model: {name} must be an object")
-            made = next((each for each in kinds[:-1] if part.get("kind") == each.kind), kinds[-1])
+            made = next(
+                (part_type for part_type in kinds[:-1] if part.get("kind") == part_type.kind),
+                kinds[-1],
+            )
             later = _LATER_FIELDS.items()
             absent: dict[str, Any] = {key: value for key, value in later if hasattr(made, key)}
             if made is PretrainedTextConfig:
@@ -319,7 +325,7 @@ _PART_TYPES: dict[str, tuple[Any, ...]] = {
 
 
 def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
-    """FLOPs of one forward and backward pass (3 x forward) of our towers for one image and one caption."""
+    """FLOPs of one forward and backward pass (3 x forward) of our towers for one pair."""
     vision, text = config.own_towers
 
     def tower(tokens: int, part: VisionTowerConfig | TextTowerConfig) -> float:
@@ -330,15 +336,17 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
     patch = 2.0 * vision.patches * 3 * vision.patch_size**2 * vision.width
     later = 0.0
     if vision.stem == "conv":
-        side, layers = vision.image_size, []
+        side = vision.image_size
+        layers = []
         for before, after in itertools.pairwise((3, *vision.stem_channels)):
             side //= 2
             layers.append(2.0 * side**2 * 9 * before * after)
-        patch, later = layers[0], sum(layers[1:])
+        patch = layers[0]
+        later = sum(layers[1:])
     heads = 2 * config.embed_dim * (vision.width + text.width)
     if vision.pooling == "map":
         heads += 4 * vision.width**2 * vision.tokens
-    # The first layer needs no gradient for the pixels, so it costs two products and not three.
+    # The first layer needs no gradient for the pixels, so it costs two matmuls and not three.
     return 3 * (tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later) + 2 * patch
 
 
@@ -397,7 +405,7 @@ FIELDS_OF_SETTING: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
-    """The config of a model on our own towers with other values, under the names of `ModelConfig`."""
+    """The config of a model on our own towers, changed by values named as in `ModelConfig`."""
     if "vocab_size" in values:
         values = {"eot_id": values["vocab_size"] - 1, **values}
     own = {name: values.pop(name) for name in ("embed_dim", "logit_bias") if name in values}

@@ -1,7 +1,7 @@
-"""Residual adapters on the heads of a trained model: they begin as the identity and are merged when the model is saved.
+"""Residual adapters on the heads of a trained model, merged when the model is saved.
 
-What is trained is added to the matrices of a head, and weight decay pulls it to zero: towards the
-initial model.
+They begin as the identity. What is trained is added to the matrices of a head, and weight decay
+pulls it to zero: towards the initial model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ResidualKind = Literal["embeddings", "features"]
 
 
 class EmbeddingResidual(nn.Module):
-    """weight -> weight + adapter @ weight: a residual linear layer on the output of a projection."""
+    """weight -> weight + adapter @ weight: a residual linear layer after a projection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

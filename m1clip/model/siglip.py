@@ -1,4 +1,4 @@
-"""SigLIP and SigLIP 2 (fixed resolution) of Hugging Face and open_clip: their tensor names, and their configs."""
+"""SigLIP and SigLIP 2 (fixed resolution): tensor names and configs of both libraries."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 def is_siglip(config: CLIPConfig) -> bool:
     """Whether a model has the layers of SigLIP, of any size."""
-    vision, text = config.image_tower, config.text_tower
+    vision = config.image_tower
+    text = config.text_tower
     return (
         isinstance(vision, VisionTowerConfig)
         and isinstance(text, TextTowerConfig)
@@ -131,7 +132,8 @@ def config_from_hf_siglip(
 ) -> CLIPConfig:
     """The config behind the config.json of a SiglipModel; the ids are those of its tokenizer."""
     values = read_settings(config, HF_SIGLIP_SETTINGS, where)
-    vision, text = config["vision_config"], config["text_config"]
+    vision = config["vision_config"]
+    text = config["text_config"]
     if vision.get("vision_use_head", True) is not True:
         raise UserError(f"{where}: vision_use_head is off; m1clip needs SigLIP's attention pooling")
     embed_dim = count(
@@ -270,16 +272,17 @@ def openclip_siglip_parts(config: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
     None for any other.
     """
-    vision, text = config.get("vision_cfg"), config.get("text_cfg")
+    vision = config.get("vision_cfg")
+    text = config.get("text_cfg")
     if not isinstance(vision, dict) or not isinstance(text, dict):
         return None
-    for part, required, known in (
+    for part, required, allowed in (
         (vision, VISION_REQUIRED, VISION_KNOWN),
         (text, TEXT_REQUIRED, TEXT_KNOWN),
     ):
         if any(part.get(name) != value for name, value in required.items()):
             return None
-        if any(value for name, value in part.items() if name not in {*known, *required}):
+        if any(value for name, value in part.items() if name not in {*allowed, *required}):
             return None
     arguments = vision.get("timm_model_kwargs") or {}
     name = vision.get("timm_model_name")
@@ -292,12 +295,14 @@ def config_from_openclip_siglip(
     config: dict[str, Any], eot_id: int, fill_id: int, where: str
 ) -> CLIPConfig:
     """The config behind a `model_cfg` for which `openclip_siglip_parts` is not None."""
-    found = openclip_siglip_parts(config)
-    assert found is not None
-    vision, text = found
+    sections = openclip_siglip_parts(config)
+    assert sections is not None
+    vision, text = sections
     named = TIMM_NAME.fullmatch(vision["timm_model_name"])
     assert named is not None
-    size, patch, side = named[1], int(named[2]), int(named[3])
+    size = named[1]
+    patch = int(named[2])
+    side = int(named[3])
     shape: dict[str, Any] = TIMM_SIZES[size]._asdict()
     shape |= {"patch_size": patch, "image_size": side}
     shape["activation"] = "gelu_tanh" if (size, patch, side) in TIMM_TANH else "gelu"
@@ -332,9 +337,9 @@ def config_from_openclip_siglip(
 
 
 def openclip_siglip_config(config: CLIPConfig) -> dict[str, Any]:
-    """The `model_cfg` of open_clip: timm's tower with the same sizes, or one with other arguments."""
+    """The `model_cfg` of open_clip: timm's tower of the same sizes, or one with arguments."""
     vision, text = config.own_towers
-    wanted = {theirs: getattr(vision, ours) for theirs, ours in TIMM_ARGUMENTS.items()}
+    arguments = {theirs: getattr(vision, ours) for theirs, ours in TIMM_ARGUMENTS.items()}
     size = next(
         (
             name
@@ -345,7 +350,7 @@ def openclip_siglip_config(config: CLIPConfig) -> dict[str, Any]:
         "base",
     )
     name, base = _timm_name(size, vision.patch_size, vision.image_size)
-    other = {key: value for key, value in wanted.items() if value != base[key]}
+    other = {key: value for key, value in arguments.items() if value != base[key]}
     if "mlp_ratio" in other and vision.hidden == int(vision.width * base["mlp_ratio"]):
         del other["mlp_ratio"]  # the same number written with fewer digits
     return {

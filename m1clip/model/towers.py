@@ -32,7 +32,7 @@ WHITENING_EPS = 1e-2  # added to the variances, or filters for noise would be th
 
 
 def stem_groups(channels: int) -> int:
-    """How many groups of channels a stem normalizes: 8 or fewer of equal size, with several channels each."""
+    """How many groups of channels a stem normalizes: 8 or fewer of equal size."""
     return max(
         (groups for groups in (2, 4, 8) if channels % groups == 0 and channels > groups), default=1
     )
@@ -72,7 +72,7 @@ class ConvStem(nn.Module):
 
 @torch.no_grad()
 def whitening_filters(pixels: Tensor, count: int) -> Tensor:
-    """(filters, 3, 3, 3), at most `count`: the principal components of 3 x 3 patches of (n, 3, side, side) pixels.
+    """(at most `count`, 3, 3, 3): principal components of the 3 x 3 patches of some images.
 
     Each is scaled to unit variance and included with both signs, because the activation that
     follows is one-sided. As the first layer of a stem, they give a higher recall after the same
@@ -118,7 +118,7 @@ def resize_positions(positions: Tensor, grid: int) -> Tensor:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which the residual stream runs: autocast's where it is on, else the weights' own."""
+    """The dtype of the residual stream: autocast's where it is on, else the weights' own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -131,7 +131,9 @@ class VisionTower(Tower):
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
         width = config.width
-        self.config, self.width, self.tokens_per_image = config, width, config.tokens
+        self.config = config
+        self.width = width
+        self.tokens_per_image = config.tokens
         self.patch: nn.Conv2d | ConvStem = (
             ConvStem(config)
             if config.stem == "conv"
@@ -151,7 +153,7 @@ class VisionTower(Tower):
         self.pool = AttentionPool(config) if config.pooling == "map" else None
 
     def forward(self, pixels: Tensor, kept_patches: Tensor | None = None) -> Tensor:
-        """(n, 3, size, size) normalized pixels -> (n, width), from all patches or from `kept_patches` (n, kept)."""
+        """(n, 3, size, size) normalized pixels -> (n, width), from all or the kept patches."""
         x = self._patches(pixels, kept_patches)  # (n, patches, width)
         positions = self.positions.to(x.dtype)
         prefix = 0 if self.cls is None else 1
@@ -165,20 +167,25 @@ class VisionTower(Tower):
             return self.pool(self.norm(self.transformer(x)).to(x.dtype))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 
-    def _patches(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
+    def _patches(self, pixels: Tensor, kept_patches: Tensor | None) -> Tensor:
         if isinstance(self.patch, ConvStem):
             x = self.patch(pixels)  # convolutions read neighboring patches: compute all, then drop
-            return x if kept is None else x[torch.arange(len(x), device=x.device)[:, None], kept]
+            return (
+                x
+                if kept_patches is None
+                else x[torch.arange(len(x), device=x.device)[:, None], kept_patches]
+            )
         # A matrix product instead of the convolution: same numbers, faster on every device we
         # measured.
-        size, grid = self.config.patch_size, self.config.grid
+        size = self.config.patch_size
+        grid = self.config.grid
         n = pixels.shape[0]  # not len(): it would be a constant in an exported graph
         if grid * size < self.config.image_size:
             pixels = pixels[:, :, : grid * size, : grid * size]
         x = pixels.reshape(n, 3, grid, size, grid, size)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
-        if kept is not None:
-            x = x[torch.arange(n, device=x.device)[:, None], kept]
+        if kept_patches is not None:
+            x = x[torch.arange(n, device=x.device)[:, None], kept_patches]
         # 2-D: without a bias, a 3-D input in half precision gives other results in each call on an
         # M5 (pytorch#180776).
         return F.linear(x.flatten(0, 1), self.patch.weight.flatten(1), self.patch.bias).view(
@@ -196,9 +203,9 @@ class VisionTower(Tower):
     def set_stem_filters(self, filters: Tensor) -> None:
         """Replace the first filters of a conv stem's first layer."""
         assert isinstance(self.patch, ConvStem)
-        first = self.patch.convs[0]
-        assert isinstance(first, nn.Conv2d)
-        first.weight[: len(filters)] = filters
+        first_conv = self.patch.convs[0]
+        assert isinstance(first_conv, nn.Conv2d)
+        first_conv.weight[: len(filters)] = filters
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -218,11 +225,11 @@ class VisionTower(Tower):
 
 
 def fill_after_eot(tokens: Tensor, eot_id: int, fill_id: int, context_length: int) -> Tensor:
-    """(n, length) token ids -> (n, context_length), with `fill_id` after the first EOT token of each text."""
+    """(n, length) token ids -> (n, context_length), with `fill_id` after the first EOT token."""
     length = tokens.shape[1]
     eot = (tokens == eot_id).int().argmax(dim=1, keepdim=True)
-    place = torch.arange(length, device=tokens.device)
-    filled = torch.where(place > eot, fill_id, tokens)
+    index = torch.arange(length, device=tokens.device)
+    filled = torch.where(index > eot, fill_id, tokens)
     return F.pad(filled, (0, context_length - length), value=fill_id)
 
 
@@ -236,7 +243,7 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
 
 
 class TextTower(Tower):
-    """Transformer over token ids; the feature is read at the EOT token, plus the mean of all if asked for.
+    """Transformer over token ids; the feature is read at the EOT token, plus an optional mean.
 
     With pooling "last", texts are filled up to the context length and read at its end.
     """
@@ -245,7 +252,8 @@ class TextTower(Tower):
 
     def __init__(self, config: TextTowerConfig) -> None:
         super().__init__()
-        self.config, self.width = config, config.width
+        self.config = config
+        self.width = config.width
         self.tokens = embedding(config.vocab_size, config.width)
         self.positions = nn.Parameter(torch.empty(config.context_length, config.width))
         self.transformer = Transformer(config, config.causal)
@@ -272,7 +280,7 @@ class TextTower(Tower):
         return x + self.norm_mean(mean).to(x.dtype)
 
     def _at_the_end(self, tokens: Tensor) -> Tensor:
-        """The feature of the last position of texts that are all filled up to the context length."""
+        """The feature at the last position of texts filled up to the context length."""
         filled = fill_after_eot(
             tokens, self.config.eot_id, self.config.fill_id, self.config.context_length
         )

@@ -9,9 +9,10 @@ ALL_BLOCKS = -1
 
 
 def layer_lr_factors(model: nn.Module, towers: tuple[str, ...], decay: float) -> dict[str, float]:
-    """Parameter name -> factor of the learning rate: each layer of a tower has `decay` times that of the next one.
+    """Parameter name -> factor of the learning rate, which decays from output to input.
 
-    What follows the blocks, and everything outside the towers, has the full learning rate.
+    Each layer of a tower has `decay` times the factor of the next one. What follows the blocks,
+    and everything outside the towers, has the full learning rate.
     """
     factors = {name: 1.0 for name, _ in model.named_parameters()}
     for tower in towers:

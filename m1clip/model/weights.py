@@ -1,4 +1,4 @@
-"""Tensor files: safe reading, writing, validation against a model, and adapting to another shape."""
+"""Tensor files: safe reading, writing, validation against a model, and resizing."""
 
 import hashlib
 import json
@@ -19,7 +19,8 @@ from m1clip.model.presets import CLIPConfig
 from m1clip.model.towers import resize_positions
 
 Tensors = dict[str, Tensor]
-POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
+POSITIONS = "image_tower.positions"
+TOKENS = "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 # Where a training checkpoint keeps the weights.
@@ -74,7 +75,7 @@ def _read_torch(path: Path) -> Tensors:
     try:
         if not path.is_file():
             raise OSError("not a regular file")
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        contents: Any = torch.load(path, map_location="cpu", weights_only=True)
     # Damaged or malicious files make torch raise almost anything: KeyError, IndexError,
     # AssertionError, ...
     except Exception as error:  # noqa: BLE001
@@ -86,13 +87,13 @@ def _read_torch(path: Path) -> Tensors:
             " file could run code: convert it to safetensors"
         ) from None
     for key in STATE_KEYS:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
+        if isinstance(contents, dict) and isinstance(contents.get(key), dict):
+            contents = contents[key]
             break
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(contents, dict) or not all(isinstance(name, str) for name in contents):
         raise UserError(f"{path}: contains no table of tensors")
     # OpenAI's own files contain a few numbers besides the tensors.
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in contents.items() if isinstance(value, Tensor)}
 
 
 def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
@@ -145,7 +146,9 @@ def fit_positions(weights: Tensors, trained: CLIPConfig, config: CLIPConfig) -> 
 
     Sincos ones are not saved.
     """
-    old, new, positions = trained.image_tower, config.image_tower, weights.get(POSITIONS)
+    old = trained.image_tower
+    new = config.image_tower
+    positions = weights.get(POSITIONS)
     if old.kind != "vit" or new.kind != "vit" or old.grid == new.grid or positions is None:
         return weights
     if positions.shape != (old.tokens, old.width):

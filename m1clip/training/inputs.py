@@ -91,7 +91,7 @@ class RunInputs:
         if self.shards:
             model.to("cpu")
         else:
-            model.place(self.device.torch, self.device.text_torch)
+            model.to_devices(self.device.torch, self.device.text_torch)
         model.set_activation_checkpointing(self.config.model.grad_checkpointing)
         return model
 

@@ -325,7 +325,7 @@ def _timed_step(step: TrainStep, work: Batch) -> None:
 
 def _model(config: Config, model_init: ModelInit, device: Device) -> CLIP:
     torch.manual_seed(config.seed)
-    model = fill_zeros(model_init.build()).place(device.torch, device.text_torch)
+    model = fill_zeros(model_init.build()).to_devices(device.torch, device.text_torch)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 

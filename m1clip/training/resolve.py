@@ -22,7 +22,7 @@ from m1clip.hardware.device import HYBRIDS, choose_device, rules
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.losses.registry import LOSSES
 from m1clip.model.presets import CLIPConfig, model_config
-from m1clip.model.pretrained.packages import remedy
+from m1clip.model.pretrained.packages import install_hint
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import (
     MILD,
@@ -280,7 +280,7 @@ def choose_recipe(
     if data.images >= PRETRAINED_BELOW_IMAGES:
         return "scratch", f"random weights, because {data.images:,} images are enough"
     if not (is_installed(config.transfer.image_tower) and is_installed(config.transfer.text_tower)):
-        fix = remedy(config.transfer.image_tower)
+        fix = install_hint(config.transfer.image_tower)
         return "scratch", f"random weights; {fix} would give about twice the recall on photographs"
     minutes = config.train.minutes or 0
     if minutes >= LONG_MINUTES and data.images >= ENOUGH_TO_FINETUNE:

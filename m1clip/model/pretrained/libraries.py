@@ -1,4 +1,4 @@
-"""Complete models that open_clip or transformers builds, as two towers whose features are in the shared space.
+"""Models that open_clip or transformers builds, as two towers ending in the shared space.
 
 Nothing is downloaded, and no code that comes with weights is executed.
 """
@@ -23,7 +23,7 @@ from m1clip.model.pretrained.transformers import NOT_SETTINGS, PROBE_SIZE, trans
 from m1clip.model.towers import Tower, fill_after_eot
 from m1clip.model.weights import Tensors
 
-OPENCLIP_REMEDY = "pip install 'm1clip[openclip]'"
+INSTALL_OPENCLIP = "pip install 'm1clip[openclip]'"
 Side = Literal["image", "text"]
 # Towers that stand in for the other one, which is not needed.
 SMALL_VISION = {"image_size": 8, "patch_size": 8, "width": 64, "layers": 1}
@@ -47,7 +47,7 @@ def open_clip() -> Any:
         return importlib.import_module("open_clip")
     except (ImportError, RuntimeError) as error:  # the second: a torchvision for another torch
         raise UserError(
-            f"this model needs open_clip: {OPENCLIP_REMEDY} ({first_line(error)})"
+            f"this model needs open_clip: {INSTALL_OPENCLIP} ({first_line(error)})"
         ) from None
 
 
@@ -99,7 +99,9 @@ class OpenClipTextTower(Tower):
         super().__init__()
         values = json.loads(settings)
         self.width = values["embed_dim"]
-        self.eot_id, self.fill_id, self.context_length = eot_id, fill_id, context_length
+        self.eot_id = eot_id
+        self.fill_id = fill_id
+        self.context_length = context_length
         self.model = _openclip_model(values).text
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -115,7 +117,8 @@ def openclip_settings(model: dict[str, Any], folder: Path) -> dict[str, Any]:
     UserError for what cannot be built so.
     """
     where = folder / "open_clip_config.json"
-    vision, text = model.get("vision_cfg"), model.get("text_cfg")
+    vision = model.get("vision_cfg")
+    text = model.get("text_cfg")
     if not isinstance(vision, dict) or not isinstance(text, dict):
         raise UserError(f"{where}: vision_cfg and text_cfg must be objects")
     if "multimodal_cfg" in model or "audio_cfg" in model:
@@ -135,13 +138,13 @@ def openclip_settings(model: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _hf_config(folder: Path, name: str) -> dict[str, Any]:
-    """The config of a text tower of transformers: next to the weights, or in the cache of the hub."""
+    """The config of a transformers text tower: next to the weights, or in the Hub's cache."""
     snapshot = Path(name) if Path(name).is_dir() else cached_snapshot(name)
     for path in (folder / "config.json", *([] if snapshot is None else [snapshot / "config.json"])):
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads(read_small(path))
-            if isinstance(found, dict) and isinstance(found.get("model_type"), str):
-                return found
+            config = json.loads(read_small(path))
+            if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+                return config
     raise UserError(
         f"{folder}: its text tower is {name[:80]}, whose config is not here: m1clip download"
         f" {name[:80]}"
@@ -176,15 +179,16 @@ SCALES = ("logit_scale", "logit_bias", "temperature")  # parameters of the compl
 FEATURES: dict[Side, str] = {"image": "get_image_features", "text": "get_text_features"}
 
 
-def _features(found: Any) -> Tensor:
+def _features(output: Any) -> Tensor:
     """The features that a method returns: a tensor, or since transformers 5 an output with them."""
-    features: Tensor = found if isinstance(found, Tensor) else found.pooler_output
+    features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
     return features
 
 
 def _side_of_transformers(settings: str) -> tuple[nn.Module, int]:
-    """One side of a model with the right parameters and arbitrary values, and the width of its features."""
-    library, values = transformers(), json.loads(settings)
+    """Build one side of a model with arbitrary weights, and return it with its feature width."""
+    library = transformers()
+    values = json.loads(settings)
     config = dict(values["config"])
     try:
         built = library.AutoConfig.for_model(config.pop("model_type"), **config)
@@ -213,7 +217,8 @@ class TransformersClipImageTower(Tower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, size, size) normalized pixels -> (n, embed_dim)."""
-        return _features(self.model.get_image_features(pixel_values=pixels))  # type: ignore[operator]
+        output = self.model.get_image_features(pixel_values=pixels)  # type: ignore[operator]
+        return _features(output)
 
 
 class TransformersClipTextTower(Tower):
@@ -227,8 +232,10 @@ class TransformersClipTextTower(Tower):
     def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, embed_dim)."""
         mask = mask_of(tokens, self.eot_id)
-        found = self.model.get_text_features(input_ids=tokens, attention_mask=mask)  # type: ignore[operator]
-        return _features(found)
+        output = self.model.get_text_features(  # type: ignore[operator]
+            input_ids=tokens, attention_mask=mask
+        )
+        return _features(output)
 
 
 def mask_of(tokens: Tensor, eot_id: int) -> Tensor:
@@ -238,7 +245,7 @@ def mask_of(tokens: Tensor, eot_id: int) -> Tensor:
 
 
 def transformers_parts(folder: Path, eot_id: int) -> LibraryParts:
-    """The towers of a model of transformers with image and text features, and its tensors under our names."""
+    """Split a transformers model with image and text features into two towers."""
     library = transformers()
     try:
         model = library.AutoModel.from_pretrained(

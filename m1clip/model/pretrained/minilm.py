@@ -49,16 +49,18 @@ class BertLayer(nn.Module):
         """
         width = x.shape[1]
         qkv = linear(x, self.qkv.weight, self.qkv.bias)
-        mixed = []
+        outputs = []
         for (n, length), part in zip(
             groups, qkv.split([n * length for n, length in groups]), strict=True
         ):
             q, k, v = part.view(n, length, 3, self.heads, width // self.heads).permute(
                 2, 0, 3, 1, 4
             )
-            mixed.append(_bert_attention(q, k, v, mask).transpose(1, 2).reshape(n * length, width))
-        found = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        x = self.norm1(linear(found, self.out.weight, self.out.bias, residual=x)).to(x.dtype)
+            outputs.append(
+                _bert_attention(q, k, v, mask).transpose(1, 2).reshape(n * length, width)
+            )
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        x = self.norm1(linear(attended, self.out.weight, self.out.bias, residual=x)).to(x.dtype)
         hidden = linear(x, self.up.weight, self.up.bias, gelu=True)
         return self.norm2(linear(hidden, self.down.weight, self.down.bias, residual=x)).to(x.dtype)
 
@@ -83,7 +85,8 @@ class BertTower(Tower):
 
     def __init__(self, vocab_size: int, pad_id: int = 0, size: BertSize = MINILM) -> None:
         super().__init__()
-        self.pad_id, self.width = pad_id, (size.layers + 1) * size.width
+        self.pad_id = pad_id
+        self.width = (size.layers + 1) * size.width
         self.tokens = embedding(vocab_size, size.width)
         self.positions = nn.Parameter(torch.zeros(size.positions, size.width))
         self.norm = nn.LayerNorm(size.width, size.norm_eps)
@@ -97,7 +100,8 @@ class BertTower(Tower):
         x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(0, 1)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        groups, mask = [(n, length)], None
+        groups = [(n, length)]
+        mask = None
         if x.device.type == "cpu" and torch.is_inference_mode_enabled():
             # Without padding: attention for each group of texts of one length, everything else for
             # all tokens at once.

@@ -13,7 +13,7 @@ from m1clip.errors import UserError
 from m1clip.io import open_regular, read_small
 from m1clip.model.pretrained.efficientnet import LITE, from_efficientnet
 from m1clip.model.pretrained.minilm import from_bert
-from m1clip.model.pretrained.transformers import HF_REMEDY
+from m1clip.model.pretrained.transformers import INSTALL_HF
 from m1clip.model.weights import Tensors, read_checkpoint
 
 
@@ -60,16 +60,16 @@ def installed(tower: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
-def remedy(tower: str) -> str:
+def install_hint(tower: str) -> str:
     """How to install what a tower needs."""
-    return "pip install 'm1clip[towers]'" if tower in PACKAGES else HF_REMEDY
+    return "pip install 'm1clip[towers]'" if tower in PACKAGES else INSTALL_HF
 
 
 def package_folder(package: str, tower: str) -> Path:
     """Where a package of a tower is installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
+        raise UserError(f"the weights of {tower} are not installed: {install_hint(tower)}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -103,21 +103,21 @@ def reinstall(tower: str) -> str:
 
 def package_weights(tower: str) -> Tensors:
     """The tensors of a tower from installed packages, under our names."""
-    found = []
+    loaded = []
     for number, item in enumerate(PACKAGES[tower]):
         path = package_file(item, tower)
         weights = read_checkpoint(path)
         try:
-            found.append(
+            loaded.append(
                 from_efficientnet(weights, LITE[tower][number])
                 if tower in LITE
                 else from_bert(weights)
             )
         except KeyError as error:
             raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
-    if len(found) == 1:
-        return found[0]
-    parts = zip(("first", "second"), found, strict=True)
+    if len(loaded) == 1:
+        return loaded[0]
+    parts = zip(("first", "second"), loaded, strict=True)
     return {f"{part}.{name}": tensor for part, weights in parts for name, tensor in weights.items()}
 
 

@@ -1,4 +1,4 @@
-"""Finds a tower by its name or config: builds it, and loads its weights, preprocessing or tokenizer."""
+"""Finds a tower by its name or config: weights, preprocessing and tokenizer."""
 
 from typing import Any
 
@@ -72,9 +72,13 @@ def tower_image_size(tower: str) -> int:
 def load_image_tower(
     name: str, image_size: int = 224
 ) -> tuple[PretrainedImageConfig, Tensors, Preprocess]:
-    """The config, weights and preprocessing of an image tower: one of `LITE`, or a model of transformers."""
+    """The config, weights and preprocessing of an image tower: `LITE`, or a transformers model."""
     if name in PACKAGES:
-        config = PretrainedImageConfig(kind=name, name=name, image_size=image_size)  # type: ignore[arg-type]
+        config = PretrainedImageConfig(
+            kind=name,  # type: ignore[arg-type]
+            name=name,
+            image_size=image_size,
+        )
         return config, package_weights(name), _preprocess({}, image_size)
     folder = resolve(name)
     settings, weights, _ = load_transformers(folder, "vision")
@@ -92,7 +96,8 @@ def load_text_tower(
     """The config, weights and tokenizer of a text tower: minilm, or a model of transformers."""
     if name in PACKAGES:
         tokenizer = wordpiece_tokenizer(wordpieces())
-        settings, weights = "", package_weights(name)
+        settings = ""
+        weights = package_weights(name)
     else:
         folder = resolve(name)
         settings, weights, pad_id = load_transformers(folder, "text")
@@ -116,14 +121,14 @@ def load_text_tower(
     return config, weights, tokenizer
 
 
-def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
+def _preprocess(processor: dict[str, Any], image_size: int) -> Preprocess:
     """The pixels that a tower was trained on.
 
     Images are squashed: a caption describes their edges too.
     """
-    size = found.get("crop_size", found.get("size"))
+    size = processor.get("crop_size", processor.get("size"))
     size = next(iter(size.values()), None) if isinstance(size, dict) else size
-    mean, std = (tuple(found.get(key, HALF_RANGE)) for key in ("image_mean", "image_std"))
+    mean, std = (tuple(processor.get(key, HALF_RANGE)) for key in ("image_mean", "image_std"))
     return Preprocess(
         image_size=size if isinstance(size, int) else image_size,
         mean=mean,

