@@ -108,7 +108,7 @@ def pack(data: Path, out: Path, teacher: Path | None, splits: list[str]) -> None
 
     rows = [json.loads(line) for line in (data / "captions.jsonl").read_text().splitlines()]
     train = [text for row in rows if row["split"] == "train" for text in row["captions"]]
-    tokenizer = BpeTokenizer().cut_to(train)
+    tokenizer = BpeTokenizer().prune_to(train)
     packed: dict[str, Any] = {"vocab": tokenizer.vocab_size}
     for split in splits:
         own = [row for row in rows if row["split"] == split]

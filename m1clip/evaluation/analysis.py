@@ -1,6 +1,7 @@
-"""Analysis of what a model has learned, as functions of features, cheap enough for every evaluation.
+"""Analyses of what a model has learned, as functions of features.
 
-A fraction is reported as a rate: with its 95% interval, its chance level and the number of trials.
+They are cheap enough for every evaluation. A fraction is reported as a rate: with its 95%
+interval, its chance level and the number of trials.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Rate = dict[str, float]  # as analyses.RATE
 COMPARED_CAPTIONS = 256  # compared with each other by `difficulty_by_similarity`
 CHANGED_SCENES = 64  # synthetic images whose captions are changed by `scene_difficulty`
 MAX_POINTS = 1024  # compared with each other by `uniformity`
-HARD, MEDIUM = 0.9, 0.5  # quantiles of similarity
+# quantiles of similarity
+HARD = 0.9
+MEDIUM = 0.5
 DIFFICULTIES = ("easy", "medium", "hard")
 DIGITS = 5  # of a logged value
 
@@ -34,17 +37,19 @@ DIGITS = 5  # of a logged value
 def analyze(features: SplitFeatures, evaluator: Evaluator | None = None) -> dict[str, Any]:
     """Compute the analyses in the table that belong to an evaluation.
 
-    Those of the split need an evaluator. A value that this data does not have is left out.
+    Those of the split need an evaluator. A value that this data does not have is skipped.
     """
-    values = {each.name: each.compute(features) for each in analyses_that_need("features")}
+    values = {
+        analysis.name: analysis.compute(features) for analysis in analyses_that_need("features")
+    }
     if evaluator is not None:
-        for each in analyses_that_need("split"):
-            values[each.name] = each.compute(evaluator, features)
-    order = [each.name for each in analyses_of_evaluations()]
+        for analysis in analyses_that_need("split"):
+            values[analysis.name] = analysis.compute(evaluator, features)
+    order = [analysis.name for analysis in analyses_of_evaluations()]
     return {name: values[name] for name in order if values.get(name) not in (None, {})}
 
 
-def rate(metric: Metric) -> Rate:
+def to_rate(metric: Metric) -> Rate:
     """A metric as it is logged in an analysis."""
     low, high = metric.interval
     fractions = {"value": metric.value, "low": low, "high": high, "chance": metric.chance}
@@ -98,11 +103,11 @@ def scene_difficulty(evaluator: Evaluator, features: SplitFeatures) -> dict[str,
     )
     pairs = zip(compared.image.tolist(), compared.other_image.tolist(), strict=True)
     shared = np.array([bool(categories[own] & categories[other]) for own, other in pairs], bool)
-    found = compared.rates({"easy": ~shared, "medium": shared})
+    rates = compared.rates({"easy": ~shared, "medium": shared})
     rows = even_indices(len(samples), CHANGED_SCENES).tolist()
     if rows:
-        found["hard"] = rate(evaluator.negative_scores(features.image, rows)["negatives"])
-    return found
+        rates["hard"] = to_rate(evaluator.negative_scores(features.image, rows)["negatives"])
+    return rates
 
 
 def held_out_batch_accuracy(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
@@ -110,7 +115,7 @@ def held_out_batch_accuracy(evaluator: Evaluator, features: SplitFeatures) -> di
     if evaluator.batch_size < 2:
         return {}
     metric = accuracy_within_batches(features, evaluator.batch_size)
-    return {} if metric is None else {evaluator.split: rate(metric)}
+    return {} if metric is None else {evaluator.split: to_rate(metric)}
 
 
 def category_recall(evaluator: Evaluator, features: SplitFeatures) -> dict[str, Rate]:
@@ -119,7 +124,7 @@ def category_recall(evaluator: Evaluator, features: SplitFeatures) -> dict[str, 
     if len(set(categories) - {""}) < 2:
         return {}
     recalls = recall_by_group(features, categories)
-    return {category: rate(metric) for category, metric in recalls.items()}
+    return {category: to_rate(metric) for category, metric in recalls.items()}
 
 
 # The same as functions of arrays.
@@ -131,7 +136,7 @@ def alignment(image: np.ndarray, text: np.ndarray, image_index: np.ndarray) -> f
 
 
 def uniformity(points: np.ndarray) -> float:
-    """log mean exp(-2 d^2) over pairs of unit vectors: 0 means collapsed, about -4 evenly spread."""
+    """log mean exp(-2 d^2) over pairs of unit vectors: 0 is collapsed, about -4 evenly spread."""
     points = points[even_indices(len(points), MAX_POINTS)].astype(np.float64)
     if len(points) < 2:
         return 0.0
@@ -156,17 +161,17 @@ class ComparedCaptions:
     hits: np.ndarray  # bool: whether the true caption scores higher
 
     def rates(self, groups: Mapping[str, np.ndarray]) -> dict[str, Rate]:
-        """How often the true caption wins in each group of pairs; chance is 1/2. Empty groups are left out.
+        """How often the true caption wins in each group of pairs; empty groups are skipped.
 
-        The pairs of an image count as one trial at least, since they are correlated.
+        Chance is 1/2. The pairs of an image count as at least one trial, since they are correlated.
         """
-        found = {}
+        rates = {}
         for name, mask in groups.items():
             if mask.any():
                 hits = self.hits[mask][:, None]
                 (metric,) = metrics_of([name], hits, [0.5], self.image[mask])
-                found[name] = rate(metric)
-        return found
+                rates[name] = to_rate(metric)
+        return rates
 
 
 def compare_captions(
@@ -188,7 +193,7 @@ def compare_captions(
 def difficulty_by_similarity(
     image: np.ndarray, text: np.ndarray, image_index: np.ndarray, keys: np.ndarray | None = None
 ) -> dict[str, Rate]:
-    """How often an image scores its caption above another image's, by how similar the two captions are."""
+    """How often an image prefers its caption to another's, by the similarity of the captions."""
     compared = compare_captions(image, text, image_index, keys)
     similarity = compared.similarity
     if not len(similarity):
@@ -201,9 +206,9 @@ def difficulty_by_similarity(
 def accuracy_within_batches(features: SplitFeatures, batch_size: int) -> Metric | None:
     """How often an image is closest to its own caption among the captions of its batch.
 
-    Batches are random but always the same, with one caption per image, the first; a rest that fills
-    no batch is left out. A split that is smaller than a batch is one batch. None for fewer than two
-    images with a caption.
+    Batches are random but always the same, with one caption per image, the first; an incomplete
+    last batch is skipped. A split that is smaller than a batch is one batch. None for
+    fewer than two images with a caption.
     """
     captioned, first_caption = np.unique(features.image_index, return_index=True)
     size = min(batch_size, len(captioned))
@@ -231,10 +236,10 @@ def accuracy_within_batches(features: SplitFeatures, batch_size: int) -> Metric 
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """A caption that retrieved another image than its own, and by how much that image scored higher."""
+    """A caption that retrieved a wrong image, and by how much that image scored higher."""
 
     caption: int
-    found: int
+    retrieved: int
     right: int
     margin: float
 
@@ -248,15 +253,15 @@ def confusions(
     limit: int,
 ) -> list[Confusion]:
     """The captions whose wrong image leads by the largest margin, each pair of images once."""
-    best, found = nearest(text, image, 1)
+    best, retrieved = nearest(text, image, 1)
     own = (image[image_index] * text).sum(axis=1)
     key = np.arange(len(text)) if keys is None else keys
-    margin = np.where(is_match(found[:, 0], key, image_index, keys), -np.inf, best[:, 0] - own)
+    margin = np.where(is_match(retrieved[:, 0], key, image_index, keys), -np.inf, best[:, 0] - own)
     worst: dict[tuple[int, int], Confusion] = {}
     for caption in np.argsort(-margin, kind="stable").tolist():
         if len(worst) == limit or not margin[caption] > -np.inf:
             break
-        pair = (int(found[caption, 0]), int(image_index[caption]))
+        pair = (int(retrieved[caption, 0]), int(image_index[caption]))
         worst.setdefault(pair, Confusion(caption, *pair, float(margin[caption])))
     return list(worst.values())
 
@@ -274,11 +279,11 @@ def negatives_accuracy(
     image_index[j], which differ in the attribute changed[j].
     """
     own = image[image_index]
-    true, false = ((own * each).sum(axis=1) for each in (caption, negative))
+    true, false = ((own * vectors).sum(axis=1) for vectors in (caption, negative))
     hits = true > false + TIE  # a tie or a NaN is a miss
     metrics = metrics_of(["negatives"], hits[:, None], [0.5], image_index)
     for name in sorted(set(changed)):
-        mask = np.array([each == name for each in changed])
+        mask = np.array([attribute == name for attribute in changed])
         metrics += metrics_of(
             [f"negatives/changed_{name}"], hits[mask][:, None], [0.5], image_index[mask]
         )
@@ -291,22 +296,22 @@ def even_indices(count: int, limit: int) -> np.ndarray:
 
 
 def analysis_table(analysis: Mapping[str, Any]) -> str:
-    """The analyses of an evaluation as tables: the numbers, and the rates with interval and chance."""
-    found = [each for each in analyses_of_evaluations() if each.name in analysis]
+    """The analyses of an evaluation as tables: the numbers, then the rates."""
+    included = [entry for entry in analyses_of_evaluations() if entry.name in analysis]
     numbers = [
-        (each.name.replace("_", " "), f"{analysis[each.name]:.3f}", each.meaning)
-        for each in found
-        if each.shown_as == "curve"
+        (entry.name.replace("_", " "), f"{analysis[entry.name]:.3f}", entry.meaning)
+        for entry in included
+        if entry.shown_as == "curve"
     ]
     tables = [table(("figure", "value", "meaning"), numbers)]
-    for each in found:
-        if each.has_rates:
+    for entry in included:
+        if entry.has_rates:
             rows = [
-                (part, *_rate_cells(value), each.parts.get(part, ""))
-                for part, value in analysis[each.name].items()
+                (part, *_rate_cells(value), entry.parts.get(part, ""))
+                for part, value in analysis[entry.name].items()
             ]
-            head = (each.name.replace("_", " "), "value", "95% interval", "chance", "n", "")
-            tables.append(f"{table(head, rows)}\n({each.meaning})")
+            head = (entry.name.replace("_", " "), "value", "95% interval", "chance", "n", "")
+            tables.append(f"{table(head, rows)}\n({entry.meaning})")
     return "\n\n".join(tables)
 
 

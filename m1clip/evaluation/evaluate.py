@@ -33,7 +33,7 @@ def evaluate(
     split: str = "test",
     device: str = "auto",
 ) -> Scores:
-    """Scores of a model, or of the model at a path, on a split of any data that `--data` accepts."""
+    """Compute the scores of a model, or of the model at a path, on a split of any data."""
     sources = [data] if isinstance(data, str | Path) else data
     with console.quiet():
         evaluator = open_split(model, tuple(map(str, sources)), split, device)
@@ -48,7 +48,7 @@ def open_split(
 ) -> Evaluator:
     """A model on the device, and a split of `data` or of the data its run was trained on."""
     run = None if isinstance(model, Model) else Path(model)
-    opened = model if isinstance(model, Model) else load(model)
+    loaded = model if isinstance(model, Model) else load(model)
     trained = run is not None and (run / "config.toml").is_file()
     if not trained and not data:
         raise UserError(
@@ -56,8 +56,8 @@ def open_split(
         )
     config = load_config(run / "config.toml") if run is not None and trained else Config()
     sources = dataclasses.replace(config.data, source=data) if data else config.data
-    opened.encoder.use_device(device_name, config.train if trained else None)
-    source = open_data(sources, opened.preprocess.image_size, config.seed)
+    loaded.encoder.use_device(device_name, config.train if trained else None)
+    source = open_data(sources, loaded.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(
             f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}"
@@ -66,14 +66,14 @@ def open_split(
         source,
         split,
         sources,
-        opened.tokenizer,
-        opened.context_length,
-        opened.preprocess,
+        loaded.tokenizer,
+        loaded.context_length,
+        loaded.preprocess,
         1.0,
         decode_options(read_machine_info(gpu=False)),
     )
     batch_size = config.train.batch_size_or(0) if trained else 0
-    return Evaluator(opened, source, split, samples, batch_size)
+    return Evaluator(loaded, source, split, samples, batch_size)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Evaluator:
 
 
 def other_class_vectors(model: Model, data: Split) -> np.ndarray | None:
-    """(n, d) vectors of the classes without an image in a split: all classes are candidates for each image."""
+    """(n, d) vectors of the classes without an image in a split, which are candidates too."""
     captions = data.captions.other_classes
     if captions is None:
         return None

@@ -1,4 +1,4 @@
-"""Examples of an evaluation: retrieved images, a similarity matrix and confusions, for the monitor and as an image."""
+"""Examples of an evaluation, for the monitor and as an image: queries, similarities, confusions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from m1clip.evaluation.retrieval import is_match, nearest, ranks
 from m1clip.inference.features import SplitFeatures
 from m1clip.io import write_bytes, write_text
 
-SNAPSHOT_FOLDER, THUMBNAILS = "snapshots", "thumbnails"
-QUERIES, RETRIEVED, MATRIX, CONFUSIONS = 8, 5, 24, 8
+SNAPSHOT_FOLDER = "snapshots"
+THUMBNAILS = "thumbnails"
+QUERIES = 8
+RETRIEVED = 5
+MATRIX = 24
+CONFUSIONS = 8
 MAX_SNAPSHOTS = 24  # per run
 THUMBNAIL_SIDE = 72
 MAX_SHOWN_CAPTION = 300  # characters
@@ -38,7 +42,7 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Spli
     }
     folder = run / SNAPSHOT_FOLDER
     (folder / THUMBNAILS).mkdir(parents=True, exist_ok=True)
-    for image in _shown_images(content):
+    for image in _image_indices(content):
         path = folder / THUMBNAILS / f"{image}.jpg"
         if not path.exists():
             small = Image.fromarray(data.images.read(np.array([image]))[0])
@@ -65,8 +69,8 @@ def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]
     """Some captions, evenly spread over the split, and the images they retrieve."""
     image, text, image_index, keys, _ = features
     chosen = even_indices(len(text), QUERIES)
-    scores, found = nearest(text[chosen], image, RETRIEVED)
-    correct = is_match(found, keys[chosen][:, None], image_index, keys)
+    scores, retrieved = nearest(text[chosen], image, RETRIEVED)
+    correct = is_match(retrieved, keys[chosen][:, None], image_index, keys)
     # All captions equal to a chosen one, because their images are right as well.
     same = np.flatnonzero(np.isin(keys, keys[chosen]))
     rank_of_same = ranks(image, text[same], image_index[same], keys[same]).text_to_image
@@ -76,7 +80,7 @@ def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]
             "caption": _caption(data, int(caption)),
             "right": int(image_index[caption]),
             "rank": int(rank[row]),
-            "found": found[row].tolist(),
+            "found": retrieved[row].tolist(),
             "correct": correct[row].tolist(),
             "scores": _rounded(scores[row]),
         }
@@ -99,13 +103,13 @@ def confusion_examples(data: Split, features: SplitFeatures) -> list[dict[str, A
     """The worst confusions, each with a caption of the image that was retrieved instead."""
     return [
         {
-            "caption": _caption(data, each.caption),
-            "found": each.found,
-            "right": each.right,
-            "margin": round(each.margin, 3),
-            "truth": data.samples[each.found].captions[0][:MAX_SHOWN_CAPTION],
+            "caption": _caption(data, confusion.caption),
+            "found": confusion.retrieved,
+            "right": confusion.right,
+            "margin": round(confusion.margin, 3),
+            "truth": data.samples[confusion.retrieved].captions[0][:MAX_SHOWN_CAPTION],
         }
-        for each in confusions(*features[:4], limit=CONFUSIONS)
+        for confusion in confusions(*features[:4], limit=CONFUSIONS)
     ]
 
 
@@ -113,29 +117,41 @@ def _rounded(values: np.ndarray) -> list[float]:
     return [round(value, 3) for value in values.tolist()]
 
 
-def _shown_images(content: dict[str, Any]) -> set[int]:
-    shown = set(content["matrix"]["images"])
+def _image_indices(content: dict[str, Any]) -> set[int]:
+    indices = set(content["matrix"]["images"])
     for query in content["queries"]:
-        shown |= {query["right"], *query["found"]}
-    for each in content["confusions"]:
-        shown |= {each["found"], each["right"]}
-    return shown
+        indices |= {query["right"], *query["found"]}
+    for confusion in content["confusions"]:
+        indices |= {confusion["found"], confusion["right"]}
+    return indices
 
 
 def thin_out(folder: Path, step: int) -> None:
-    """Delete snapshots after `step` (written before a resume) and, above the limit, every second one."""
-    kept = sorted(folder.glob("step-*.json"))
-    for stale in [path for path in kept if int(path.stem[5:]) > step]:
+    """Delete snapshots after `step`, and every second one if there are too many.
+
+    Those after `step` were written before a resume.
+    """
+    snapshots = sorted(folder.glob("step-*.json"))
+    for stale in [path for path in snapshots if int(path.stem[5:]) > step]:
         stale.unlink()
-        kept.remove(stale)
-    for path in kept[1:-1:2] if len(kept) > MAX_SNAPSHOTS else []:
+        snapshots.remove(stale)
+    for path in snapshots[1:-1:2] if len(snapshots) > MAX_SNAPSHOTS else []:
         path.unlink()
 
 
-RIGHT, WRONG = (0, 138, 92), (206, 44, 58)
-INK, GRAY, PAPER = (28, 32, 38), (104, 112, 122), (255, 255, 255)
-PAGE_MARGIN, CELL_GAP, FRAME, CELL = 24, 14, 5, 112
-QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
+RIGHT = (0, 138, 92)
+WRONG = (206, 44, 58)
+INK = (28, 32, 38)
+GRAY = (104, 112, 122)
+PAPER = (255, 255, 255)
+PAGE_MARGIN = 24
+CELL_GAP = 14
+FRAME = 5
+CELL = 112
+QUERY_WIDTH = 232
+HEADER_HEIGHT = 66
+LABEL_HEIGHT = 24
+ROW_GAP = 18
 QUERY_LETTERS = 32  # per line; images are drawn over what is too wide
 MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
 # The built-in font has no glyph for these.
@@ -159,7 +175,7 @@ def retrieval_grid(data: Split, features: SplitFeatures, split: str, path: Path)
 def draw_grid(
     rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path: Path, title: str
 ) -> None:
-    """Draw queries and their images (n, side, side, 3) uint8, best first, framed as correct or wrong."""
+    """Draw queries and their images (n, side, side, 3) uint8, best first, framed by correctness."""
     side = CELL + 2 * FRAME
     columns = max(map(len, images))
     row_height = side + LABEL_HEIGHT + ROW_GAP
@@ -186,14 +202,15 @@ def draw_grid(
             image = Image.fromarray(pixels).resize((CELL, CELL), Image.Resampling.BICUBIC)
             canvas.paste(image, (left + FRAME, top + FRAME))
             # Words as well as color, for readers who cannot tell green from red.
-            label = f"{column + 1}.  {row['scores'][column]:.2f}  {'right' if row['correct'][column] else 'wrong'}"
+            verdict = "right" if row["correct"][column] else "wrong"
+            label = f"{column + 1}.  {row['scores'][column]:.2f}  {verdict}"
             draw.text((left + side / 2, top + side + 5), label, fill=color, font=small, anchor="ma")
     # 7% larger than the smallest, in a fifth of the time.
     canvas.save(path, format="PNG", compress_level=1)
 
 
 def safe_text(text: str) -> str:
-    """Text that Pillow can draw: one line, no control characters, no lone surrogates, of bounded length."""
+    """Text that Pillow can draw: one line of bounded length without control characters."""
     text = text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").translate(ASCII)
     return " ".join(
         "".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text).split()

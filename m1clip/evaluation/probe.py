@@ -38,9 +38,9 @@ def fit_classifier(
     def extended(rows: Tensor) -> Tensor:
         return F.pad(rows.double(), (0, 1), value=1.0)
 
-    known = extended(inputs)
+    extended_inputs = extended(inputs)
     weight = torch.zeros(
-        known.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True
+        extended_inputs.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True
     )
     optimizer = torch.optim.LBFGS(
         [weight], max_iter=PROBE_ITERATIONS, line_search_fn="strong_wolfe"
@@ -48,7 +48,7 @@ def fit_classifier(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(known @ weight, labels, reduction="sum")
+        value = F.cross_entropy(extended_inputs @ weight, labels, reduction="sum")
         value = value + weight_decay * weight[:-1].square().sum() / 2
         value.backward()
         return value

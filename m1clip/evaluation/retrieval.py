@@ -12,7 +12,7 @@ from m1clip.inference.features import SplitFeatures
 from m1clip.runlog import MEAN_RECALL, TOP1
 
 RECALL_AT = (1, 5, 10)
-TIE = 1e-6  # equal unit vectors may differ by about 1e-7 with their position in a matrix product
+TIE = 1e-6  # equal unit vectors may differ by about 1e-7 with their position in a matmul
 MAX_SCORES = 1 << 24  # similarities in memory at once: 64 MiB
 
 
@@ -31,18 +31,18 @@ def retrieval(
     class `labels` (n_images,), top-1 accuracy comes first, among these classes and `other_classes`
     (n, d), which have no image here.
     """
-    found = ranks(image, text, image_index, keys)
-    queries = np.flatnonzero(found.captioned)
+    ranking = ranks(image, text, image_index, keys)
+    queries = np.flatnonzero(ranking.captioned)
     metrics = [
         *_direction(
-            "text_to_image", found.text_to_image, image_index, found.right_images, len(image)
+            "text_to_image", ranking.text_to_image, image_index, ranking.right_images, len(image)
         ),
         *_direction(
             "image_to_text",
-            found.image_to_text[queries],
+            ranking.image_to_text[queries],
             queries,
-            found.right_texts[queries],
-            found.distinct_texts,
+            ranking.right_texts[queries],
+            ranking.distinct_texts,
         ),
     ]
     metrics.insert(0, _mean_recall(metrics))
@@ -56,27 +56,27 @@ def recall_by_group(features: SplitFeatures, groups: Sequence[str]) -> dict[str,
 
     groups: (n_images,) the group of each image; those with an empty name are candidates only.
     """
-    found = ranks(*features[:4])
+    ranking = ranks(*features[:4])
     of_image = np.array(groups, dtype=object)
     recalls: dict[str, Metric] = {}
     for group in sorted(set(groups) - {""}):
-        queries = np.flatnonzero(found.captioned & (of_image == group))
+        queries = np.flatnonzero(ranking.captioned & (of_image == group))
         texts = np.flatnonzero(of_image[features.image_index] == group)
         if not len(queries) or not len(texts):
             continue
         by_text = _direction(
             "text_to_image",
-            found.text_to_image[texts],
+            ranking.text_to_image[texts],
             features.image_index[texts],
-            found.right_images[texts],
+            ranking.right_images[texts],
             len(features.image),
         )
         by_image = _direction(
             "image_to_text",
-            found.image_to_text[queries],
+            ranking.image_to_text[queries],
             queries,
-            found.right_texts[queries],
-            found.distinct_texts,
+            ranking.right_texts[queries],
+            ranking.distinct_texts,
         )
         recalls[group] = _mean_recall([*by_text, *by_image])
     return recalls
@@ -184,7 +184,8 @@ def ranks(
 
     A tie with a wrong candidate counts as a loss.
     """
-    low, high = int(image_index.min()), int(image_index.max())
+    low = int(image_index.min())
+    high = int(image_index.max())
     if low < 0 or high >= len(image) or len(image_index) != len(text):
         raise ValueError(
             f"image_index: {len(image_index)} rows from {low} to {high} for {len(text)} texts and"
@@ -192,12 +193,13 @@ def ranks(
         )
     # The first text with each key, and the number of each text's key.
     keys = np.arange(len(text)) if keys is None else keys
-    _, first, caption = np.unique(keys, return_index=True, return_inverse=True)
-    distinct = len(first)
+    _, first_text, caption = np.unique(keys, return_index=True, return_inverse=True)
+    distinct = len(first_text)
     pairs = np.unique(image_index * distinct + caption)  # sorted by image
-    image_of, caption_of = pairs // distinct, pairs % distinct
+    image_of = pairs // distinct
+    caption_of = pairs % distinct
     by_caption = np.argsort(caption_of, kind="stable")
-    texts = text[first]
+    texts = text[first_text]
     return Ranks(
         text_to_image=_best_ranks(texts, image, caption_of[by_caption], image_of[by_caption])[
             caption
@@ -219,12 +221,13 @@ def _best_ranks(
     chunk = _chunk(len(candidates))
     # The pairs of a chunk of queries are one slice, so no (chunk, n_candidates) mask is needed.
     edges = np.searchsorted(query_of, np.arange(len(query) + 1))
-    found = np.empty(len(query), np.int64)
+    best_ranks = np.empty(len(query), np.int64)
     for start in range(0, len(query), chunk):
         scores = query[start : start + chunk] @ candidates.T  # (chunk, n_candidates)
         pairs = slice(edges[start], edges[start + len(scores)])
-        row, column = query_of[pairs] - start, candidate_of[pairs]
-        # The right scores come from the same product: computed separately, they could win by
+        row = query_of[pairs] - start
+        column = candidate_of[pairs]
+        # The right scores come from the same matmul: computed separately, they could win by
         # rounding.
         right = scores[row, column]
         best = np.full(len(scores), -np.inf, np.float32)
@@ -234,8 +237,8 @@ def _best_ranks(
         # Half the time of a sum of bool.
         rank = 1 + above.view(np.uint8).sum(axis=1, dtype=np.int32)
         rank[np.isneginf(best)] = len(candidates) + 1
-        found[start : start + len(scores)] = rank
-    return found
+        best_ranks[start : start + len(scores)] = rank
+    return best_ranks
 
 
 def is_match(
@@ -288,7 +291,7 @@ def recall_chance(k: int, right: np.ndarray, candidates: int) -> float:
     right: (n_queries,) how many candidates are right; averaged over the queries that have any.
     """
     counts, queries = np.unique(right[right > 0], return_counts=True)
-    drawn = np.arange(min(k, candidates), dtype=np.float64)
+    draws = np.arange(min(k, candidates), dtype=np.float64)
     # Hypergeometric: draw k candidates without replacement and miss every right one, draw by draw.
-    miss = ((candidates - counts[:, None] - drawn) / (candidates - drawn)).clip(0).prod(axis=1)
+    miss = ((candidates - counts[:, None] - draws) / (candidates - draws)).clip(0).prod(axis=1)
     return float(((1 - miss) * queries).sum() / queries.sum())

@@ -39,7 +39,8 @@ class Metric:
         return label(self.name)
 
     def _cells(self) -> tuple[str, ...]:
-        low, high = self.interval.low, self.interval.high
+        low = self.interval.low
+        high = self.interval.high
         interval = f"{100 * low:.1f} - {100 * high:.1f}%"
         return self.label, f"{100 * self.value:.1f}%", interval, percent(self.chance), f"{self.n:,}"
 
@@ -81,9 +82,11 @@ class Scores:
 
     def _class_table(self) -> str:
         """The accuracy of each class, or of the first ones."""
-        shown = self.classes[:CLASSES_SHOWN]
-        rows = [(one_line(metric.name), *metric._cells()[1:3], f"{metric.n:,}") for metric in shown]
-        hidden = len(self.classes) - len(shown)
+        listed = self.classes[:CLASSES_SHOWN]
+        rows = [
+            (one_line(metric.name), *metric._cells()[1:3], f"{metric.n:,}") for metric in listed
+        ]
+        hidden = len(self.classes) - len(listed)
         more = f"\n... and {hidden:,} more, none with a lower accuracy" if hidden else ""
         return table(("class", "top-1", "95% interval", "images"), rows) + more
 
@@ -100,7 +103,7 @@ class Scores:
 
 
 def selection_metric(scores: Scores) -> Metric:
-    """The metric that selects the best model: top-1 accuracy for class folders, mean recall otherwise."""
+    """The metric that selects the best model: top-1 accuracy for class folders, or mean recall."""
     return next(metric for name in SELECTION for metric in scores.metrics if metric.name == name)
 
 

@@ -28,25 +28,25 @@ CONFUSIONS = 8  # shown
 
 
 def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
-    """Class names, and images with the index of their class, from one folder per class (cats/1.jpg)."""
+    """Class names, and images with the index of their class, from one folder per class."""
     if not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder; --classes expects a folder with one subfolder of images per"
             " class"
         )
-    found = [
+    labeled = [
         (path.parts[0], folder / path)
         for path in map(Path, walk_images(folder))
         if len(path.parts) > 1
     ]
-    classes = sorted({label for label, _ in found})
+    classes = sorted({label for label, _ in labeled})
     if len(classes) < 2:
         raise UserError(
             f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are"
             " needed"
         )
     names = [label.replace("_", " ").replace("-", " ").strip() for label in classes]
-    return names, [(path, classes.index(label)) for label, path in found]
+    return names, [(path, classes.index(label)) for label, path in labeled]
 
 
 def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[np.ndarray, list[int], list[str]]:
@@ -79,14 +79,14 @@ class ZeroShot:
 
     def __str__(self) -> str:
         """The scores, and the most frequent confusions."""
-        wrong = self.confusion.copy()
-        np.fill_diagonal(wrong, 0)
-        order = np.argsort(-wrong, axis=None, kind="stable").tolist()
-        worst = [divmod(index, len(wrong)) for index in order]
+        confusions = self.confusion.copy()
+        np.fill_diagonal(confusions, 0)
+        order = np.argsort(-confusions, axis=None, kind="stable").tolist()
+        worst = [divmod(index, len(confusions)) for index in order]
         rows = [
             (self.names[t], self.names[p], f"{n:,}")
             for t, p in worst[:CONFUSIONS]
-            if (n := int(wrong[t, p]))
+            if (n := int(confusions[t, p]))
         ]
         confused = table(("class", "taken for", "images"), rows)
         return f"{self.scores}\n\n{confused}" if rows else str(self.scores)

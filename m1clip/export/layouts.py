@@ -245,7 +245,7 @@ def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
     Other tokenizers stay.
     """
     old = saved.tokenizer
-    if not isinstance(old, BpeTokenizer) or old.kept is None:
+    if not isinstance(old, BpeTokenizer) or old.kept_ids is None:
         return saved, []
     full = BpeTokenizer()
     config = with_fields(saved.config, vocab_size=full.vocab_size)

@@ -16,7 +16,7 @@ def load(
     image_size: int | None = None,
     precision: Precision | Literal["auto"] = "auto",
 ) -> Model:
-    """Load a model: a name, a model folder, the best model of a run, a model of open_clip or Hugging Face, or ONNX.
+    """Load a model: a name, or a model of m1clip, open_clip, Hugging Face or ONNX at a path.
 
     "general" is the model in the box (docs/models.md); it needs the towers: pip install
     'm1clip[towers]'. Other names are those of `m1clip.list_models()` and of the Hugging Face Hub

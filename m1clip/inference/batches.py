@@ -30,8 +30,11 @@ Tower = Callable[[Tensor], Tensor]
 
 # Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit
 # into its cache.
-CPU_IMAGES, CPU_TOKENS = 4, 2048
-CUDA_IMAGES, GPU_IMAGES, GPU_TOKENS = 512, 256, 32768
+CPU_IMAGES = 4
+CPU_TOKENS = 2048
+CUDA_IMAGES = 512
+GPU_IMAGES = 256
+GPU_TOKENS = 32768
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
 
 Item = TypeVar("Item")
@@ -40,11 +43,15 @@ Result = TypeVar("Result")
 
 @functools.cache
 def _pool(workers: int, process: int) -> ThreadPoolExecutor:
-    """Threads with one core each: if all cores computed one batch, each operation would wait for the slowest."""
+    """Start threads with one core each.
+
+    If all cores computed one batch, each operation would wait for the slowest core.
+    """
     ready = threading.Barrier(workers + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # initializes the thread: its first operation would, and undo the next line
+        # Initializes the thread: its first operation would, and undo the next line.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         ready.wait()
 
@@ -66,13 +73,14 @@ def parallel(
     A single item is computed by all cores, more by one core each.
     """
     remaining = iter(items)
-    first = list(itertools.islice(remaining, 2))
-    if workers == 1 or len(first) < 2:
-        yield from map(work, itertools.chain(first, remaining))
+    beginning = list(itertools.islice(remaining, 2))
+    if workers == 1 or len(beginning) < 2:
+        yield from map(work, itertools.chain(beginning, remaining))
         return
-    pool, running = _pool(workers, os.getpid()), deque[Future[Result]]()
+    pool = _pool(workers, os.getpid())
+    running: deque[Future[Result]] = deque()
     try:
-        for item in itertools.chain(first, remaining):
+        for item in itertools.chain(beginning, remaining):
             running.append(pool.submit(work, item))
             if len(running) > 2 * workers:
                 yield running.popleft().result()
@@ -167,7 +175,7 @@ class TowerRunner:
                 sent = torch.from_numpy(cut.astype(np.int64)).to(device)
                 vectors = self.text(sent).float().cpu()
             members = [rows[text] for text in texts.tolist()]
-            repeats = torch.tensor([len(each) for each in members])
+            repeats = torch.tensor([len(equal_rows) for equal_rows in members])
             return np.concatenate(members), vectors.repeat_interleave(repeats, dim=0)
 
         texts = np.array([*rows])
@@ -178,7 +186,8 @@ class TowerRunner:
         """Texts, sorted by length, with about the same number of tokens in each batch."""
         limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
         limit = max(FEW_TOKENS, self._even(int(lengths.sum()), limit))
-        ends, start = np.cumsum(lengths), 0
+        ends = np.cumsum(lengths)
+        start = 0
         while start < len(order):
             end = int(
                 np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right")
@@ -215,7 +224,7 @@ class TowerRunner:
         )
 
     def autocast(self, device: torch.device | None = None) -> AbstractContextManager[object]:
-        """The context of the precision, on the device of the image tower unless another one is given."""
+        """The autocast context of the precision, by default on the device of the image tower."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast((device or self.device).type, DTYPES[self.precision])
@@ -224,7 +233,7 @@ class TowerRunner:
 def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:
     """All vectors of `TowerRunner.tokens` in the order of the texts."""
     rows, vectors = zip(*parts, strict=True)
-    found = torch.cat(vectors)
-    ordered = torch.empty_like(found)
-    ordered[torch.from_numpy(np.concatenate(rows))] = found
+    vectors_by_length = torch.cat(vectors)
+    ordered = torch.empty_like(vectors_by_length)
+    ordered[torch.from_numpy(np.concatenate(rows))] = vectors_by_length
     return ordered

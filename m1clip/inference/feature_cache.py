@@ -35,7 +35,7 @@ class FrozenTower:
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """Features of the images and captions of a dataset, computed where they are not in the cache yet."""
+    """Features of the images and captions of a dataset; what is not cached yet is computed."""
 
     image: FrozenTower
     text: FrozenTower
@@ -63,24 +63,24 @@ class FeatureCache:
         cache = self._cache("image", self.image, seen)
         refs = [sample.image for sample in samples]
 
-        def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+        def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
             with console.progress(f"computing features of {split} images"):
-                for items, vectors in self.towers.files([refs[item] for item in wanted], failed):
+                for items, vectors in self.towers.files([refs[item] for item in missing], failed):
                     writer.write(items, vectors.numpy())
                     yield items
 
         rows, bad = cache.fill(image_keys(samples, self.roots), compute)
         failures = check_failures(bad, refs, split, len(samples), max_unreadable)
-        good = np.flatnonzero(rows >= 0).tolist()
-        if not good:
+        readable = np.flatnonzero(rows >= 0).tolist()
+        if not readable:
             raise UserError(
                 f"none of the {len(samples):,} {split} images can be read; m1clip data lint"
                 " shows why"
             )
         images = LazyImages(
-            [refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize
+            [refs[item] for item in readable], self.preprocess.image_size, self.preprocess.resize
         )
-        return images, cache.view(rows[good]), [samples[item] for item in good], failures
+        return images, cache.view(rows[readable]), [samples[item] for item in readable], failures
 
     def captions(self, samples: Sequence[Sample], split: str) -> CaptionTable:
         """The captions of the samples with their features."""
@@ -92,16 +92,17 @@ class FeatureCache:
             f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}",
         )
 
-        def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
-            tokens, done = table.tokens[wanted], 0
+        def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+            tokens = table.tokens[missing]
+            done = 0
             with console.progress(f"computing features of {split} captions") as refresh:
-                refresh(0, len(wanted))
+                refresh(0, len(missing))
                 for rows, vectors in self.towers.tokens(tokens, self.tokenizer.lengths(tokens)):
                     places = rows.tolist()
                     writer.write(places, vectors.numpy())
                     yield places
                     done += len(rows)
-                    refresh(done, len(wanted))
+                    refresh(done, len(missing))
 
         return replace(table, features=cache.view(cache.fill(names, compute)[0]))
 

@@ -42,7 +42,7 @@ class LoadingProcess:
         return LoadingProcess, ()
 
     def is_forked(self) -> bool:
-        """Whether this process was forked after the model was loaded: the threads of the model do not exist in it."""
+        """Whether this process was forked after loading: it then lacks the threads of the model."""
         return os.getpid() != self._id
 
     def require_same(self, what: str) -> None:
@@ -96,7 +96,8 @@ def count(batch_size: int | None) -> int | None:
 
 def square(image: ImageInput, preprocess: Preprocess) -> np.ndarray:
     """(size, size, 3) uint8, as in training."""
-    size, resize = preprocess.image_size, preprocess.resize
+    size = preprocess.image_size
+    resize = preprocess.resize
     if isinstance(image, str | Path):
         image = decode(Path(image), size, str(image))
     elif isinstance(image, bytes | bytearray):
@@ -113,11 +114,9 @@ def square(image: ImageInput, preprocess: Preprocess) -> np.ndarray:
 
 def _array(image: Any) -> np.ndarray:
     """(height, width, 3) uint8; a tensor may have its channels first, as torchvision's have."""
-    shape, dtype, tensor = (
-        tuple(image.shape),
-        str(image.dtype).removeprefix("torch."),
-        _is_tensor(image),
-    )
+    shape = tuple(image.shape)
+    dtype = str(image.dtype).removeprefix("torch.")
+    tensor = _is_tensor(image)
     if dtype == "uint8" and tensor:
         image = (
             (image.permute(1, 2, 0) if len(shape) == 3 and shape[0] == 3 else image).cpu().numpy()

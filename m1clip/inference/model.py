@@ -74,7 +74,7 @@ class Encoder(Protocol):
         """Where the model runs."""
 
     def images(self, images: Iterable[np.ndarray], total: int, max_batch: int | None) -> Array:
-        """(total, embed_dim) vectors of (size, size, 3) uint8 images, in batches of any size by default."""
+        """(total, embed_dim) vectors of (size, size, 3) uint8 images."""
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray, max_batch: int | None) -> Array:
         """(n, embed_dim) vectors of (n, context_length) token ids.
@@ -117,7 +117,7 @@ class Model:
 
     `encoder` runs it in torch or in onnxruntime. In torch, vectors are tensors on the CPU, and
     `clip` is the torch module; in onnxruntime, they are numpy arrays. `preprocess(image)` converts
-    a PIL image to the model's input, `tokenizer(texts)` texts to token ids. May be used by several
+    a PIL image to the model's input, `tokenizer(texts)` texts to token ids. May be used by many
     threads at the same time.
     """
 
@@ -222,7 +222,7 @@ class Model:
         ]
 
     def class_vectors(self, names: Sequence[str], templates: Sequence[str]) -> Array:
-        """(classes, embed_dim) unit vectors: the mean over the templates, each of which must contain {}."""
+        """(classes, embed_dim) unit vectors: means over templates, which must contain {}."""
         groups = sentences(names, templates)
         vectors = self.encode_text([text for group in groups for text in group])
         means = vectors.reshape(len(groups), len(groups[0]), -1).mean(1)

@@ -115,7 +115,8 @@ class ArrayEncoder(ABC):
         """
         from m1clip.data.decoding import decode_images, processes_for  # not needed to load a model
 
-        image_size, resize = self.preprocess.image_size, self.preprocess.resize
+        image_size = self.preprocess.image_size
+        resize = self.preprocess.resize
         blocks = decode_images(
             refs, image_size, resize, failures, decode_threads(), processes=processes_for(refs)
         )
@@ -208,11 +209,11 @@ class OnnxEncoder(ArrayEncoder):
         return _run(self._image, self.graph_input(pixels))
 
     def graph_input(self, pixels: np.ndarray) -> np.ndarray:
-        """(n, size, size, 3) uint8 as the graph takes them: unchanged, or normalized, where the graph does not."""
+        """(n, size, size, 3) uint8 as the graph takes them: unchanged or normalized."""
         if self._image.get_inputs()[0].type == "tensor(uint8)":
             return pixels
         mean, std = (
-            np.array(each, np.float32) for each in (self.preprocess.mean, self.preprocess.std)
+            np.array(values, np.float32) for values in (self.preprocess.mean, self.preprocess.std)
         )
         return ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
 
@@ -261,7 +262,7 @@ def _session(
 ) -> Any:
     """A checked session; `shapes` are those of one input, by its type.
 
-    onnxruntime refuses external data outside the folder and operators that it does not have.
+    onnxruntime rejects external data outside the folder and operators that it does not have.
     """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -271,7 +272,8 @@ def _session(
     except ImportError:
         raise UserError("an ONNX folder needs onnxruntime: pip install 'm1clip[export]'") from None
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
     # Would take the cores from others.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
@@ -281,7 +283,8 @@ def _session(
     except Exception as error:  # noqa: BLE001  its errors have no common class
         reason = " ".join(str(error).split()).rpartition("rror: ")[2].rpartition("failed:")[2][:200]
         raise UserError(f"{path}: onnxruntime cannot open it ({reason}); {HINT}") from None
-    given, made = session.get_inputs(), session.get_outputs()
+    given = session.get_inputs()
+    made = session.get_outputs()
     fits = (
         len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
     )

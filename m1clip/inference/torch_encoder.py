@@ -41,7 +41,7 @@ def fastest_precision(kind: Kind) -> Precision:
 class TorchEncoder:
     """Runs a torch module; vectors are tensors on the CPU.
 
-    `precision` is "fp32", "bf16" or "auto", the faster one on the device. May be used by several
+    `precision` is "fp32", "bf16" or "auto", the faster one on the device. May be used by many
     threads at the same time, and on the CPU by forked processes, with one thread each.
     """
 
@@ -160,7 +160,7 @@ class TorchEncoder:
 
     @contextmanager
     def _evaluating(self) -> Iterator[TowerRunner]:
-        """Yield what runs the towers, and continue to train afterwards if the module was in training."""
+        """Yield the runner of the towers, and restore the module's training mode afterwards."""
         training = self.clip.training
         try:
             with torch.inference_mode():
@@ -179,7 +179,7 @@ class TorchEncoder:
             return torch.cat([head(part).float().cpu() for part in features])
 
     def use_device(self, requested: str, run: TrainConfig | None = None) -> None:
-        """Run on the device that --device requests; on the device of its `run` with the settings of the run.
+        """Run on a requested device, with the settings of a run where it is that run's device.
 
         Then the scores of an evaluation match those printed in training.
         """

@@ -55,7 +55,7 @@ class Tokenizer(ABC):
         return next(iter(self.encode_batch([text])))
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
-        """(n, context_length) int32: start, text truncated to fit, EOT (always present), padding."""
+        """(n, context_length) int32: start, truncated text, EOT (always present), padding."""
         if isinstance(texts, str):  # would be treated as a list of characters
             raise TypeError("texts must be a list of strings, not one string")
         if context_length < 2:
@@ -82,7 +82,7 @@ class Tokenizer(ABC):
         return torch.from_numpy(tokens)
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
-        """(n,) tokens of each row up to the EOT token, or to the last that is not padding where that is later."""
+        """(n,) tokens of each row up to the EOT token or the last that is not padding."""
         eot = (tokens == self.eot_id).argmax(axis=1) + 1
         return np.maximum(eot, (tokens != self.pad_id).sum(axis=1))
 
@@ -107,7 +107,7 @@ def rounded(length: int, context: int) -> int:
 def by_length(
     tokens: np.ndarray, lengths: np.ndarray, size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows, their tokens as int64) in batches of `size`: sorted by length and cut, to reduce padding."""
+    """(rows, their tokens as int64) in batches of `size`, sorted by length to reduce padding."""
     order = np.argsort(lengths, kind="stable")
     for start in range(0, len(order), size):
         rows = order[start : start + size]

@@ -1,4 +1,4 @@
-"""CLIP's byte-level BPE of 49,408 ids, and the same cut down to the tokens that a set of captions uses.
+"""CLIP's byte-level BPE of 49,408 ids, and a version pruned to the tokens of some captions.
 
 Ids are those of open_clip's `SimpleTokenizer`. The merges (clip_bpe_merges.txt.gz) are the first
 48,894 of OpenAI CLIP, MIT License, Copyright (c) 2021 OpenAI; see clip_bpe_merges.LICENSE.txt.
@@ -30,12 +30,13 @@ BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of other tokens
 FULL_EOT_ID = 49_407
 END_OF_WORD = "</w>"
-START, END = "<|startoftext|>", "<|endoftext|>"
+START = "<|startoftext|>"
+END = "<|endoftext|>"
 ENCODED_CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
-# open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an
+# open_clip's pattern, with what its IGNORECASE does to lowercased text written out: long s is an
 # s, and U+0345 (its capital is a letter) is in no class and is dropped. Its two special tokens are
-# left out: a caption that contains "<end_of_text>" would put an EOT token inside a row, and the
+# not matched: a caption that contains "<end_of_text>" would put an EOT token inside a row, and the
 # model would pool there.
 WORD_PATTERN = "'[sſ]|'t|'re|'ve|'m|'ll|'d|\\p{L}+|\\p{N}|[^\\s\\p{L}\\p{N}\u0345]+"
 
@@ -53,8 +54,10 @@ def clean_text(text: str) -> str:
 @cache
 def _merges() -> list[tuple[str, str]]:
     """The vendored merges in order of rank; merge i makes token BASE_COUNT + i."""
-    packed = (files("m1clip.text") / "clip_bpe_merges.txt.gz").read_bytes()
-    pairs = (line.partition(" ") for line in gzip.decompress(packed).decode("utf-8").splitlines())
+    compressed = (files("m1clip.text") / "clip_bpe_merges.txt.gz").read_bytes()
+    pairs = (
+        line.partition(" ") for line in gzip.decompress(compressed).decode("utf-8").splitlines()
+    )
     return [(left, right) for left, _, right in pairs]
 
 
@@ -102,26 +105,29 @@ def _merged_from() -> list[tuple[int, int]]:
 
 
 class BpeTokenizer(Tokenizer):
-    """CLIP's tokenizer: all 49,408 ids, or only the merged tokens in `kept` in addition to the 512 byte tokens.
+    """CLIP's tokenizer: all 49,408 ids, or 512 byte tokens and the merged ones in `kept_ids`.
 
-    Cut: id 0 is the padding, then the tokens in CLIP's order, then start and EOT.
+    Pruned: id 0 is the padding, then the tokens in CLIP's order, then start and EOT.
     """
 
-    def __init__(self, kept: Iterable[int] | None = None) -> None:
+    def __init__(self, kept_ids: Iterable[int] | None = None) -> None:
         """Take all tokens, or the merged ones with these ids of the full vocabulary."""
-        self.kept: tuple[int, ...] | None = None if kept is None else tuple(sorted(set(kept)))
-        if self.kept and not BASE_COUNT <= self.kept[0] <= self.kept[-1] < FULL_SOT_ID:
+        self.kept_ids: tuple[int, ...] | None = (
+            None if kept_ids is None else tuple(sorted(set(kept_ids)))
+        )
+        if self.kept_ids and not BASE_COUNT <= self.kept_ids[0] <= self.kept_ids[-1] < FULL_SOT_ID:
             raise ValueError(f"kept tokens must be between {BASE_COUNT} and {FULL_SOT_ID - 1}")
         # In the full vocabulary, as in CLIP, the padding shares its id with the token "!".
         self.pad_id = 0
-        self.sot_id = FULL_SOT_ID if self.kept is None else 1 + BASE_COUNT + len(self.kept)
+        self.sot_id = FULL_SOT_ID if self.kept_ids is None else 1 + BASE_COUNT + len(self.kept_ids)
         self.eot_id = self.sot_id + 1
         self.vocab_size = self.eot_id + 1
 
-    def cut_to(self, captions: Iterable[str]) -> BpeTokenizer:
-        """A tokenizer with only the tokens that these captions use; their ids change, but not how they are split.
+    def prune_to(self, captions: Iterable[str]) -> BpeTokenizer:
+        """A tokenizer with only the tokens of these captions; texts are split as before.
 
-        Other text can be encoded too: a removed token falls back to the parts it was merged from.
+        The ids change. Other text can be encoded too: a removed token falls back to the parts it
+        was merged from.
         """
         used: set[int] = set()
         for ids in self.encode_batch(captions):
@@ -130,7 +136,8 @@ class BpeTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text alone, some thousand texts at a time."""
-        rust, parts = _rust_tokenizer(), self.parts
+        rust = _rust_tokenizer()
+        parts = self.parts
         cleaned = map(clean_text, texts)
         while chunk := list(islice(cleaned, ENCODED_CHUNK)):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
@@ -160,32 +167,34 @@ class BpeTokenizer(Tokenizer):
     def record(self) -> dict[str, Any]:
         """A cut vocabulary lists its merged tokens."""
         return (
-            {"kind": "bpe"} if self.kept is None else {"kind": "clip-bpe-pruned", "kept": self.kept}
+            {"kind": "bpe"}
+            if self.kept_ids is None
+            else {"kind": "clip-bpe-pruned", "kept": self.kept_ids}
         )
 
     def _full_id(self, token: int) -> int:
         """The token's id in the full vocabulary."""
-        if self.kept is None:
+        if self.kept_ids is None:
             return token
-        return token - 1 if token <= BASE_COUNT else self.kept[token - 1 - BASE_COUNT]
+        return token - 1 if token <= BASE_COUNT else self.kept_ids[token - 1 - BASE_COUNT]
 
     @cached_property
     def parts(self) -> list[list[int]] | None:
         """For each token of the full vocabulary, the ids here that spell it: itself, or its parts.
 
-        None if not cut.
+        None if not pruned.
         """
-        return None if self.kept is None else _parts(self.kept)
+        return None if self.kept_ids is None else _parts(self.kept_ids)
 
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
         # Workers rebuild the tables, which are larger than their inputs.
-        return BpeTokenizer, (self.kept,)
+        return BpeTokenizer, (self.kept_ids,)
 
 
-@lru_cache(maxsize=4)  # a run makes the same tokenizer several times
-def _parts(kept: tuple[int, ...]) -> list[list[int]]:
-    """For each token of the full vocabulary, the ids that spell it in a vocabulary cut to `kept`."""
-    own_id = {token: i for i, token in enumerate(kept, 1 + BASE_COUNT)}
+@lru_cache(maxsize=4)  # a run makes the same tokenizer more than once
+def _parts(kept_ids: tuple[int, ...]) -> list[list[int]]:
+    """For each token of the full vocabulary, the ids that spell it with only `kept_ids`."""
+    own_id = {token: i for i, token in enumerate(kept_ids, 1 + BASE_COUNT)}
     parts = [[1 + token] for token in range(BASE_COUNT)]
     for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
         parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
@@ -193,14 +202,14 @@ def _parts(kept: tuple[int, ...]) -> list[list[int]]:
 
 
 def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:
-    """For each id of `new` the ids of `old` whose mean it becomes: one where `old` has the token, else its parts.
+    """For each id of `new`, the ids of `old` whose mean initializes it: its token or parts.
 
     Text whose tokens are in both is then read as before; a token that `old` lacks starts as the
     mean of its parts.
     """
-    tokens = range(FULL_SOT_ID) if new.kept is None else [*range(BASE_COUNT), *new.kept]
+    tokens = range(FULL_SOT_ID) if new.kept_ids is None else [*range(BASE_COUNT), *new.kept_ids]
     parts = [[token] if old.parts is None else old.parts[token] for token in tokens]
-    padding = [] if new.kept is None else [[old.pad_id]]
+    padding = [] if new.kept_ids is None else [[old.pad_id]]
     return [*padding, *parts, [old.sot_id], [old.eot_id]]
 
 

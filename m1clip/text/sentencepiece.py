@@ -11,9 +11,15 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of a model
-PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
-MODEL_TYPE, UNIGRAM = 3, 1
+# fields of a model
+PIECES = 1
+TRAINER = 2
+NORMALIZER = 3
+PIECE_TEXT = 1
+PIECE_SCORE = 2
+PIECE_TYPE = 3
+MODEL_TYPE = 3
+UNIGRAM = 1
 CHARSMAP = 2  # of the normalizer
 UNKNOWN = 2  # type of the piece for everything else
 SPACE = "\u2581"
@@ -25,7 +31,8 @@ def sentencepiece_json(data: bytes) -> str:
     ValueError for anything else.
     """
     vocabulary: list[list[Any]] = []
-    unknown, charsmap = 0, b""
+    unknown = 0
+    charsmap = b""
     model_type: bytes | int = UNIGRAM
     for field, value in _fields(data):
         if field == PIECES:
@@ -80,7 +87,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        field, kind = key >> 3, key & 7
+        field = key >> 3
+        kind = key & 7
         if kind == 0:
             number, at = _varint(data, at)
             yield field, number
@@ -100,7 +108,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     while at < len(data) and shift < 64:
         byte = data[at]
         number |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        at = at + 1
+        shift = shift + 7
         if byte < 128:
             return number, at
     raise ValueError("not a SentencePiece model")

@@ -32,7 +32,7 @@ from m1clip.text.bpe import BASE_COUNT, END, FULL_SOT_ID, START, BpeTokenizer, w
 LETTERS = string.ascii_lowercase + " ,."
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 MAX_TOKENIZER_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
-REMEDY = "restore the model folder from a backup, or retrain"
+HINT = "restore the model folder from a backup, or retrain"
 
 # Truncation is a setting of the library's object, which must not change while it is used.
 _rust_lock = threading.Lock()
@@ -66,7 +66,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_captions(cls, captions: Iterable[str]) -> CharTokenizer:
-        """a to z, space, comma and full stop, then any other lowercased characters of the captions, sorted."""
+        """Letters, space, comma and full stop, then any other characters of the captions."""
         others = {c for caption in captions for c in lowercase(caption)} - set(LETTERS)
         return cls(LETTERS + "".join(sorted(others)))
 
@@ -75,7 +75,10 @@ class CharTokenizer(Tokenizer):
         return ([self._id_of.get(c, self.unk_id) for c in lowercase(text)] for text in texts)
 
     def library(self) -> RustTokenizer:
-        """One token per character, as WordPiece of words of one character: transformers.js has no WordLevel."""
+        """One token per character, as a WordPiece of single characters.
+
+        Not a WordLevel, which transformers.js does not have.
+        """
         ids = {
             "<pad>": self.pad_id,
             START: self.sot_id,
@@ -114,7 +117,9 @@ class FastTokenizer(Tokenizer):
             self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
         if not special or example[-1] != special[-1]:
             raise ValueError("this tokenizer adds no token at the end of a text")
-        self.sot_id, self.eot_id = special[0], special[-1]  # the same where there is only one
+        # the same where there is only one
+        self.sot_id = special[0]
+        self.eot_id = special[-1]
         # Where the padding is the EOT token (CLIP) any other id works: nothing after EOT has an
         # effect there.
         self.pad_id = 0 if pad_id == self.eot_id else pad_id
@@ -122,8 +127,8 @@ class FastTokenizer(Tokenizer):
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         with _rust_lock:
             return [
-                found.ids
-                for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+                encoding.ids
+                for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
             ]
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
@@ -133,8 +138,8 @@ class FastTokenizer(Tokenizer):
             self._rust.enable_truncation(context_length)
             encoded = self._rust.encode_batch_fast(list(texts))
             self._rust.no_truncation()
-        for row, found in zip(rows, encoded, strict=True):
-            row[: len(found.ids)] = found.ids
+        for row, encoding in zip(rows, encoded, strict=True):
+            row[: len(encoding.ids)] = encoding.ids
         return rows
 
     def library(self) -> RustTokenizer:
@@ -145,10 +150,11 @@ class FastTokenizer(Tokenizer):
 
 
 def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
-    """BERT's uncased tokenizer; the id of a token is its place in the vocabulary."""
+    """BERT's uncased tokenizer; the id of a token is its index in the vocabulary."""
     ids = {token: i for i, token in enumerate(vocabulary)}
     rust = RustTokenizer(WordPiece(ids, unk_token="[UNK]"))
-    rust.normalizer, rust.pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
+    rust.normalizer = BertNormalizer(lowercase=True)
+    rust.pre_tokenizer = BertPreTokenizer()
     # Not as special tokens of the library, which would also find them in a text.
     rust.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     return FastTokenizer(rust.to_str(), ids["[PAD]"])
@@ -186,7 +192,7 @@ def token_id(text: str, token: str) -> int | None:
 
 
 def with_cleaning(text: str, cleaning: str, eos: str | None = None) -> str:
-    """A tokenizer.json that first cleans a text, and ends it with one token, `eos`, where that is given.
+    """A tokenizer.json that first cleans a text, and ends it with the token `eos` if given.
 
     A file that begins with the same cleaning keeps it. ValueError if it is no tokenizer.json, or
     has no such token.
@@ -206,11 +212,11 @@ def with_cleaning(text: str, cleaning: str, eos: str | None = None) -> str:
         record["normalizer"] = {"type": "Sequence", "normalizers": [*steps, *old_steps]}
     if eos is not None:
         end = {"SpecialToken": {"id": eos, "type_id": 0}}
-        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        text_a, text_b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         record["post_processor"] = {
             "type": "TemplateProcessing",
-            "single": [first, end],
-            "pair": [first, end, second, end],
+            "single": [text_a, end],
+            "pair": [text_a, end, text_b, end],
             "special_tokens": {eos: {"id": eos, "ids": [number], "tokens": [eos]}},
         }
     return json.dumps(record)
@@ -218,7 +224,7 @@ def with_cleaning(text: str, cleaning: str, eos: str | None = None) -> str:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Raise ValueError for what the library raises: a bare Exception, and where it panics a BaseException."""
+    """Raise ValueError for what the library raises: a bare Exception or a panic."""
     try:
         yield
     except BaseException as error:
@@ -238,7 +244,7 @@ def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
             raise UserError(
                 f"no character tokenizer: {error}; use --tokenizer clip-bpe-pruned"
             ) from error
-    return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
+    return BpeTokenizer() if kind == "bpe" else BpeTokenizer().prune_to(captions)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -265,7 +271,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {REMEDY}"
+            f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {HINT}"
         ) from error
 
 
@@ -283,16 +289,17 @@ def from_record(record: dict[str, Any]) -> Tokenizer:
             return FastTokenizer(json.dumps(tokenizer), pad)
         case {"kind": "bpe"}:
             return BpeTokenizer()
-        case {"kind": "clip-bpe-pruned", "kept": list(kept)} if all(
-            type(token) is int for token in kept
+        case {"kind": "clip-bpe-pruned", "kept": list(kept_ids)} if all(
+            type(token) is int for token in kept_ids
         ):
             # Strictly increasing ids: a duplicate would shift the ids that the model was trained
             # with.
             if any(
-                a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)
+                a >= b
+                for a, b in zip([BASE_COUNT - 1, *kept_ids], [*kept_ids, FULL_SOT_ID], strict=True)
             ):
                 raise ValueError("'kept' is not an increasing list of merged tokens")
-            return BpeTokenizer(kept)
+            return BpeTokenizer(kept_ids)
     raise ValueError(
         f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong"
         " type"

@@ -125,7 +125,7 @@ def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:
     )
     image_index = np.array([0, 1, 1, 2])
     found = confusions(EYE, text, image_index, limit=5)
-    assert [(each.caption, each.found, each.right) for each in found] == [(2, 0, 1), (3, 3, 2)]
+    assert [(each.caption, each.retrieved, each.right) for each in found] == [(2, 0, 1), (3, 3, 2)]
     assert found[0].margin > found[1].margin > 0
     assert confusions(EYE, text, image_index, limit=1) == found[:1]
     assert confusions(EYE, EYE, IMAGE_INDEX, limit=5) == []

@@ -20,7 +20,7 @@ CAPTIONS = [
     "café & croissants \U0001f950",
     "!!!",
 ]
-CUT = FULL.cut_to(CAPTIONS)
+CUT = FULL.prune_to(CAPTIONS)
 SPECIAL = [
     "<start_of_text>",
     "<end_of_text>",
@@ -82,7 +82,7 @@ def test_ascii_fast_path_matches_full_text_cleaning(text: str) -> None:
 def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(
     texts: list[str], other: str
 ) -> None:
-    cut = FULL.cut_to(texts)
+    cut = FULL.prune_to(texts)
     for text in texts:
         assert full_ids(cut, text) == FULL.encode(text)
     ids = cut.encode(other)
@@ -95,20 +95,20 @@ def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(
 
 def test_cut_vocabulary_id_layout() -> None:
     used = {token for caption in CAPTIONS for token in FULL.encode(caption) if token >= BASE_COUNT}
-    assert CUT.kept == tuple(sorted(used))
+    assert CUT.kept_ids == tuple(sorted(used))
     assert (CUT.pad_id, CUT.sot_id, CUT.eot_id) == (0, CUT.vocab_size - 2, CUT.vocab_size - 1)
     assert [CUT._full_id(token) for token in range(1, CUT.sot_id)] == [
         *range(BASE_COUNT),
         *sorted(used),
     ]
-    assert CUT.cut_to(CAPTIONS[:1]) == FULL.cut_to(CAPTIONS[:1])
-    assert FULL.cut_to([]).vocab_size == 515
+    assert CUT.prune_to(CAPTIONS[:1]) == FULL.prune_to(CAPTIONS[:1])
+    assert FULL.prune_to([]).vocab_size == 515
 
 
 def test_removed_token_falls_back_to_its_parts() -> None:
-    bare = BpeTokenizer(kept=[])
+    bare = BpeTokenizer(kept_ids=[])
     assert len(bare.encode("zebra")) == len("zebra")
     (token,) = FULL.encode("dogs")
     left_and_right = _merged_from()[token - BASE_COUNT]
-    halves = BpeTokenizer(kept=[part for part in left_and_right if part >= BASE_COUNT])
+    halves = BpeTokenizer(kept_ids=[part for part in left_and_right if part >= BASE_COUNT])
     assert full_ids(halves, "dogs") == list(left_and_right)

@@ -46,8 +46,8 @@ TOKENIZERS: list[Tokenizer] = [
     CHARACTERS,
     CharTokenizer.from_captions(CAPTIONS),
     BpeTokenizer(),
-    BpeTokenizer().cut_to(CAPTIONS),
-    BpeTokenizer(kept=[]),
+    BpeTokenizer().prune_to(CAPTIONS),
+    BpeTokenizer(kept_ids=[]),
     WORDPIECE,
 ]
 
