@@ -27,7 +27,8 @@ Need = Literal["step", "features", "split", "nothing"]
 Display = Literal["curve", "curves", "heat map"]
 # The schema of a fraction with its 95% interval, its chance level and the number of trials.
 RATE = {"value": float, "low": float, "high": float, "chance": float, "n": int}
-RECORD = "analysis"  # kind of record with the values of "step" and "nothing"; also the field of "eval" with the others
+# Kind of record with the values of "step" and "nothing"; also the field of "eval" with the others.
+RECORD = "analysis"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Analysis:
     needs: Need
     function: str  # "module:function"
     schema: Any  # of its value, for `matches_schema`; `figure` for a number that may be NaN
-    meaning: str  # what the value says, in a line
+    meaning: str  # what the value means, in one line
     parts: Mapping[str, str] = field(default_factory=dict)  # what the parts of "curves" mean
     shown_as: Display
     title: str  # of its plot; analyses with the same title share one
@@ -225,5 +226,5 @@ def analyses_that_need(need: Need) -> list[Analysis]:
 
 
 def analyses_of_evaluations() -> list[Analysis]:
-    """List the analyses whose value is in the record of an evaluation, in the order of the table."""
+    """List the analyses whose value is in the record of an evaluation."""
     return [analysis for analysis in ANALYSES.values() if analysis.record_kind == "eval"]

@@ -28,7 +28,7 @@ from m1clip.formatting import amount, did_you_mean, save_interval
 from m1clip.io import read_small
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
-from m1clip.schema import LIMITS, converted
+from m1clip.schema import LIMITS, convert
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the registries
     LossName = str
@@ -40,12 +40,13 @@ else:
 COMMON = Group("Common", sort_key=0)
 # Settings whose choices are a table, for --help.
 DESCRIBED = {
-    "optimizer": {name: entry.described for name, entry in OPTIMIZERS.items()},
+    "optimizer": {name: entry.help_text for name, entry in OPTIMIZERS.items()},
     "loss": {name: loss.help for name, loss in LOSSES.items()},
 }
 RECIPES = ("scratch", "frozen", "finetune")  # files of m1clip/recipes; auto chooses one of them
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
-CHOSEN_BY = "chosen_by"  # table of a run's config.toml with who chose each value; not a setting (training/spec.py)
+# Table of a run's config.toml with who chose each value; not a setting (training/spec.py).
+CHOSEN_BY = "chosen_by"
 
 
 class Range(NamedTuple):
@@ -105,7 +106,10 @@ class ModelConfig(Section):
     """A model preset and overrides of its shape."""
 
     name: Annotated[str, Parameter(group=COMMON)] = "tiny"
-    "Model preset: tiny, original, original-documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
+    (
+        "Model preset: tiny, original, original-documented, ViT-S-16, ViT-B-32, ViT-B-16, "
+        "ViT-L-14, 200M, 500M, 1B."
+    )
     image_size: int | None = None
     "Image height and width in pixels, a multiple of the patch size."
     patch_size: int | None = None
@@ -123,11 +127,20 @@ class ModelConfig(Section):
     embed_dim: int | None = None
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
-    "First layer of the image tower: patch (CLIP's projection) or conv, better on small datasets; conv squashes images."
+    (
+        "First layer of the image tower: patch (CLIP's projection) or conv, better on small "
+        "datasets; conv squashes images."
+    )
     tokenizer: Literal["char", "bpe", "clip-bpe-pruned"] = "clip-bpe-pruned"
-    "char: characters; bpe: CLIP's BPE (49,408 tokens); clip-bpe-pruned: only those of the training captions."
+    (
+        "char: characters; bpe: CLIP's BPE (49,408 tokens); clip-bpe-pruned: only those of the "
+        "training captions."
+    )
     grad_checkpointing: bool = False
-    "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
+    (
+        "Recompute activations in the backward pass: less memory, about a third more compute, the "
+        "same result."
+    )
     compile: bool = False
     "Run the model through torch.compile: slow to start, often faster afterwards."
     cuda_graph: bool = True
@@ -139,17 +152,26 @@ class DataConfig(Section):
     """Images, captions and augmentation."""
 
     source: Annotated[tuple[str, ...], Parameter(negative="", group=COMMON)] = ("synthetic",)
-    "Paths to images and captions, or synthetic; several are combined. NAME:PATH sets the format (m1clip data formats)."
+    (
+        "Paths to images and captions, or synthetic; several are combined. NAME:PATH sets the "
+        "format (m1clip data formats)."
+    )
     synthetic_images: Count = 8000
-    "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
+    (
+        "Synthetic data: number of training images; the validation and test splits have a ninth "
+        "as many, at most 1,000."
+    )
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "Tables: caption columns (default: detected by name)."
     captions: Literal["all", "person"] = "all"
-    "Tables: person leaves out captions that a model wrote (m1clip data caption)."
+    "Tables: person skips captions that a model wrote (m1clip data caption)."
     cache: Literal["auto", "ram", "disk", "off", "stream"] = "auto"
-    "Decode images once and cache them in memory or on disk, or not (off); stream: read shards during training."
+    (
+        "Decode images once and cache them in memory or on disk, or not (off); stream: read "
+        "shards during training."
+    )
     cache_dir: str | None = None
     "Folder of the disk cache (default: next to the data, or the user's cache folder)."
     max_unreadable: Fraction = 0.10
@@ -157,7 +179,10 @@ class DataConfig(Section):
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
     "Number of data loader processes; 0 loads the data in the training process."
     captions_per_step: Annotated[int | None, Range(1, 1000)] = None
-    "Captions per image in each step; the image is encoded once. Default: the median of the dataset, at most 5."
+    (
+        "Captions per image in each step; the image is encoded once. Default: the median of the "
+        "dataset, at most 5."
+    )
     crop_min: Annotated[float | None, Range(0, 1, above=True)] = None
     "Minimum area fraction of random crops. Default: 0.6; 1 if captions mention left and right."
     flip: Fraction | None = None
@@ -165,14 +190,20 @@ class DataConfig(Section):
     color_jitter: Fraction | None = None
     "Strength of random brightness and contrast. Default: 0.2; 0 for synthetic data."
     patch_dropout: Annotated[float | None, Range(0, 1, below=True)] = None
-    "Fraction of patches to drop in each step. Default: 0.5; 0 for synthetic data, a conv stem and --init."
+    (
+        "Fraction of patches to drop in each step. Default: 0.5; 0 for synthetic data, a conv "
+        "stem and --init."
+    )
     word_dropout: Fraction | None = None
-    "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, --tokenizer char and --init."
+    (
+        "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, "
+        "--tokenizer char and --init."
+    )
 
     def check(self) -> None:
         """Require names that config.toml can store, or the run could not be resumed."""
         if not self.source:
-            raise UserError("--data is empty: give a path or 'synthetic'")
+            raise UserError("--data is empty: expected a path or 'synthetic'")
         for name in (*self.source, self.cache_dir or ""):
             if any(0xD800 <= ord(letter) <= 0xDFFF for letter in name):
                 raise UserError(f"{name!a}: the name is not valid UTF-8; rename the folder")
@@ -191,11 +222,17 @@ class OptimConfig(Section):
     muon_lr: Positive = 0.01
     "Peak learning rate of Muon. Its weight decay is always 0.3."
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
-    "Weight decay of AdamW; not applied to norms, biases, the temperature, and the matrices that Muon trains."
+    (
+        "Weight decay of AdamW; not applied to norms, biases, the temperature, and the matrices "
+        "that Muon trains."
+    )
     warmup: NotNegative = 0.05
     "Warmup: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
-    "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the block above it."
+    (
+        "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the "
+        "block above it."
+    )
 
     def check(self) -> None:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
@@ -210,60 +247,101 @@ class TrainConfig(Section):
     """Duration, batch, loss, hardware, evaluation and checkpoints."""
 
     minutes: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
-    "Time for the whole command: reading, caching, training, evaluation. The steps are corrected to end with it."
+    (
+        "Time for the whole command: reading, caching, training, evaluation. The steps are "
+        "corrected to end with it."
+    )
     epochs: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many passes over the images."
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     max_epochs: Annotated[float | None, Range(0, above=True)] = None
-    "With --minutes: at most this many passes over the images, then end early. Default: by recipe and number of images."
+    (
+        "With --minutes: at most this many passes over the images, then end early. Default: by "
+        "recipe and number of images."
+    )
     batch_size: Annotated[
         int | Literal["auto"] | None,
         Parameter(group=COMMON, metavar="INT|auto", show_choices=False),
     ] = None
-    "Images per step. The default is lower for small datasets, and higher on CUDA. auto: as many as fit in memory."
+    (
+        "Images per step. The default is lower for small datasets, and higher on CUDA. auto: as "
+        "many as fit in memory."
+    )
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
-    "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
+    (
+        "Encode this many images at a time (GradCache): the gradient of the full batch in less "
+        "memory; 0 = all at once."
+    )
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
-    "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
+    (
+        "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or "
+        "micro-batches to fit."
+    )
     loss: LossName = DEFAULT_LOSS
     "How images and captions are compared."
     text_contrast: NotNegative | None = None
-    "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
+    (
+        "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, "
+        "several captions), else 0."
+    )
     device: Annotated[
         Literal["auto", "cpu", "mps", "cuda", "mlx", "cuda+cpu", "mps+cpu", "cpu+cpu"],
         Parameter(group=COMMON),
     ] = "auto"
-    "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX; gpu+cpu: one tower each. Missing: an error."
+    (
+        "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX; gpu+cpu: one tower "
+        "each. Missing: an error."
+    )
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     fsdp: Literal["auto", "on", "off"] = "auto"
-    "Under torchrun, shard weights and optimizer state across ranks (FSDP2); auto: only if a GPU's memory requires it."
+    (
+        "Under torchrun, shard weights and optimizer state across ranks (FSDP2); auto: only if a "
+        "GPU's memory requires it."
+    )
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
     report_to: Literal["none", "tensorboard"] = "none"
     "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
     eval_every: Annotated[int | None, Parameter(group=COMMON), Range(0)] = None
-    "Steps between two evaluations on the validation split. Default: 5 evaluations per run; 0 = only at the end."
+    (
+        "Steps between two evaluations on the validation split. Default: 5 evaluations per run; 0 "
+        "= only at the end."
+    )
     evaluations: Annotated[int | None, Range(1)] = None
-    "Number of evaluations, evenly spread over the run, instead of --eval-every. Default: 5, fewer if time is short."
+    (
+        "Number of evaluations, evenly spread over the run, instead of --eval-every. Default: 5, "
+        "fewer if time is short."
+    )
     patience: Annotated[int, Range(0)] = 0
-    "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
+    (
+        "Stop after this many evaluations without improvement of the mean recall (class folders: "
+        "top-1); 0 = never."
+    )
     save_every: Annotated[int | str | None, Parameter(group=COMMON)] = None
-    "Save every N steps, 30s, 10m, 1h, or 2ep (epochs). Default: at each evaluation; above 134 MB, once a minute."
+    (
+        "Save every N steps, 30s, 10m, 1h, or 2ep (epochs). Default: at each evaluation; above "
+        "134 MB, once a minute."
+    )
     save_total_limit: Annotated[int, Range(1)] = 2
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
     plan: Annotated[tuple[tuple[int, int], ...], Parameter(parse=False)] = ()
-    "Written by --minutes into config.toml: [step, total steps] of each correction of the number of steps."
+    (
+        "Written by --minutes into config.toml: [step, total steps] of each correction of the "
+        "number of steps."
+    )
 
     def check(self) -> None:
-        given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
+        given_durations = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
         rules = {
-            f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given)
-            <= 1,
-            f"--batch-size must be at least 2 (a contrastive loss needs two samples) or auto, not {self.batch_size}": (
-                self.batch_size_or(2) >= 2
+            f"give one of --minutes, --epochs and --steps, not {' and '.join(given_durations)}": (
+                len(given_durations) <= 1
             ),
+            (
+                "--batch-size must be at least 2 (a contrastive loss needs two samples) or auto,"
+                f" not {self.batch_size}"
+            ): self.batch_size_or(2) >= 2,
             f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
                 self.micro_batch <= self.batch_size_or(self.micro_batch)
             ),
@@ -286,12 +364,12 @@ class TrainConfig(Section):
             save_interval(self.save_every, "--save-every")
 
     def batch_size_or(self, default: int) -> int:
-        """The batch size, or `default` while it is not decided: not given, or auto."""
+        """Return the batch size, or `default` if it is not decided yet (None or auto)."""
         return default if self.batch_size in (None, "auto") else int(self.batch_size)
 
 
 def is_plan(plan: tuple[tuple[int, int], ...], steps: int | None) -> bool:
-    """Whether a plan of config.toml can be followed: each part begins after the one before it, and none is empty."""
+    """Whether a plan of config.toml is valid: its parts are in order, and none is empty."""
     starts = [start for start, _ in plan]
     ordered = starts[0] == 0 and all(
         earlier < later for earlier, later in itertools.pairwise(starts)
@@ -306,29 +384,50 @@ class TransferConfig(Section):
     recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = (
         "auto"
     )
-    "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; scratch: random weights."
+    (
+        "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; "
+        "scratch: random weights."
+    )
     image_tower: str = "efficientnet-lite0+lite2"
-    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or Hub name)."
+    (
+        "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers "
+        "model (folder or Hub name)."
+    )
     text_tower: str = "minilm"
     "Pretrained text tower: minilm, or a transformers model (folder or Hub name)."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
-    "Fine-tune this model: a run, a model folder, an open_clip or Hugging Face checkpoint, or a name (m1clip models)."
+    (
+        "Fine-tune this model: a run, a model folder, an open_clip or Hugging Face checkpoint, or "
+        "a name (m1clip models)."
+    )
     unfreeze_image: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
     heads: Literal["auto", "cca", "general"] = "auto"
-    "--recipe frozen: start of new heads: cca of your images, or the model general. auto: better on held-out images."
+    (
+        "--recipe frozen: start of new heads: cca of your images, or the model general. auto: "
+        "better on held-out images."
+    )
     adapter: Literal["auto", "embeddings", "features"] = "auto"
-    "--init with --recipe frozen: adapt the embeddings or the features of both towers. auto: better on held-out images."
+    (
+        "--init with --recipe frozen: adapt the embeddings or the features of both towers. auto: "
+        "better on held-out images."
+    )
     lora: Annotated[int, Range(0, 4096)] = 0
-    "Fine-tuning: train LoRA matrices of this rank (usual: 8) instead of the blocks: less memory. Merged when saved."
+    (
+        "Fine-tuning: train LoRA matrices of this rank (usual: 8) instead of the blocks: less "
+        "memory. Merged when saved."
+    )
     teacher: str | None = None
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     general_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "--init: evaluate this data too, before and after: what the model forgets. Paths as in --data."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
-    "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, search tries several."
+    (
+        "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, "
+        "search tries several."
+    )
 
     def check(self) -> None:
         """Validate the WiSE-FT weight, and reject recipes that exclude each other."""
@@ -354,7 +453,8 @@ SHORT = {("model", "name"): "model", ("data", "source"): "data"}
 
 
 def option_of(kind: type, name: str) -> str:
-    section = next((section for section, each in SECTIONS.items() if each is kind), "")
+    names = {section_class: section for section, section_class in SECTIONS.items()}
+    section = names.get(kind, "")
     return "--" + SHORT.get((section, name), name).replace("_", "-")
 
 
@@ -374,7 +474,7 @@ class Config:
         Range(0, 2**31, below=True).check("--seed", self.seed)
 
     def changed(self, **settings: Any) -> Self:
-        """The config with other values of settings, by flat name."""
+        """Return the config with other values of settings, by flat name."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, key = NAMES[name]
@@ -444,7 +544,7 @@ OTHER_TOOLS = {
 
 
 def device_name(name: str) -> str:
-    """The name that torch has for a device: gpu is mps on a Mac and cuda elsewhere, also in gpu+cpu."""
+    """Return torch's name of a device: gpu is mps on a Mac and cuda elsewhere, also in gpu+cpu."""
     image, plus, text = name.partition("+")
     if image != "gpu":
         return name
@@ -463,10 +563,7 @@ def make_config(
 
 
 def read_tables(file: str | Path | None, preset: str | None) -> dict[str, Any]:
-    """The tables of a TOML file or of a preset, checked so that an error names it.
-
-    {} for neither.
-    """
+    """Read and check the tables of a TOML file or of a preset; {} for neither."""
     if file is not None and preset is not None:
         raise UserError("use either --config or --preset, not both")
     values: dict[str, Any] = {}
@@ -479,14 +576,14 @@ def read_tables(file: str | Path | None, preset: str | None) -> dict[str, Any]:
 
 
 def merge_config(options: Mapping[str, Any], tables: dict[str, Any]) -> Config:
-    """The flat `options`, over `tables` of a file or a preset, over the values of the recipe."""
-    given = _merged(tables, nest_options(options))
-    transfer = from_dict(given, "options").transfer
+    """Merge flat `options` over `tables` of a file or preset, over the values of the recipe."""
+    user_tables = _merge(tables, nest_options(options))
+    transfer = from_dict(user_tables, "options").transfer
     if transfer.recipe == "auto":
-        return from_dict(given, "options")
+        return from_dict(user_tables, "options")
     clip = transfer.init is not None and is_clip(Path(transfer.init))
     recipe = read_recipe(transfer.recipe, clip, transfer.lora > 0)
-    return from_dict(_merged(recipe.settings, given), "options")
+    return from_dict(_merge(recipe.settings, user_tables), "options")
 
 
 def is_clip(model: Path) -> bool:
@@ -513,8 +610,8 @@ def nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     nested: dict[str, Any] = {}
     for name, value in options.items():
-        known = ALIASES.get(name, name)
-        if known not in NAMES:
+        canonical_name = ALIASES.get(name, name)
+        if canonical_name not in NAMES:
             if name in NOT_OPTIONS:
                 raise UserError(f"unknown option '{name}': {NOT_OPTIONS[name]}")
             other_tool = OTHER_TOOLS.get(name, "").partition(" ")[0]
@@ -523,12 +620,12 @@ def nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
             hint = similar or ": m1clip train --help lists all options"
             raise UserError(f"unknown option '{name}'{hint}")
-        section, key = NAMES[known]
+        section, key = NAMES[canonical_name]
         (nested.setdefault(section, {}) if section else nested)[key] = value
     return nested
 
 
-def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """Merge two layers of settings.
 
     A duration replaces one of another kind; a new model resets shape overrides.
@@ -570,9 +667,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:
         raise UserError(f"{path}: not a TOML file: nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # also bytes that are not UTF-8, and a number with thousands of digits
+    # ValueError also for bytes that are not UTF-8, and for a number with thousands of digits.
+    except ValueError as error:
         raise UserError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -615,7 +711,7 @@ def read_recipe(name: str, clip: bool = False, lora: bool = False) -> Recipe:
         changes = settings.pop(variant, {})
         if applies:
             batch_size = changes.pop("batch_size", batch_size)
-            settings = _merged(settings, changes)
+            settings = _merge(settings, changes)
     return Recipe(settings, batch_size)
 
 
@@ -645,7 +741,7 @@ def _read_packaged(folder: str, name: str) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
-    """Build and check a Config from nested plain values."""
+    """Build and check a Config from nested dicts of JSON values."""
     try:
         settings = {key: value for key, value in values.items() if key != CHOSEN_BY}
         return _build(Config, settings, where, "")
@@ -657,16 +753,16 @@ def from_dict(values: dict[str, Any], where: str) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values without None (not given), which TOML cannot represent."""
+    """Convert to nested dicts of JSON values, without None, which TOML cannot represent."""
 
-    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def drop_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in items
             if value is not None
         }
 
-    return dataclasses.asdict(config, dict_factory=plain)
+    return dataclasses.asdict(config, dict_factory=drop_none)
 
 
 def to_toml(config: Config) -> str:
@@ -690,21 +786,22 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# Settings that are no longer there, with the value that changed nothing: older runs have them in
-# their config.toml.
+# Removed settings, with the value that had no effect: the config.toml of older runs has them.
 REMOVED = {"transfer.lora_rank": 0}
 
 
 def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
-    converted(dict, values, f"{where}: {prefix.rstrip('.') or 'the file'}")
+    convert(dict, values, f"{where}: {prefix.rstrip('.') or 'the file'}")
     hints = typing.get_type_hints(kind)
     built = {}
     for key, value in values.items():
         if f"{prefix}{key}" in REMOVED and REMOVED[f"{prefix}{key}"] == value:
             continue
         if key not in hints:
-            known = ALIASES.get(key, "")
-            similar = did_you_mean(key, hints, known if known in hints else "", prefix)
+            canonical_name = ALIASES.get(key, "")
+            similar = did_you_mean(
+                key, hints, canonical_name if canonical_name in hints else "", prefix
+            )
             hint = similar or f" (known: {', '.join(hints)})"
             raise UserError(f"{where}: unknown key '{prefix}{key}'{hint}")
         if dataclasses.is_dataclass(hints[key]):
@@ -713,5 +810,5 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
             built[key] = device_name(value)
         else:
             label = option_of(kind, key) if where == "options" else f"{where}: {prefix}{key}"
-            built[key] = converted(hints[key], value, label)
+            built[key] = convert(hints[key], value, label)
     return kind(**built)

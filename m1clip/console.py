@@ -16,7 +16,7 @@ Longer work shows its progress: as a bar on a terminal or in a notebook with ipy
 as a message every few seconds. `on_progress` calls a function instead.
 
 Under torchrun, rank 0 prints and the other ranks are silent. Worker processes print on their own.
-`quiet`, `capture`, `progress_file`, `recorded_warnings` and `on_progress` hold for the thread (or
+`quiet`, `capture`, `progress_file`, `record_warnings` and `on_progress` hold for the thread (or
 asyncio task) that enters them, so that two runs in two threads do not mix.
 """
 
@@ -105,7 +105,7 @@ def progress(title: str, as_text: Callable[[float], str] | None = None) -> Itera
             write_progress(path, str(work))
         while not ended.wait(PROGRESS_SECONDS):
             line = str(work)
-            # The file first: when a line appears on the screen, `m1clip runs` shows it too.
+            # The file first: when a line appears on the console, `m1clip runs` shows it too.
             if path is not None:
                 write_progress(path, line)
             if bar is None and line != printed:  # work without a count has one line
@@ -189,7 +189,7 @@ def progress_file(path: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_warnings() -> Iterator[list[str]]:
+def record_warnings() -> Iterator[list[str]]:
     """Yield a list that receives the warnings of this context, also if they are not printed."""
     texts: list[str] = []
     token = _warnings.set((*_warnings.get(), texts))
@@ -233,7 +233,8 @@ class Progress:
     def __str__(self) -> str:
         """preparing train images: 640 of 8,000, 98/s, 1:15 left."""
         with self._lock:
-            done, total = self.done, self.total
+            done = self.done
+            total = self.total
             done_here = done - self._before
             seconds = time.monotonic() - self._began
         text = self.title
@@ -247,10 +248,7 @@ class Progress:
 
 
 class Bar:
-    """A row of the live display on a terminal; appears when it is first shown.
-
-    Any thread may show it.
-    """
+    """A row of the live display on a terminal. Any thread may show it."""
 
     def __init__(self) -> None:
         self._task: TaskID | None = None

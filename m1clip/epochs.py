@@ -33,7 +33,7 @@ NOT_COMPARABLE = (
 
 
 class RunTables:
-    """The tables of a run, from its step and evaluation records without those that were rolled back."""
+    """The tables of a run, from the step and evaluation records that were not rolled back."""
 
     def __init__(self, steps: Iterable[Record], evaluations: Iterable[Record]) -> None:
         self._steps = [row for row in steps if row["step"] > 0]
@@ -43,7 +43,7 @@ class RunTables:
 
     @property
     def epoch_head(self) -> list[str]:
-        """The names of the columns by epoch, with that of the metric that selects the best model."""
+        """The names of the columns by epoch, including the metric that selects the best model."""
         metric = SELECTION[self._metric]
         return [metric if name == "recall" else name for name in EPOCH_HEAD]
 
@@ -58,11 +58,11 @@ class RunTables:
         return [[str(index), *phase.cells] for index, phase in enumerate(self.phases(), start=1)]
 
     def epochs(self) -> list[EpochRow]:
-        """The table by epoch: means over the log lines of each epoch, and the last evaluation in it."""
+        """Return the table by epoch: means over its log lines, and its last evaluation."""
         return epoch_rows(self._steps, self._evaluations, self._metric)
 
     def phases(self) -> list[LossPhase]:
-        """The phases that describe the loss best; [] without two log lines."""
+        """Return the phases that describe the loss best; [] for fewer than two log lines."""
         points = []
         for row in self._steps:
             loss = _number(row, "loss")
@@ -73,15 +73,16 @@ class RunTables:
         return find_phases(points, _steps_per_epoch(self._steps))
 
 
-def without_rolled_back(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """The step records and the evaluations of a log, without those after a step to which the run went back."""
+def drop_rolled_back(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Return the step records and evaluations of a log, without those that were rolled back."""
     rows: dict[str, list[Record]] = {"step": [], "eval": []}
     for record in records:
         kind = record["kind"]
         back_to = record.get("step") if kind == "start" else record.get("back_to")
         if back_to is not None:
             rows = {
-                name: [row for row in each if row["step"] <= back_to] for name, each in rows.items()
+                name: [row for row in of_kind if row["step"] <= back_to]
+                for name, of_kind in rows.items()
             }
         if kind in rows:
             rows[kind].append(record)
@@ -93,7 +94,7 @@ class EpochRow:
     """One or more epochs of a run; None is not measured."""
 
     first: int  # the first epoch, counted from 1
-    last: float  # the last one; not whole if the run ended within it
+    last: float  # the last one; a fraction if the run ended within it
     loss: float | None
     accuracy: float | None  # within a training batch
     chance: float | None  # of both accuracies
@@ -181,8 +182,8 @@ def _number(row: Record, name: str) -> float | None:
 
 def _val_batch_accuracy(evaluation: Record) -> Record:
     rates = evaluation.get("analysis", {}).get("held_out_batch_accuracy", {})
-    found: Record = rates.get(evaluation.get("split"), {})
-    return found
+    rates_of_split: Record = rates.get(evaluation.get("split"), {})
+    return rates_of_split
 
 
 def _steps_per_epoch(lines: Sequence[Record]) -> float | None:
@@ -191,7 +192,7 @@ def _steps_per_epoch(lines: Sequence[Record]) -> float | None:
 
 
 def _epoch_number(epochs: float) -> int:
-    """The epoch, counted from 1, that ends with these; the log rounds them to four digits."""
+    """Return the number of an epoch, from 1; the log rounds epochs to four digits."""
     return max(1, math.ceil(epochs - 1e-3))
 
 
@@ -201,12 +202,12 @@ def _mean(rows: Iterable[Record], name: str) -> float | None:
 
 
 def _elapsed_at(lines: Sequence[Record], epoch: float) -> float | None:
-    """The seconds of training at an epoch, on a straight line between two log lines."""
-    known = [(0.0, 0.0)]
-    known += [
+    """Interpolate the seconds of training at an epoch between two log lines."""
+    curve = [(0.0, 0.0)]
+    curve += [
         (row["epoch"], elapsed) for row in lines if (elapsed := _number(row, "elapsed")) is not None
     ]
-    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= epoch <= x1 and x1 > x0:
             return y0 + (y1 - y0) * (epoch - x0) / (x1 - x0)
     return None
@@ -237,8 +238,8 @@ class LossPhase:
             f"{self.first_step:,} to {self.last_step:,}",
             epochs,
             f"{number(self.first_loss)} to {number(self.last_loss)}",
-            _signed(self.slope),
-            f"{_signed(self.low)} to {_signed(self.high)}",
+            _format_signed(self.slope),
+            f"{_format_signed(self.low)} to {_format_signed(self.high)}",
             self.trend,
         ]
 
@@ -250,7 +251,7 @@ class LossPhase:
         }
 
 
-def _signed(value: float) -> str:
+def _format_signed(value: float) -> str:
     return f"+{number(value)}" if value > 0 else number(value)
 
 
@@ -260,13 +261,13 @@ Point = tuple[float, float]  # step, loss
 def find_phases(points: Sequence[Point], steps_per_epoch: float | None = None) -> list[LossPhase]:
     """Divide a loss curve into the straight lines with the smallest squared error.
 
-    Another phase must be worth it by the Bayesian information criterion, a little stricter. Steps
-    must rise.
+    The number of phases follows from a Bayesian information criterion, a little stricter than
+    usual. Steps must increase.
     """
-    means = _binned(points)
+    means = _bin_means(points)
     lines = [fit_line(means[first:last]) for first, last in itertools.pairwise(_best_edges(means))]
-    lines[0] = lines[0].reaching(points[0][0], lines[0].stop)
-    lines[-1] = lines[-1].reaching(lines[-1].start, points[-1][0])
+    lines[0] = lines[0].extend_to(points[0][0], lines[0].stop)
+    lines[-1] = lines[-1].extend_to(lines[-1].start, points[-1][0])
     losses = [loss for _, loss in means]
     largest_change = max(losses) - min(losses)
     steepest = max(abs(line.slope) for line in lines)
@@ -301,8 +302,8 @@ class Line:
     slope: float  # per step
     margin: float  # of the 95% interval of the slope
 
-    def reaching(self, start: float, stop: float) -> Line:
-        """The line from one step to another."""
+    def extend_to(self, start: float, stop: float) -> Line:
+        """Return the same line between two other steps."""
         first = self.first + self.slope * (start - self.start)
         last = self.last + self.slope * (stop - self.stop)
         return replace(self, start=start, stop=stop, first=first, last=last)
@@ -334,20 +335,22 @@ def _trend(line: Line, largest_change: float, steepest: float) -> str:
     return "falling fast" if abs(line.slope) > steepest / 2 else "falling"
 
 
-def _binned(points: Sequence[Point]) -> list[Point]:
-    """At most MAX_LOSS_POINTS means of neighboring points."""
+def _bin_means(points: Sequence[Point]) -> list[Point]:
+    """Average neighboring points, to at most MAX_LOSS_POINTS."""
     size = ceil_div(len(points), MAX_LOSS_POINTS)
     if size == 1:
         return list(points)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return [
-        (statistics.fmean(step for step, _ in each), statistics.fmean(loss for _, loss in each))
-        for each in bins
-    ]
+    means = []
+    for bin_points in bins:
+        step = statistics.fmean(step for step, _ in bin_points)
+        loss = statistics.fmean(loss for _, loss in bin_points)
+        means.append((step, loss))
+    return means
 
 
 def _best_edges(points: Sequence[Point]) -> list[int]:
-    """The first point of each phase, and the number of points at the end."""
+    """Return the index of the first point of each phase, and the number of points at the end."""
     n = len(points)
     if n < 2 * MIN_PHASE_POINTS:
         return [0, n]
@@ -386,9 +389,9 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
 
 
 def _line_errors(points: Sequence[Point]) -> Callable[[int, int], float]:
-    """The squared error of the best line through points first to last - 1, in constant time.
+    """Return a function: the squared error of the best line through points first to last - 1.
 
-    Inf if they are few.
+    It takes constant time, and gives inf if there are too few points.
     """
     mean_step = statistics.fmean(step for step, _ in points)
     scale = statistics.pstdev(step for step, _ in points) or 1.0

@@ -1,7 +1,4 @@
-"""The error type for user-facing messages: what happened, where, and what to do next.
-
-Other errors in one line.
-"""
+"""The error type for users: what happened, where, and what to do next; other errors in one line."""
 
 
 class UserError(Exception):
@@ -9,5 +6,5 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong in another library, for a message of one line."""
+    """Return the first line of the message of an error in another library."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

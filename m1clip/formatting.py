@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes, tables and untrusted text for the terminal, and the quantities that users type."""
+"""Text for the terminal (numbers, durations, sizes, tables), and parsing of typed quantities."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ MISSING = "-"  # shown for None
 MIN_PART = 4  # letters of a name that suggest a longer name which contains them
 
 
-def did_you_mean(name: str, known: Iterable[str], meant: str = "", prefix: str = "") -> str:
-    """Return the part of an error that suggests `meant`, or the known name that is most like `name`; "" if none is."""
-    known = list(known)
-    similar = [meant] if meant else difflib.get_close_matches(name, known, n=1)
+def did_you_mean(name: str, names: Iterable[str], meant: str = "", prefix: str = "") -> str:
+    """Return the part of an error that suggests a name: `meant`, or the one most like `name`.
+
+    "" if there is none.
+    """
+    names = list(names)
+    similar = [meant] if meant else difflib.get_close_matches(name, names, n=1)
     if not similar:  # names that differ only in case, such as VIT-B-32
-        similar = [each for each in known if each.lower() == name.lower()]
+        similar = [candidate for candidate in names if candidate.lower() == name.lower()]
     if not similar and len(name) >= MIN_PART:  # multi for multi-positive
-        similar = [each for each in known if name.lower() in each.lower()]
+        similar = [candidate for candidate in names if name.lower() in candidate.lower()]
     return f": did you mean '{prefix}{similar[0]}'?" if similar else ""
 
 
@@ -68,11 +71,12 @@ def size(count: float | None) -> str:
     )
 
 
-def _with_unit(value: float | None, units: Sequence[tuple[str, float]], least: float) -> str:
-    """Three significant digits in the first unit in which the value is at least `least`, or in the last unit."""
+def _with_unit(value: float | None, units: Sequence[tuple[str, float]], min_value: float) -> str:
+    """Write three significant digits in the first unit that gives at least `min_value`."""
     if value is None:
         return MISSING
-    unit, scale = next((each for each in units if value >= least * each[1]), units[-1])
+    suitable = [(unit, scale) for unit, scale in units if value >= min_value * scale]
+    unit, scale = suitable[0] if suitable else units[-1]
     return f"{value / scale:.3g} {unit}"
 
 
@@ -102,7 +106,8 @@ def number(value: float | None) -> str:
 def when(seconds: float) -> str:
     """The local time of day, with the date unless it is today's."""
     try:
-        then, now = time.localtime(seconds), time.localtime()
+        then = time.localtime(seconds)
+        now = time.localtime()
     except (OverflowError, ValueError, OSError):  # out of range for the C library
         return "?"
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%d %b %H:%M", then)
@@ -128,7 +133,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A text table; the first column and columns of words are left-aligned, columns of numbers right-aligned.
+    """Format a text table; columns of numbers are right-aligned, the first and others left-aligned.
 
     An empty row becomes an empty line.
     """
@@ -159,21 +164,18 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def amount(text: str, unit: str, option: str) -> float:
     """Parse a quantity such as 8GB; `unit` is B or FLOP, and optional after K, M, G, T."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper()
     )
-    scale = UNIT_FACTORS.get(found.group(2)) if found else None
+    scale = UNIT_FACTORS.get(match.group(2)) if match else None
     # A bare number is rejected: 8, meant as 8 GB, would be eight bytes.
-    if found is None or scale is None or not any(found.group(2, 3)) or float(found.group(1)) <= 0:
-        raise UserError(f"{option} {text}: give a number with a unit, such as 8G{unit}")
-    return float(found.group(1)) * scale
+    if match is None or scale is None or not any(match.group(2, 3)) or float(match.group(1)) <= 0:
+        raise UserError(f"{option} {text}: expected a number with a unit, such as 8G{unit}")
+    return float(match.group(1)) * scale
 
 
 class SaveInterval(NamedTuple):
-    """How often a checkpoint is saved: every so many steps, seconds or epochs.
-
-    Two of them are 0.
-    """
+    """How often a checkpoint is saved: every N steps, seconds or epochs; the other two are 0."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -181,13 +183,13 @@ class SaveInterval(NamedTuple):
 
 
 def save_interval(value: int | str, option: str) -> SaveInterval:
-    """Parse an integer number of steps, a time such as 30s, 10m or 1h, or epochs such as 2ep or "2 epochs"."""
+    """Parse a number of steps, a time (30s, 10m or 1h) or epochs (2ep or "2 epochs")."""
     text = str(value).strip().lower()
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:([smh])|\s?(ep|epochs?))", text, re.ASCII)
-    if found is not None and float(found[1]) > 0:
-        if found[3]:
-            return SaveInterval(epochs=float(found[1]))
-        return SaveInterval(seconds=float(found[1]) * SECONDS[found[2]])
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:([smh])|\s?(ep|epochs?))", text, re.ASCII)
+    if match is not None and float(match[1]) > 0:
+        if match[3]:
+            return SaveInterval(epochs=float(match[1]))
+        return SaveInterval(seconds=float(match[1]) * SECONDS[match[2]])
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return SaveInterval(steps=int(text))
     raise UserError(

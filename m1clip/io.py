@@ -44,9 +44,8 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except (
-        BaseException
-    ) as error:  # on a full disk, the partial file must not use up the remaining space
+    except BaseException as error:
+        # On a full disk, the partial file must not use up the remaining space.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename:
@@ -216,13 +215,13 @@ def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: 
     path = folder.joinpath(*parts)
     paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
     error = OSError(errno.EPERM, f"a link in {folder}", str(path))
-    if any(each.is_symlink() for each in paths):
+    if any(component.is_symlink() for component in paths):
         raise error
     if make_folders:
         path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, flags, 0o644)
     is_same = os.path.samestat(os.fstat(handle), os.lstat(path))
-    if any(each.is_symlink() for each in paths) or not is_same:
+    if any(component.is_symlink() for component in paths) or not is_same:
         os.close(handle)
         raise error
     return handle
@@ -240,7 +239,7 @@ def open_regular(path: str | Path, inside: str | Path | None = None) -> BinaryIO
 
 
 def _regular(handle: int, path: str | Path) -> BinaryIO:
-    """The file of a descriptor; OSError if it is not a regular file."""
+    """Return the file of a descriptor; OSError if it is not a regular file."""
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
@@ -251,7 +250,7 @@ def _regular(handle: int, path: str | Path) -> BinaryIO:
 
 
 def _open_inside(path: str | Path, inside: str | Path, flags: int) -> int:
-    """Open a file by its real path in a folder: a link that appears after the check is not followed."""
+    """Open a file by its real path in a folder, without following links that appear meanwhile."""
     # realpath, as Path.resolve raises RuntimeError for a link to itself.
     folder = os.path.realpath(inside)
     real = Path(os.path.realpath(path))
@@ -362,7 +361,10 @@ def lock_content() -> str:
 
 
 def process_start_id(process: psutil.Process) -> str:
-    """When a process started: on Linux the boot id and clock tick, which setting the clock does not change."""
+    """Return when a process started.
+
+    On Linux, these are the boot id and a clock tick, which setting the clock does not change.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         # The program name is in parentheses and may contain anything: parse from its end.
@@ -381,21 +383,21 @@ def read_owner(run: Path) -> Owner | None:
         return None
 
 
-def first_writable(places: Iterable[Path], purpose: str, remedy: str) -> Path:
-    """The first folder that can be created and written to."""
+def first_writable(folders: Iterable[Path], purpose: str, hint: str) -> Path:
+    """Return the first folder that can be created and written to."""
     reason = ""
-    for place in places:
+    for folder in folders:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=place).close()
-            return place
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            return folder
         except OSError as error:
-            reason = f"{place}: {error.strerror or error}"
-    raise UserError(f"no folder for the {purpose} ({reason}); {remedy}")
+            reason = f"{folder}: {error.strerror or error}"
+    raise UserError(f"no folder for the {purpose} ({reason}); {hint}")
 
 
 def user_cache() -> Path:
-    asked = os.environ.get("XDG_CACHE_HOME")
-    if asked and os.path.isabs(asked):
-        return Path(asked) / "m1clip"
+    configured = os.environ.get("XDG_CACHE_HOME")
+    if configured and os.path.isabs(configured):
+        return Path(configured) / "m1clip"
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "m1clip"

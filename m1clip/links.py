@@ -1,7 +1,4 @@
-"""Addresses that messages and help name. pyproject.toml lists the same ones.
-
-A test compares them.
-"""
+"""Addresses that messages and help name. A test compares them with pyproject.toml."""
 
 REPOSITORY_URL = "https://github.com/m1clip/m1clip"
 DOCS_URL = "https://m1clip.github.io/m1clip"

@@ -1,4 +1,4 @@
-"""The optimizers: `OPTIMIZERS` gives the choices and help of `--optimizer`, the training step and the tests.
+"""The optimizers. The choices and help of `--optimizer` and the training step follow from here.
 
 Another optimizer is an entry here, of parts that exist or of a new one. A new part also needs a
 line in training/optim.py (`BUILDERS`), which builds it with torch, and, if it has one, its update
@@ -55,7 +55,7 @@ class OptimizerEntry:
     wd_factor: float = 1.0
 
     @property
-    def described(self) -> str:
+    def help_text(self) -> str:
         """The help text, with defaults that differ from the recipe's."""
         factors = {"--lr": self.lr_factor, "--wd": self.wd_factor}
         changed = [f"{option} x {factor:g}" for option, factor in factors.items() if factor != 1]
@@ -79,7 +79,10 @@ class OptimizerEntry:
 
 
 def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
-    """Muon's parameters: matrices inside the blocks, and convolutions of the stem after the first (3 channels)."""
+    """Whether Muon trains a parameter: a matrix in a block, or a convolution of the stem.
+
+    Not the first convolution, which has 3 input channels.
+    """
     in_block = parameter.ndim == 2 and ".blocks." in name
     return in_block or (parameter.ndim == 4 and ".patch.convs." in name and parameter.shape[1] > 3)
 

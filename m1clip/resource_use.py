@@ -1,4 +1,4 @@
-"""What a run has used of its machine, summed up from the lines of its log: energy, power, cores, heat."""
+"""What a run has used of its machine: energy, power, cores, heat. Sums of the lines of its log."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def mean_by_kind(use: Sequence[float], kinds: Sequence[str]) -> dict[str, float]
 
 
 def energy_figures(use: ResourceUse, epochs: float, score: float | None) -> dict[str, float]:
-    """Energy of training in joules, by epoch and as power, and the score for a watt-hour; {} if not measured.
+    """Return the energy of training, by epoch and as power, and the score for a watt-hour.
 
+    {} if the energy was not measured.
     `score` is the selection metric, such as mean recall, as a fraction.
     """
     if not use.joules or not epochs:
@@ -108,5 +109,5 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def _highest(before: float | None, value: float | None) -> float | None:
-    known = [number for number in (before, value) if number is not None]
-    return max(known, default=None)
+    numbers = [number for number in (before, value) if number is not None]
+    return max(numbers, default=None)

@@ -22,7 +22,7 @@ PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24  # bytes; no run writes a longer line
 
 LATEST = 1e11  # seconds since 1970; the C library has no date for much later times
-# All kinds of record, and what each says.
+# All kinds of record, and what each contains.
 RECORD_KINDS = {
     "start": "the run, or a resumed part of it, begins",
     "step": "means over the steps since the last such line",
@@ -43,7 +43,8 @@ RECORD_KINDS = {
     "end": "the run is finished; scores of the best model",
 }
 # The metric that selects the best model, and its label: the first of these that an evaluation has.
-TOP1, MEAN_RECALL = "top1_accuracy", "mean_recall"
+TOP1 = "top1_accuracy"
+MEAN_RECALL = "mean_recall"
 SELECTION = {TOP1: "top-1 accuracy", MEAN_RECALL: "mean recall"}
 
 Record = dict[str, Any]
@@ -101,7 +102,10 @@ class RunLog:
             )
 
     def _append(self, line: bytes) -> None:
-        """Append the complete line, or nothing and raise OSError: a partial line would corrupt the next one."""
+        """Append the complete line, or nothing and raise OSError.
+
+        A partial line would corrupt the next one.
+        """
         handle = self._file.fileno()
         before = os.fstat(handle).st_size
         try:
@@ -119,7 +123,8 @@ class NoLog(RunLog):
     """The log of a rank that writes none."""
 
     def __init__(self, run: Path) -> None:
-        self.path, self.sinks = run / NAME, []
+        self.path = run / NAME
+        self.sinks = []
 
     def write(self, kind: str, **values: Any) -> None:
         """Nothing: rank 0 writes the log."""
@@ -142,10 +147,7 @@ def read_log(run: Path) -> Iterator[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The record of one line.
-
-    None if it is truncated, of a newer version, or has a field of the wrong type.
-    """
+    """Parse a line; None if it is truncated, of a newer version, or has a field of a wrong type."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -164,7 +166,7 @@ def parse(line: bytes) -> Record | None:
 
 def _analysis(value: Any) -> bool:
     """The values of the analyses in an evaluation; each may be missing."""
-    schemas = {each.name: each.schema for each in analyses_of_evaluations()}
+    schemas = {analysis.name: analysis.schema for analysis in analyses_of_evaluations()}
     return isinstance(value, dict) and all(
         matches_schema(value[name], schema) for name, schema in schemas.items() if name in value
     )

@@ -1,4 +1,4 @@
-"""Validation of values that were read: JSON against a schema, settings against type annotations, size limits."""
+"""Validation of values from files: JSON against schemas, settings against types, size limits."""
 
 import sys
 from collections.abc import Sequence
@@ -38,22 +38,19 @@ LIMITS: dict[str, float] = {
 
 def check_limits(values: object, prefix: str) -> None:
     """Raise UserError for a size above LIMITS, before anything is built from it."""
-    for name, most in LIMITS.items():
+    for name, limit in LIMITS.items():
         value = getattr(values, name, None)
-        if value is not None and value > most:
-            raise UserError(f"{prefix}{name} must be at most {most:,}, not {value:,}")
+        if value is not None and value > limit:
+            raise UserError(f"{prefix}{name} must be at most {limit:,}, not {value:,}")
 
 
-def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
-    """The arguments of a dataclass.
-
-    A missing or unknown key or a wrong type is a UserError that names it.
-    """
+def validate(cls: type, values: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return the arguments of a dataclass; UserError names a missing, unknown or invalid key."""
     hints = get_type_hints(cls)
     odd = sorted(set(values) ^ set(hints))
     if odd:
-        raise UserError(f"{what} has missing or unknown keys: {', '.join(map(ascii, odd))}")
-    return {name: converted(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
+        raise UserError(f"{label} has missing or unknown keys: {', '.join(map(ascii, odd))}")
+    return {name: convert(hint, values[name], f"{label}: {name}") for name, hint in hints.items()}
 
 
 DESCRIPTIONS = {
@@ -65,16 +62,17 @@ DESCRIPTIONS = {
 }
 
 
-def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
-    """The value as its type annotation says, or UserError; `words`, such as `auto`, are accepted too.
+def convert(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> Any:
+    """Convert a value to its type annotation, or raise UserError; also accept `words` such as auto.
 
     Lists become tuples, integers floats and paths text.
     """
     if type(value) is str and value in words:
         return value
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin is Annotated:
-        return converted(parts[0], value, where)
+        return convert(parts[0], value, where)
     if origin in (Union, UnionType):
         if value is None and NoneType in parts:
             return None
@@ -83,19 +81,20 @@ def converted(hint: Any, value: Any, where: str, words: Sequence[str] = ()) -> A
         others = [
             word for kind in kinds[1:] if get_origin(kind) is Literal for word in get_args(kind)
         ]
-        return converted(chosen, value, where, others)
-    expected, kind = DESCRIPTIONS.get(hint, ""), type(value)
+        return convert(chosen, value, where, others)
+    expected = DESCRIPTIONS.get(hint, "")
+    kind = type(value)
     hint_at_typo = ""
     if origin is tuple:
         items = (value,) if kind is str else value
-        each = (
+        item_hints = (
             parts[:1] * len(items)
             if isinstance(items, list | tuple) and parts[-1] is ...
             else parts
         )
-        if isinstance(items, list | tuple) and len(items) == len(each):
+        if isinstance(items, list | tuple) and len(items) == len(item_hints):
             return tuple(
-                converted(part, item, where) for part, item in zip(each, items, strict=True)
+                convert(part, item, where) for part, item in zip(item_hints, items, strict=True)
             )
         expected = "a list" if parts[-1] is ... else f"{len(parts)} numbers"
     elif origin is Literal:
@@ -123,11 +122,13 @@ MAX_VALUE_SHOWN = 40  # characters of a value in an error
 
 
 MAX_FLOAT = sys.float_info.max
-LARGEST_NUMBER, SMALLEST_NUMBER, DEEPEST = 1e100, 1e-100, 16
+LARGEST_NUMBER = 1e100
+SMALLEST_NUMBER = 1e-100
+DEEPEST = 16  # levels of nesting
 
 
 def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
-    """Whether a value is safe to process: no number beyond 1e100, lone surrogate or deep nesting."""
+    """Whether a value has no number beyond 1e100, no lone surrogate and no deep nesting."""
     if isinstance(value, bool) or value is None:
         return True
     if isinstance(value, int | float):  # False for NaN, too
@@ -141,10 +142,11 @@ def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def matches_schema(value: Any, schema: Any) -> bool:
-    """Whether a JSON value matches: a type, a predicate, [schema of each item], (schema, schema) or {key: schema}.
+    """Whether a JSON value matches a schema.
 
-    float accepts any number, int a non-negative integer. {str: schema} accepts any keys; other
-    dicts may have more keys than the schema.
+    A schema is a type, a predicate, [schema of each item], (schema, schema) or {key: schema}. float
+    accepts any number, int a non-negative integer. {str: schema} accepts any keys; other dicts may
+    have more keys than the schema.
     """
     if isinstance(schema, list):
         return isinstance(value, list) and all(matches_schema(item, schema[0]) for item in value)

@@ -1,6 +1,6 @@
-"""What Windows lacks of the functions that macOS and Linux have: signals, file locks, and flags of `open`.
+"""Signals, file locks and flags of `open`, which Windows lacks in part.
 
-Python raises ImportError or AttributeError for them there, so that modules take them from here.
+Python raises ImportError or AttributeError for them there, so modules take them from here.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def lock_file(handle: int) -> None:
 
 
 def wait_for_writers(handle: int) -> None:
-    """Wait until no process has this file open through the handle of another opener, then keep others waiting.
+    """Wait for the exclusive lock of a file that other processes may have opened.
 
     Unlike that of `lock_file`, the lock is inherited by processes that get the handle: it ends with
     the last of them.
@@ -66,7 +66,7 @@ def peak_resident_bytes() -> int | None:
     return peak if os.uname().sysname == "Darwin" else peak * 1024
 
 
-def owned_by_user(path: str | os.PathLike[str]) -> bool:
+def is_owned_by_user(path: str | os.PathLike[str]) -> bool:
     """Whether this user owns a file or link; True on Windows, which has no user ids."""
     if not hasattr(os, "geteuid"):
         return True
@@ -74,8 +74,8 @@ def owned_by_user(path: str | os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def signals_blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Processes started in this block never get these signals, not even before they can ignore them."""
+def block_signals(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Block signals for processes started in this block, before they could ignore them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

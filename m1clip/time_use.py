@@ -1,7 +1,4 @@
-"""Where the time of a command goes: seconds by part, from the start of the process.
-
-Inner parts count once.
-"""
+"""Where the time of a command goes: seconds by part, from the start of the process."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def part(name: str) -> contextlib.AbstractContextManager[None]:
     return _current.part(name)
 
 
-def counted(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def count_as(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Count the calls of a function for a part."""
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -117,7 +114,7 @@ def by_part() -> dict[str, float]:
 
 
 def describe(seconds: Mapping[str, float]) -> str:
-    """`1:05 in all: training 21.4 s, decoding 12.0 s`: the largest first, without those below 0.05 s."""
-    parts = sorted(seconds.items(), key=lambda each: -each[1])
+    """Write seconds by part, the largest first: `1:05 in all: training 21.4 s, decoding 12.0 s`."""
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
     words = ", ".join(f"{name} {value:.1f} s" for name, value in parts if value >= 0.05)
     return f"{clock(sum(seconds.values()))} in all: {words}"

@@ -110,7 +110,7 @@ def test_other_ranks_are_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         console.print("from rank 1")
         console.warn("too")
     monkeypatch.setenv("RANK", "0")
@@ -123,11 +123,7 @@ def test_contexts_hold_for_one_thread(capsys: pytest.CaptureFixture[str]) -> Non
     def work() -> None:
         console.warn("in a thread")
 
-    with (
-        console.recorded_warnings() as outer,
-        console.quiet(),
-        console.recorded_warnings() as warnings,
-    ):
+    with console.record_warnings() as outer, console.quiet(), console.record_warnings() as warnings:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from m1clip.epochs import (
-    MAX_EPOCH_ROWS,
-    Point,
-    RunTables,
-    find_phases,
-    fit_line,
-    without_rolled_back,
-)
+from m1clip.epochs import MAX_EPOCH_ROWS, Point, RunTables, drop_rolled_back, find_phases, fit_line
 
 
 def step(number: int, steps_per_epoch: int = 4, **values: Any) -> dict[str, Any]:
@@ -73,7 +66,7 @@ def test_steps_that_were_rolled_back_are_not_counted() -> None:
     start = {"kind": "start", "step": 0}
     back = {"kind": "event", "step": 6, "back_to": 4}
     records = [start, *map(step, range(1, 7)), evaluation(6, 0.9), back, step(5, loss=9.0)]
-    steps, evaluations = without_rolled_back(records)
+    steps, evaluations = drop_rolled_back(records)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     assert evaluations == []
     assert steps[-1]["loss"] == 9.0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.schema import converted, format_version
+from m1clip.schema import convert, format_version
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_format_version_is_an_integer_of_at_least_1(record: dict[str, Any]) -> N
     ],
 )
 def test_value_is_converted_to_its_type(hint: Any, value: Any, expected: Any) -> None:
-    found = converted(hint, value, "x")
+    found = convert(hint, value, "x")
     assert found == expected
     assert type(found) is type(expected)
 
@@ -57,4 +57,4 @@ def test_value_is_converted_to_its_type(hint: Any, value: Any, expected: Any) ->
 )
 def test_value_of_another_type_is_a_one_line_error(hint: Any, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        converted(hint, value, "x")
+        convert(hint, value, "x")

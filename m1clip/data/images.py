@@ -32,7 +32,7 @@ from m1clip.data import raw
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import open_regular
-from m1clip.schema import check_limits, validated
+from m1clip.schema import check_limits, validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -487,7 +487,7 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:
         """The inverse of `to_dict`; an unknown key or a wrong value is an error."""
-        return cls(**validated(cls, values, "preprocessing"))
+        return cls(**validate(cls, values, "preprocessing"))
 
     @property
     def squashes(self) -> bool:

@@ -34,7 +34,7 @@ from m1clip.data.decoding import Images, LazyImages, read_or_replace
 from m1clip.data.failures import Failure
 from m1clip.data.read_ahead import ReadAhead
 from m1clip.errors import UserError
-from m1clip.system import STOP_SIGNALS, signals_blocked
+from m1clip.system import STOP_SIGNALS, block_signals
 from m1clip.text.base import rounded
 
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
@@ -448,7 +448,7 @@ class _Workers:
             context.set_forkserver_preload([__name__])  # imports torch once, not once per worker
         forked = start_method == "fork"
         # Not for the fork server, from which other code may start processes.
-        with signals_blocked(STOP_SIGNALS) if start_method == "spawn" else nullcontext():
+        with block_signals(STOP_SIGNALS) if start_method == "spawn" else nullcontext():
             for number in range(self.pieces):
                 pipe, far_end = context.Pipe()
                 own_data = data if forked else None

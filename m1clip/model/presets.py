@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
 from m1clip.formatting import did_you_mean
-from m1clip.schema import check_limits, validated
+from m1clip.schema import check_limits, validate
 
 if TYPE_CHECKING:
     from m1clip.text.base import Tokenizer
@@ -309,8 +309,8 @@ class CLIPConfig(_Part):
             absent: dict[str, Any] = {key: value for key, value in later if hasattr(made, key)}
             if made is PretrainedTextConfig:
                 absent["eot_id"] = None
-            parts[name] = made(**validated(made, {**absent, **part}, f"model: {name}"))
-        return cls(**validated(cls, {**values, **parts}, "model"))
+            parts[name] = made(**validate(made, {**absent, **part}, f"model: {name}"))
+        return cls(**validate(cls, {**values, **parts}, "model"))
 
 
 # What the config.json of an older model may lack, and what it means there: the model `general` is

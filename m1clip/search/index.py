@@ -55,7 +55,7 @@ from m1clip.io import first_writable, open_regular, read_small, unlink_beneath, 
 from m1clip.model.listing import MIN_INDEXED, keep_speed
 from m1clip.model.named import BOXED, boxed_name, default_model, model_name, require_towers, resolve
 from m1clip.search import vectors
-from m1clip.system import owned_by_user
+from m1clip.system import is_owned_by_user
 
 INDEX_FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
 CONCEPTS = "concepts.sqlite"  # taught words: user data, which stays if the index is made again
@@ -176,7 +176,7 @@ def _has_database(place: Path) -> bool:
 def is_own(place: Path) -> bool:
     """Whether this user made an index folder: it, and the database in it."""
     paths = [path for path in (place, place / DATABASE) if os.path.lexists(path)]
-    return all(owned_by_user(path) for path in paths)
+    return all(is_owned_by_user(path) for path in paths)
 
 
 def check_place(place: Path, write: bool = False) -> None:

@@ -29,7 +29,7 @@ from m1clip.io import (
 )
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
-from m1clip.schema import format_version, validated
+from m1clip.schema import format_version, validate
 
 if TYPE_CHECKING:
     from m1clip.training.compose import TrainStep
@@ -195,7 +195,7 @@ def _read_state(path: Path) -> TrainState:
     except UNREADABLE as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
     values.pop("format", None)
-    return TrainState(**validated(TrainState, values, str(path)))
+    return TrainState(**validate(TrainState, values, str(path)))
 
 
 def _passes(interval: float, step: int) -> bool:

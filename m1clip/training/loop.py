@@ -21,7 +21,7 @@ from m1clip.training.validation import BestSoFar, evaluate
 ENDLESS = 2**40  # steps
 
 
-@time_use.counted("training")
+@time_use.count_as("training")
 def train(run: RunContext) -> None:
     """Train from the step of `run.state` to the end of the run.
 
@@ -119,7 +119,7 @@ def _between_steps(run: RunContext) -> bool:
     return early
 
 
-@time_use.counted("evaluation")
+@time_use.count_as("evaluation")
 def _evaluate(run: RunContext) -> BestSoFar | None:
     """Evaluate on the validation split.
 
@@ -143,7 +143,7 @@ def _evaluate(run: RunContext) -> BestSoFar | None:
     return evaluation
 
 
-@time_use.counted("saving")
+@time_use.count_as("saving")
 def _save(run: RunContext) -> None:
     run.state = state_to_save(run)
     write_checkpoint(run)

@@ -20,7 +20,7 @@ from m1clip.config import NAMES, Config, load_config, make_config
 from m1clip.data.failures import FailureLog
 from m1clip.data.prepare import open_data
 from m1clip.data.types import Source
-from m1clip.epochs import NOT_COMPARABLE, PHASE_HEAD, RunTables, without_rolled_back
+from m1clip.epochs import NOT_COMPARABLE, PHASE_HEAD, RunTables, drop_rolled_back
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import SNAPSHOT_FOLDER as SNAPSHOTS
@@ -250,7 +250,7 @@ def _open_session(folder: Path, ranks: Ranks, on_log: Sink | None) -> Iterator[S
         process.lock_run(folder) if is_first else contextlib.nullcontext(),
         process.stop_on_signals() as stop,
         console.progress_file(folder / PREPARING if is_first else None),
-        console.recorded_warnings() as warnings,
+        console.record_warnings() as warnings,
     ):
         yield Session(folder, stop, warnings, on_log)
 
@@ -332,7 +332,7 @@ def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
     return failures
 
 
-@time_use.counted("evaluation")
+@time_use.count_as("evaluation")
 def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     """Save the last model, then encode the test split once with the best validation model.
 
@@ -361,7 +361,7 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     )
 
 
-@time_use.counted("report")
+@time_use.count_as("report")
 def _finish(
     run: RunContext, evaluator: Evaluator, features: SplitFeatures, general: GeneralData | None
 ) -> Run:
@@ -382,7 +382,7 @@ def _finish(
         console.print(f"\n{describe_changes(changes)}\n")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     _check_choice(run, steps)
-    tables = RunTables(*without_rolled_back(read_log(folder)))
+    tables = RunTables(*drop_rolled_back(read_log(folder)))
     _print_tables(tables)
     fractions = [
         record["data_fraction"]

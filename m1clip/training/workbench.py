@@ -232,7 +232,7 @@ class Workbench:
         source = self._open(config)
         return self.ranks.on_rank0(lambda: dataset_facts(source, config))
 
-    @time_use.counted("data")
+    @time_use.count_as("data")
     def _open(self, config: Config) -> Source:
         """The data; a model to start from is read first, because that is faster."""
         if not self._is_checked:
@@ -325,14 +325,14 @@ class Workbench:
             char_tokens=isinstance(self.tokenizer, CharTokenizer),
         )
 
-    @time_use.counted("checks")
+    @time_use.count_as("checks")
     def _fastest(self, config: Config) -> Choice:
         torch.set_num_threads(threads(config.train.threads, self.facts))
         model_init = self._load_model_init(config)
         tokens = self._text_tokens
         return self.ranks.on_rank0(lambda: fastest(config, model_init, self.facts, tokens))
 
-    @time_use.counted("checks")
+    @time_use.count_as("checks")
     def _memory(self, config: Config) -> MemoryFacts:
         model_init = self._load_model_init(config)
         source = self._open(config)
@@ -359,7 +359,7 @@ class Workbench:
         self.ranks.check_same({"the number of training images": count})
         return count
 
-    @time_use.counted("checks")
+    @time_use.count_as("checks")
     def _steps_in_time(self, config: Config) -> Length:
         assert config.train.minutes is not None
         budget = self.budget or TimeBudget(60 * config.train.minutes)
@@ -436,7 +436,7 @@ class Workbench:
             self._splits = self._rank0_first(lambda: self._load_splits(config))
             self._record["cache"] = {name: split.cache for name, split in self._splits.items()}
 
-    @time_use.counted("decoding")
+    @time_use.count_as("decoding")
     def _load_splits(self, config: Config) -> dict[str, Split]:
         model_init = self._load_model_init(config)
         source = self._open(config)

@@ -91,7 +91,7 @@ def test_help_describes_every_optimizer(
 ) -> None:
     line = shown_options(monkeypatch, capsys)["optimizer"]
     for name, entry in OPTIMIZERS.items():
-        assert f"{name}: {entry.described}" in line
+        assert f"{name}: {entry.help_text}" in line
     assert f"always {MUON_WEIGHT_DECAY}" in shown_options(monkeypatch, capsys)["muon_lr"]
 
 

@@ -12,7 +12,7 @@ def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     log = failures.FailureLog(
         1000, 0.1, lambda kind, **values: written.append((kind, values)), named=["old"]
     )
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(3, "a.jpg", "gone")))
         log((failures.Failure(3, "a.jpg", "gone"), failures.Failure(4, "old", "gone")))
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]

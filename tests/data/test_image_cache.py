@@ -71,7 +71,7 @@ def test_bad_images_are_left_out_and_named_in_every_run(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [5, 11])
     first = cached(folder)
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         second = cached(folder)
     assert [failure.index for failure in second.failures] == [5, 11]
     assert first.failures == second.failures

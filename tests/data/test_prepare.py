@@ -118,7 +118,7 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     break_files(folder, [2], data=b"")
     (folder / "images" / "train-0003.jpg").unlink()
     source = open_data(DataConfig(source=(str(folder),)), 24, 0)
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         report = quick_check(source, 32)
     assert len(warnings) == 3
     assert quick_check(source, 4)["findings"] != report["findings"]

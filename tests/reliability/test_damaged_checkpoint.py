@@ -72,7 +72,7 @@ def damage_checkpoints(folder: Path, times: int, seed: int) -> int:
             (run / "checkpoints" / "step-000040.77.partial").mkdir()
         if draw.random() < 0.2:
             (run / "checkpoints" / "step-000030" / "stray.tmp").write_bytes(b"x")
-        with console.recorded_warnings() as warnings:
+        with console.record_warnings() as warnings:
             kept = load_latest(run, CPU)
         assert kept is not None
         same = (original / file.relative_to(run)).read_bytes() == (

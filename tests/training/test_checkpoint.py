@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def load(run: Path, **options: bool) -> tuple[TrainState, TensorGroups, list[str]]:
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         loaded = checkpoint.load_latest(run, CPU, **options)
     assert loaded is not None
     return *loaded, warnings
@@ -84,7 +84,7 @@ def test_checkpoint_round_trip(run: Path) -> None:
 
 
 def test_no_checkpoints(tmp_path: Path) -> None:
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         assert checkpoint.load_latest(tmp_path, CPU) is None
         (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
         assert checkpoint.load_latest(tmp_path, CPU) is None

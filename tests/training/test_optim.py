@@ -175,7 +175,7 @@ def test_another_optimizer_is_an_entry_and_a_builder(monkeypatch: pytest.MonkeyP
     assert not entry.skips_on_device, "the host decides whether its steps are skipped"
     assert not entry.in_mlx
     assert all(OPTIMIZERS[name].skips_on_device for name in ("muon", "adamw"))
-    assert entry.described == "The sign of the gradient (default: --lr x 0.3)"
+    assert entry.help_text == "The sign of the gradient (default: --lr x 0.3)"
     assert entry.lr_options == ["--lr", "--muon-lr"]
     optimizer.set_lr(0.5)
     assert logged_learning_rates(optimizer) == {"lr": config.lr / 2, "muon_lr": config.muon_lr / 2}

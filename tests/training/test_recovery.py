@@ -172,7 +172,7 @@ def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(
 ) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     run, log = checker()
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         feed(run, [1.0, NAN, math.inf, 1.0, NAN])
     assert run.state.skipped == 1
     assert [line["step"] for line in log.records if line["event"] == "update skipped"] == [2, 3, 5]
@@ -190,7 +190,7 @@ def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> Non
     scales = [512.0]
     run, log = checker()
     run.train_step.parts.update.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         feed(run, [1.0] * 3, norm=math.inf)
     assert (run.state.skipped, warnings) == (0, [])
     assert [line["event"] for line in log.records] == ["loss scale lowered"] * 3

@@ -203,7 +203,7 @@ def test_batch_size_is_reduced_for_few_images(
     patch_towers(monkeypatch)
     changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
     config = frozen_config(tmp_path, **changes) if frozen else small_config(changes)
-    with console.recorded_warnings() as warnings:
+    with console.record_warnings() as warnings:
         found = prepared(config)
     assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
     assert warnings[0].startswith("only 20 training images")

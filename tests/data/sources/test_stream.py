@@ -458,7 +458,7 @@ def test_failed_requests_are_tried_again(tmp_path: Path) -> None:
 
 def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", images=30)
-    with serve(tmp_path / "shards") as server, console.recorded_warnings() as warnings:
+    with serve(tmp_path / "shards") as server, console.record_warnings() as warnings:
         data, url = training(*remote_data(server)), server.url("train-002.tar")
         server.always["train-002.tar"] = 500
         opened, records = len(server.log), list[str]()
