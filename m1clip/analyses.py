@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from m1clip.log_field import LogField, figure
 
-# What the function of an analysis takes: "step": a `training.step_view.StepView`, the gradients and
+# What the function of an analysis takes: "step": a `training.analyses.StepView`, the gradients and
 # weights of the step before the evaluation, on all ranks; "features": the
 # `inference.features.SplitFeatures` of the evaluated split, on rank 0; "split": an
 # `evaluation.evaluate.Evaluator` (model, source, samples) and the features, on rank 0; "nothing":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import m1clip
-from m1clip import links
+from m1clip.cli import app
 
 ROOT = Path(m1clip.__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -31,8 +31,7 @@ def test_version_is_written_once_and_cited() -> None:
 
 def test_addresses_are_those_of_the_messages() -> None:
     urls = project()["urls"]
-    assert urls["Documentation"] == links.DOCS_URL
-    assert urls["Source"] == links.REPOSITORY_URL
+    assert urls["Documentation"] == app.DOCS_URL
 
 
 def test_every_page_that_a_message_names_exists() -> None:

@@ -8,7 +8,15 @@ from cyclopts.validators import Number
 
 from m1clip import __version__
 from m1clip.errors import UserError
-from m1clip.links import DOCS_URL
+
+# A test compares it with pyproject.toml.
+DOCS_URL = "https://m1clip.github.io/m1clip"
+
+
+def docs_page(name: str, section: str = "") -> str:
+    """The address of a page of the documentation, such as `docs_page("export")`."""
+    anchor = f"#{section}" if section else ""
+    return f"{DOCS_URL}/{name}/{anchor}"
 
 
 def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -1,26 +1,143 @@
-"""Analyses of a training step: the probe that computes those that are due, and their functions.
+"""Analyses of a training step: what they see of it, the probe that computes those that are due, and their functions.
 
-A probe sees the gradients and weights of a step between its backward pass and its update. The loop
-knows before a step which analyses are due (`Purpose.analyses`), and writes their values to the log
-as soon as the step is made, in a record of its own: no value waits for the evaluation, so an
-interrupted evaluation loses none, and after a rollback a reader drops the record with everything
-else of the steps that were rolled back.
+A probe sees the gradients and weights of a step (`StepView`) between its backward pass and its
+update. The loop knows before a step which analyses are due (`Purpose.analyses`), and writes their
+values to the log right after the step, in a record of their own: an interrupted evaluation does not
+lose them. After a rollback, readers drop the record with all others of the steps that were rolled
+back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from m1clip.analyses import RECORD, Analysis
 from m1clip.errors import first_line
+from m1clip.model.blocks import model_layers
+from m1clip.training.distributed import Ranks
 from m1clip.training.oom import is_out_of_memory
-from m1clip.training.step_view import StepView
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext
+    from m1clip.training.step import StepParts
 
+
+# Called with the view of a step before its update, on all ranks; it must not change a tensor.
+Probe = Callable[["StepView"], None]
+Groups = Mapping[str, Sequence[str]]  # name of a group -> names of parameters
 DIGITS = 5  # of a logged value
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The gradients and weights of a step before its update.
+
+    Gradients are those of the complete batch: of all micro-batches, summed over the ranks, without
+    the loss scale of fp16, and not clipped yet. Weights are those that gave the gradients. Both are
+    torch tensors by parameter name, only of parameters that have a gradient, and must not be
+    changed.
+
+    With FSDP a rank has its rows of the tensors of towers: use `sums` and `norms`, which are right
+    for one process, for ranks, with FSDP and in MLX. They communicate, so all ranks must call them
+    with the same names.
+    """
+
+    step: int  # counted from 0, as the loop counts
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    layers: Groups  # "image/block 1" -> its parameters; see model/blocks.py
+    sharded: Collection[str] = ()  # names of the tensors of which this rank has some rows
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def sums(
+        self, function: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor], groups: Groups
+    ) -> dict[str, float]:
+        """Sum `function(tensor)` over the complete tensors of each group; groups without a tensor are omitted.
+
+        `function` gives a scalar that adds up over the rows of a tensor, such as the sum of its
+        squares.
+        """
+        names = {group: [n for n in members if n in tensors] for group, members in groups.items()}
+        names = {group: members for group, members in names.items() if members}
+        # One transfer from the device for all tensors.
+        order = [name for members in names.values() for name in members]
+        values = dict(zip(order, _read([function(tensors[n]) for n in order]), strict=True))
+        totals = {
+            group: sum(values[n] for n in members if n not in self.sharded)
+            for group, members in names.items()
+        }
+        if self.sharded:
+            own_rows = torch.tensor(
+                [
+                    sum(values[n] for n in members if n in self.sharded)
+                    for members in names.values()
+                ],
+                dtype=torch.float64,
+                device=next(iter(tensors.values())).device,
+            )
+            self.ranks.all_reduce([own_rows])
+            for group, value in zip(totals, own_rows.tolist(), strict=True):
+                totals[group] += value
+        return totals
+
+    def norms(self, tensors: Mapping[str, Tensor], groups: Groups) -> dict[str, float]:
+        """Compute the norm of all complete tensors of each group together."""
+        squares = self.sums(_sum_of_squares, tensors, groups)
+        return {group: math.sqrt(value) for group, value in squares.items()}
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    precision = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor, dtype=precision).square()  # without a copy
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """Read scalars, which may be on several devices, with one transfer."""
+    if not scalars:
+        return []
+    first = scalars[0].device
+    values: list[float] = torch.stack([scalar.to(first) for scalar in scalars]).tolist()
+    return values
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name that are converted when they are read, so that only one copy is in memory at a time."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def view_step(parts: StepParts, step: int) -> StepView:
+    """View a step whose gradients are computed.
+
+    With fp16 this removes the loss scale, before the update would.
+    """
+    parts.update.unscale()
+    shards = parts.world.shards
+    local = {} if shards is None else shards.local
+    trained = {name: local.get(name, p) for name, p in parts.model.named_parameters()}
+    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    weights = {name: trained[name].detach() for name in gradients}
+    layers = model_layers(parts.model)
+    return StepView(step, gradients, weights, layers, frozenset(local), parts.world.ranks)
 
 
 class StepAnalyses:

@@ -13,11 +13,10 @@ from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import SaveTimer, TrainState, is_large
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import Pacer, StepPlan
-from m1clip.training.logger import StepLogger
+from m1clip.training.logger import StepLogger, TrainingDisplay
 from m1clip.training.measured_step import StepMeasurements
 from m1clip.training.memory_parts import MemoryProbe
 from m1clip.training.process import StopRequest
-from m1clip.training.progress import TrainingDisplay
 from m1clip.training.recovery import StepChecks
 from m1clip.training.schedule import scheduled_lr_fraction
 from m1clip.training.spec import DecidedConfig, RunSpec

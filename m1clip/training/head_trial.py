@@ -7,20 +7,27 @@ training step.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+import torch
+from safetensors.torch import load as tensors_from_bytes
 from torch import nn
 
 from m1clip.data import randomness as rnd
 from m1clip.data.loader import batches
+from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import ranks
 from m1clip.formatting import number
 from m1clip.inference.features import SplitFeatures
 from m1clip.model.clip import CLIP
+from m1clip.model.named import BOXED, CONFIG, GENERAL, HEADS, boxed_files
+from m1clip.model.presets import CLIPConfig
 from m1clip.model.residual import ResidualKind
+from m1clip.model.weights import Tensors
 from m1clip.training.schedule import scheduled_lr_fraction
 from m1clip.training.validation import encode
 
@@ -42,6 +49,9 @@ ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
 }
 CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too few images
 SPLIT_STREAM = 1 << 17  # a random stream separate from the data's
+SAME_AS_GENERAL = ("image_tower", "text_tower", "embed_dim")  # of a model whose heads fit
+WIDER_PARTS = ("up.weight", "up.bias")  # parts of a head with one row per hidden unit
+NARROW_PART = "down.weight"  # the part with one column per hidden unit
 
 
 HeadStart = Literal["cca", "general"]
@@ -162,3 +172,39 @@ def copy_with_own_heads(model: CLIP) -> CLIP:
     for name in ("image_head", "text_head"):
         clone._modules[name] = copy.deepcopy(model._modules[name])
     return clone
+
+
+def fits_general(shape: CLIPConfig) -> bool:
+    """Whether heads of this shape can start from those of `general`: the same towers and embeddings."""
+    try:
+        config = json.loads(boxed_files(GENERAL)[CONFIG])["model"]
+    except (UserError, ValueError, KeyError):
+        return False
+    known = CLIPConfig.from_dict(config)
+    hidden = known.image_head.hidden
+    wide_enough = min(shape.image_head.hidden, shape.text_head.hidden) >= hidden
+    return wide_enough and all(
+        getattr(known, name) == getattr(shape, name) for name in SAME_AS_GENERAL
+    )
+
+
+def general_heads(shape: CLIPConfig) -> Tensors:
+    """The heads and the temperature of `general`, with a hidden layer as wide as that of the shape.
+
+    New hidden units have random inputs and no outputs yet, so the heads compute the same.
+    """
+    assert GENERAL in BOXED
+    heads = {key: t.float() for key, t in tensors_from_bytes(boxed_files(GENERAL)[HEADS]).items()}
+    draw = torch.Generator().manual_seed(0)
+    for side in ("image_head", "text_head"):
+        hidden = getattr(shape, side).hidden
+        for part in WIDER_PARTS:
+            known = heads[f"{side}.{part}"]
+            more = torch.zeros(hidden - len(known), *known.shape[1:])
+            if known.ndim == 2:
+                more.normal_(std=known.shape[1] ** -0.5, generator=draw)
+            heads[f"{side}.{part}"] = torch.cat([known, more])
+        known = heads[f"{side}.{NARROW_PART}"]
+        more = torch.zeros(len(known), hidden - known.shape[1])
+        heads[f"{side}.{NARROW_PART}"] = torch.cat([known, more], dim=1)
+    return heads

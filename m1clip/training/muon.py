@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m1clip.training.adamw import EagerOptimizer
 from m1clip.training.distributed import Ranks, rows_of_rank
-from m1clip.training.eager_optimizer import EagerOptimizer
 
 MUON_EPS = 1e-7
 MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)

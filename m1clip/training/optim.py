@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.unfreeze import layer_lr_factors
+from m1clip.model.blocks import layer_lr_factors
 from m1clip.optimizers import OPTIMIZERS, Part
 from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS, AdamW
 from m1clip.training.distributed import Ranks

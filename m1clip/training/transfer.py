@@ -31,13 +31,13 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.inference import load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.inference.features import encode_split
+from m1clip.model.blocks import ALL_BLOCKS, unfreeze
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.lora import add_head_lora, add_lora
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.residual import ResidualKind, add_residual
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
-from m1clip.model.unfreeze import ALL_BLOCKS, unfreeze
 from m1clip.model.weights import Tensors, assign_weights, weights_hash
 from m1clip.text.base import Tokenizer
 from m1clip.training.cca import fit_projections

@@ -65,6 +65,8 @@ from m1clip.training.head_trial import (
     HeadTrial,
     choose_heads,
     copy_with_own_heads,
+    fits_general,
+    general_heads,
     head_candidates,
     run_trial,
     split_rows,
@@ -79,7 +81,6 @@ from m1clip.training.measure import (
     memory_limit,
 )
 from m1clip.training.memory import MemoryEstimate
-from m1clip.training.prior import fits_general, general_heads
 from m1clip.training.resolve import (
     Dataset,
     InitialModel,

@@ -49,7 +49,7 @@ def class_folders(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.training.progress.STEP_SECONDS", -1.0)
+    monkeypatch.setattr("m1clip.training.logger.STEP_SECONDS", -1.0)
 
 
 def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:

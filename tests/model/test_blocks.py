@@ -1,11 +1,15 @@
 """The layers of any tower, and of a model, by depth."""
 
+import torch
 from tiny_model import tiny_clip
 from torch import nn
 
-from m1clip.model.blocks import find_blocks, model_layers, tower_layers
+from m1clip.config import OptimConfig
+from m1clip.model.blocks import find_blocks, layer_lr_factors, model_layers, tower_layers
 from m1clip.model.pretrained.efficientnet import LITE0, LITE2, ConcatTower, EfficientNetLite
 from m1clip.model.pretrained.minilm import BertSize, BertTower
+from m1clip.optimizers import OPTIMIZERS
+from m1clip.training.optim import BuildOptions, Optimizer
 
 
 def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
@@ -57,3 +61,30 @@ def test_layers_of_a_model_are_named_by_tower_and_depth() -> None:
     assert all(".blocks.1." in name for name in layers["image/block 2"])
     placed = sorted(name for group in layers.values() for name in group)
     assert placed == sorted(name for name, _ in model.named_parameters())
+
+
+def test_layer_decay_lowers_learning_rates_of_early_layers() -> None:
+    torch.manual_seed(0)
+    model = tiny_clip(vision_layers=3)
+    factors = layer_lr_factors(model, ("image_tower", "text_tower"), 0.5)
+    assert (
+        factors["image_tower.norm.weight"]
+        == factors["image_head.weight"]
+        == factors["logit_scale"]
+        == 1
+    )
+    assert factors["image_tower.transformer.blocks.2.attn.qkv.weight"] == 0.5
+    assert factors["image_tower.transformer.blocks.0.attn.qkv.weight"] == 0.125
+    assert factors["image_tower.patch.weight"] == 0.0625
+    assert factors["text_tower.transformer.blocks.1.mlp.up.weight"] == 0.5
+    for kind in OPTIMIZERS:
+        config = OptimConfig(optimizer=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5)
+        optimizer = Optimizer(model, config, BuildOptions())
+        optimizer.set_lr(0.5)
+        peak = {part.name: getattr(config, part.lr_setting) for part in OPTIMIZERS[kind].parts}
+        seen = {}
+        for part, inner in optimizer.parts.items():
+            for group in inner.param_groups:
+                seen |= dict.fromkeys(group["param_names"], (group["lr"], peak[part]))
+        assert seen.keys() == factors.keys()
+        assert all(abs(lr - 0.5 * top * factors[name]) < 1e-12 for name, (lr, top) in seen.items())

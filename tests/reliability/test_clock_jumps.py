@@ -20,7 +20,7 @@ from m1clip.monitor.history import History
 from m1clip.monitor.status import elapsed as elapsed_seconds
 from m1clip.monitor.status import seconds_left, status_of
 from m1clip.runlog import read_log
-from m1clip.training.progress import TrainingDisplay
+from m1clip.training.logger import TrainingDisplay
 
 sys.path.append(str(Path(__file__).parents[1]))
 from monitor.made_runs import BEGIN, evaluation, make_run, step

@@ -15,11 +15,10 @@ from m1clip.model.clip import CLIP
 from m1clip.monitor.layer_gradients import judge
 from m1clip.runlog import FIELDS, parse, read_log
 from m1clip.schema import matches_schema
-from m1clip.training.analyses import layer_grad_norms
+from m1clip.training.analyses import StepView, layer_grad_norms
 from m1clip.training.inputs import RunInputs
 from m1clip.training.process import Interrupted, Stopped
 from m1clip.training.run import resume
-from m1clip.training.step_view import StepView
 
 NAME = "layer_grad_norms"
 DEPTH = 16

@@ -22,7 +22,7 @@ from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import Features
 from m1clip.optimizers import ADAMW, MUON, OPTIMIZERS
 from m1clip.training import parity
-from m1clip.training.analyses import layer_grad_norms
+from m1clip.training.analyses import StepView, layer_grad_norms
 from m1clip.training.checkpoint import checkpoint_tensors
 from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
@@ -30,7 +30,6 @@ from m1clip.training.inputs import RunInputs
 from m1clip.training.process import Stopped
 from m1clip.training.run import resume
 from m1clip.training.step import compute_gradients, make_parts
-from m1clip.training.step_view import StepView
 
 mx = pytest.importorskip(
     "mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError

@@ -8,7 +8,7 @@ from safetensors.torch import load as tensors_from_bytes
 from m1clip.model.heads import Head
 from m1clip.model.named import GENERAL, HEADS, boxed_files
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
-from m1clip.training.prior import fits_general, general_heads
+from m1clip.training.head_trial import fits_general, general_heads
 
 BOTH_LITE = "efficientnet-lite0+lite2"
 SHAPE = CLIPConfig(
