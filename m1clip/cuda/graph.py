@@ -73,6 +73,16 @@ class CapturedStep:
         """Whether steps are being replayed, or capturing is disabled."""
         return self._graph is not None or bool(self.disabled)
 
+    @property
+    def pool_id(self) -> tuple[int, int] | None:
+        """The memory pool of the graph; None without a graph."""
+        return None if self._graph is None else self._graph.pool()
+
+    @property
+    def input_bytes(self) -> int:
+        """Memory of the copies that the graph reads its batch from."""
+        return sum(tensor.nbytes for tensor in self._inputs)
+
     def accepts(self, batch: Batch, micro_batch: int) -> bool:
         """Whether this step can be replayed: no micro-batches."""
         return not self.disabled and not 0 < micro_batch < len(batch)

@@ -33,10 +33,11 @@ TRACED = 1024  # the largest batch that is traced
 
 
 class PeakMemory(TorchDispatchMode):
-    """Tracks the bytes of live tensors on the CPU: `now`, and their maximum `peak`."""
+    """Tracks the bytes of live tensors on a device: `now`, and their maximum `peak`."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], device_type: str = "cpu") -> None:
         super().__init__()
+        self._device_type = device_type
         self._live: set[int] = set()
         self.now = self.peak = 0
         for tensor in tensors:
@@ -45,11 +46,13 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            if isinstance(leaf, Tensor):
                 self._add(leaf)
         return result
 
     def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._device_type:
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live:

@@ -1,7 +1,9 @@
 """Memory of a run by component, from one step whose tensors are counted.
 
 On the CPU every component is measured: tensors by their storages, malloc's blocks by glibc, and the
-libraries by the memory of the process before training. `rest` is what remains of the peak.
+libraries by the memory of the process before training. On CUDA, the peak is that of torch's
+allocator: tensors are counted in the same way, workspaces of cuBLAS by freeing them once, and a
+captured graph by its memory pool. `rest` is what remains of the peak.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from m1clip.training.memory import PeakMemory
 from m1clip.training.oom import is_out_of_memory
 
 if TYPE_CHECKING:
+    from m1clip.cuda.graph import CapturedStep
     from m1clip.training.compose import TrainStep
     from m1clip.training.inputs import RunInputs
 
@@ -90,7 +93,8 @@ class MemoryProbe:
     resident_before: int = 0  # of the process, before the first step
     malloc_before: MallocUse | None = None
     activations: int | None = None
-    tensor_peak: int | None = None  # of all tensors that were alive at a time; CPU
+    tensor_peak: int | None = None  # of all tensors that were alive at a time; CPU and CUDA
+    workspaces: int | None = None  # CUDA: what cuBLAS holds for its matmuls
     problems: dict[str, str] = field(default_factory=dict)  # component -> why it is not measured
     done: bool = False
 
@@ -115,6 +119,13 @@ class MemoryProbe:
         elif saved is not None:
             self.activations = saved.peak
         self.tensor_peak = None if tensors is None else tensors.peak
+        if self.inputs.device.kind == "cuda" and not self._captured():
+            self.workspaces = free_workspaces()
+
+    def _captured(self) -> bool:
+        """Whether a graph exists, which refers to its workspaces."""
+        graph = self.train_step.cuda_graph
+        return graph is not None and graph.pool_id is not None
 
     def _obstacle(self) -> str:
         if self.inputs.device.kind == "mlx":
@@ -131,8 +142,11 @@ class MemoryProbe:
             persistent = [*self._persistent(), *batch]
             saved = SavedTensors(persistent)
             tensors = None
-            if self.inputs.device.kind == "cpu":
-                tensors = PeakMemory(persistent)
+            sharded = self.train_step.parts.world.shards is not None
+            if self.inputs.device.kind == "cpu" or (
+                self.inputs.device.kind == "cuda" and not sharded
+            ):
+                tensors = PeakMemory(persistent, self.inputs.device.torch.type)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -175,6 +189,13 @@ class MemoryProbe:
                 tensor_peak=self.tensor_peak,
                 persistent=alive,
             )
+        elif device.kind == "cuda":
+            sizes |= cuda_parts(
+                sizes,
+                tensor_peak=self.tensor_peak,
+                workspaces=self.workspaces,
+                graph=self.train_step.cuda_graph,
+            )
         reasons = {"not_measured": self.problems} if self.problems else {}
         explained = sum(sizes.values())
         overlap = 0
@@ -187,10 +208,15 @@ class MemoryProbe:
 def tensor_parts(inputs: RunInputs, train_step: TrainStep) -> dict[str, int]:
     """Bytes of the tensors that stay from step to step."""
     parameters = train_step.parts.world.parameters
+    device_type = inputs.device.torch.type  # the other tower of a pair is elsewhere
+    counted = {
+        "weights": [*parameters, *train_step.model.buffers()],
+        "gradients": [p for p in parameters if p.requires_grad],
+        "optimizer": train_step.parts.update.optimizer.tensors().values(),
+    }
     parts = {
-        "weights": _nbytes(parameters) + _nbytes(train_step.model.buffers()),
-        "gradients": _nbytes(p for p in parameters if p.requires_grad),
-        "optimizer": _nbytes(train_step.parts.update.optimizer.tensors().values()),
+        name: _nbytes(tensor for tensor in tensors if tensor.device.type == device_type)
+        for name, tensors in counted.items()
     }
     if inputs.device.kind == "cpu":
         parts["data"] = sum(split.images.ram_bytes for split in inputs.splits.values())
@@ -231,6 +257,58 @@ def cpu_parts(
     transient = max(0, tensor_peak - persistent)
     parts["allocator"] = max(0, malloc_now.free - transient)
     return parts
+
+
+def cuda_parts(
+    sizes: dict[str, int],
+    *,
+    tensor_peak: int | None,
+    workspaces: int | None,
+    graph: CapturedStep | None,
+) -> dict[str, int]:
+    """The components that only CUDA has.
+
+    - temporary: tensors that are alive at the peak and not listed elsewhere
+    - workspaces: scratch memory of cuBLAS, one for each thread and stream that multiplies matrices
+    - graph: what a captured graph holds between its replays: inputs, results and own workspaces
+    - allocator: blocks are larger than the tensors in them
+    """
+    parts = {}
+    if tensor_peak is not None:
+        parts["temporary"] = max(0, tensor_peak - _listed(sizes))
+    if workspaces is not None:
+        parts["workspaces"] = workspaces
+    if graph is not None and graph.pool_id is not None:
+        parts["graph"] = graph.input_bytes + pool_bytes(graph.pool_id)
+    figures = torch.cuda.memory_stats()
+    allocated = int(figures.get("allocated_bytes.all.peak", 0))
+    requested = int(figures.get("requested_bytes.all.peak", allocated))
+    parts["allocator"] = max(0, allocated - requested)
+    return parts
+
+
+def free_workspaces() -> int | None:
+    """Free the workspaces of cuBLAS, and return their bytes; the next matmul allocates them again.
+
+    None where torch has no function for it. A captured graph would refer to freed memory.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    clear()
+    return max(0, int(before - torch.cuda.memory_allocated()))
+
+
+def pool_bytes(pool_id: tuple[int, int]) -> int:
+    """Bytes in use in the memory pool of a captured graph."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        int(segment["allocated_size"])
+        for segment in segments
+        if tuple(segment.get("segment_pool_id", (0, 0))) == tuple(pool_id)
+    )
 
 
 def _listed(sizes: dict[str, int]) -> int:

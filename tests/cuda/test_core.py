@@ -57,6 +57,16 @@ def test_components_explain_the_peak_of_the_allocator(tmp_path: Path) -> None:
 
 
 @needs_cuda
+def test_components_of_a_small_model_name_workspaces_and_the_graph(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    run_small(tmp_path, {"train.device": "cuda", "optim.optimizer": "adamw"})
+    last = records(tmp_path, "memory")[-1]
+    assert last["workspaces"] > 0
+    assert last["graph"] > 0
+    assert last["rest"] <= MAX_REST * last["peak"], last
+
+
+@needs_cuda
 def test_captured_steps_have_stages_from_synchronized_ones(tmp_path: Path) -> None:
     run_small(tmp_path, {**MEDIUM, "train.steps": 300, "optim.optimizer": "adamw"})
     assert not [r for r in records(tmp_path, "event") if r["event"] == "CUDA graph disabled"]

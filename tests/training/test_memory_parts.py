@@ -13,7 +13,8 @@ from small_run import assert_same_bits, finished_run, run_small, tensors_of
 from m1clip.hardware.memory import MallocUse, malloc_use
 from m1clip.runlog import read_log
 from m1clip.training import memory_parts
-from m1clip.training.memory_parts import SavedTensors, cpu_parts
+from m1clip.training.memory import PeakMemory
+from m1clip.training.memory_parts import SavedTensors, cpu_parts, cuda_parts
 
 COMPONENTS = {
     *("weights", "gradients", "optimizer", "activations", "temporary", "data"),
@@ -128,6 +129,39 @@ def test_without_malloc_figures_only_libraries_are_known() -> None:
     sizes = {"weights": 100, "data": 50}
     values: dict[str, Any] = {"malloc_before": None, "malloc_now": None, "tensor_peak": None}
     assert cpu_parts(sizes, resident_before=1000, persistent=0, **values) == {"libraries": 850}
+
+
+class Graph:
+    """A captured graph with its own memory pool."""
+
+    pool_id = (7, 1)
+    input_bytes = 5
+
+
+def test_components_of_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.peak": 1000, "requested_bytes.all.peak": 960}
+    segments = [
+        {"segment_pool_id": (0, 0), "allocated_size": 700},
+        {"segment_pool_id": (7, 1), "allocated_size": 60},
+        {"segment_pool_id": (7, 1), "allocated_size": 3},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    sizes = {"weights": 100, "gradients": 100, "optimizer": 200, "activations": 300}
+    graph: Any = Graph()
+    parts = cuda_parts(sizes, tensor_peak=750, workspaces=64, graph=graph)
+    assert parts == {"temporary": 50, "workspaces": 64, "graph": 68, "allocator": 40}
+    without = cuda_parts(sizes, tensor_peak=None, workspaces=None, graph=None)
+    assert without == {"allocator": 40}, "what was not measured has no component"
+
+
+def test_peak_of_a_device_leaves_out_tensors_of_others() -> None:
+    on_host = torch.ones(1000)
+    with PeakMemory([on_host], "meta") as memory:
+        on_device = torch.empty(10, device="meta")  # 40 bytes
+        both = [on_device + 1, on_host + 1]
+    assert memory.peak == 80
+    assert len(both) == 2
 
 
 def test_malloc_reports_what_is_in_use() -> None:
