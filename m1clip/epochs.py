@@ -154,7 +154,7 @@ def epoch_rows(
             seconds = max(0.0, seconds_after - seconds_before)
         seconds_before = seconds_after
         evaluation = evaluated.get(group, {})
-        in_batch = _val_batch_accuracy(evaluation)
+        in_batch = val_batch_accuracy(evaluation)
         rows.append(
             EpochRow(
                 first=group * width + 1,
@@ -180,7 +180,8 @@ def _number(row: Record, name: str) -> float | None:
     return value
 
 
-def _val_batch_accuracy(evaluation: Record) -> Record:
+def val_batch_accuracy(evaluation: Record) -> Record:
+    """Return the rate of an evaluation's accuracy within a batch; {} without one."""
     rates = evaluation.get("analysis", {}).get("held_out_batch_accuracy", {})
     rates_of_split: Record = rates.get(evaluation.get("split"), {})
     return rates_of_split

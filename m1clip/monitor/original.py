@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from m1clip.epochs import val_batch_accuracy
 from m1clip.formatting import duration, percent, size, table
 from m1clip.io import read_small, write_json
 from m1clip.runlog import Record, read_log
@@ -20,12 +22,22 @@ ORIGINAL_PRESET = "original"  # of `m1clip train --preset`
 COMPARISON_FILE = "original.json"
 COMPARISON_HEAD = ("figure", "original (M1)", "this run")
 NOT_MEASURED = "not measured"
-STAGE_FIELDS = {
-    "load and preprocess": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
+STAGE_FIELDS = {  # stages of the log
+    "load and preprocess": ("data", "copy", "preprocess"),
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "optimizer": ("optimizer",),
 }
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Median and quartiles of the seconds of a step, over the lines of the log."""
+
+    median: float
+    low: float
+    high: float
+    n: int  # lines, which average a few steps each
 
 
 @dataclass(frozen=True)
@@ -36,18 +48,19 @@ class Measured:
     last_loss: float | None = None
     first_accuracy: float | None = None  # within the training batches of the first epoch
     last_accuracy: float | None = None
-    val_accuracy: float | None = None  # within batches of the validation split, at the end
-    best_val_accuracy: float | None = None
+    val_accuracy: Record | None = None  # within batches of the validation split: rates
+    best_val_accuracy: Record | None = None
     first_temperature: float | None = None
     last_temperature: float | None = None
-    step_seconds: float | None = None
+    steps: int | None = None
+    step_seconds: StepSeconds | None = None
     epoch_seconds: float | None = None
     total_seconds: float | None = None
     peak_bytes: float | None = None
     weight_bytes: float | None = None
     checkpoint_bytes: float | None = None
     joules_per_epoch: float | None = None
-    mean_recall: float | None = None  # of the best model on the test split
+    mean_recall: Record | None = None  # of the best model on the test split: a rate
     stage_fractions: dict[str, float] | None = None
 
 
@@ -63,10 +76,10 @@ def measure(records: Iterable[Record]) -> Measured:
     first = [line for line in steps if math.ceil(line["epoch"]) <= 1]
     last = [line for line in steps if math.ceil(line["epoch"]) == last_epoch]
     validation = [
-        _number(line.get("analysis", {}).get("batch_accuracy", {}).get("val", {}), "value")
-        for line in by_kind.get("eval", [])
+        rate
+        for rate in map(val_batch_accuracy, by_kind.get("eval", []))
+        if _number(rate, "value") is not None
     ]
-    val_accuracies = [value for value in validation if value is not None]
     memory = _newest(by_kind, "memory")
     end = _newest(by_kind, "end")
     elapsed = _number(steps[-1], "elapsed")
@@ -75,18 +88,19 @@ def measure(records: Iterable[Record]) -> Measured:
         last_loss=_mean(last, "loss"),
         first_accuracy=_mean(first, "batch_accuracy"),
         last_accuracy=_mean(last, "batch_accuracy"),
-        val_accuracy=val_accuracies[-1] if val_accuracies else None,
-        best_val_accuracy=max(val_accuracies, default=None),
+        val_accuracy=validation[-1] if validation else None,
+        best_val_accuracy=max(validation, key=lambda rate: rate["value"], default=None),
         first_temperature=_number(steps[0], "temperature"),
         last_temperature=_number(steps[-1], "temperature"),
-        step_seconds=_mean(steps, "step_seconds"),
+        steps=steps[-1].get("step"),
+        step_seconds=_step_seconds(_values(steps, "step_seconds")),
         epoch_seconds=None if elapsed is None else elapsed / steps[-1]["epoch"],
         total_seconds=elapsed,
         peak_bytes=_number(end, "peak_bytes") or _number(memory, "peak"),
         weight_bytes=_number(memory, "weights"),
         checkpoint_bytes=_number(_newest(by_kind, "checkpoint"), "bytes"),
         joules_per_epoch=_number(end, "joules_per_epoch"),
-        mean_recall=_number(end, "mean_recall"),
+        mean_recall=_rate(end, "mean_recall"),
         stage_fractions=_stage_fractions(steps),
     )
 
@@ -103,21 +117,42 @@ def _number(record: Any, name: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def _values(lines: Sequence[Record], name: str) -> list[float]:
+    return [value for line in lines if (value := _number(line, name)) is not None]
+
+
+def _step_seconds(seconds: Sequence[float]) -> StepSeconds | None:
+    if len(seconds) < 2:
+        return StepSeconds(seconds[0], seconds[0], seconds[0], 1) if seconds else None
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return StepSeconds(median, low, high, len(seconds))
+
+
 def _mean(lines: Sequence[Record], name: str) -> float | None:
-    values = [value for line in lines if (value := _number(line, name)) is not None]
+    values = _values(lines, name)
     return sum(values) / len(values) if values else None
+
+
+def _rate(record: Record, metric: str) -> Record | None:
+    """A metric of a record with its interval, its chance level and its n."""
+    value = _number(record, metric)
+    if value is None:
+        return None
+    parts = ("low", "high", "chance", "n")
+    return {"value": value, **{part: _number(record, f"{metric}/{part}") for part in parts}}
 
 
 def _stage_fractions(steps: Sequence[Record]) -> dict[str, float] | None:
     """The mean fraction of a step that each stage takes."""
+    seconds = [line.get("seconds", {}) for line in steps]
     means = {
-        stage: _mean([line.get("seconds", {}) for line in steps], name)
-        for stage, name in STAGE_FIELDS.items()
+        stage: [mean for name in names if (mean := _mean(seconds, name)) is not None]
+        for stage, names in STAGE_FIELDS.items()
     }
     total = _mean(steps, "step_seconds")
     if not total:
         return None
-    return {stage: seconds / total for stage, seconds in means.items() if seconds is not None}
+    return {stage: sum(parts) / total for stage, parts in means.items() if parts}
 
 
 def comparison_rows(found: Measured) -> list[tuple[str, str, str]]:
@@ -129,10 +164,10 @@ def comparison_rows(found: Measured) -> list[tuple[str, str, str]]:
         ("training accuracy within a batch (chance 8.3%)", "7.9% -> 22.7%",
          _change(found.first_accuracy, found.last_accuracy, percent)),
         ("validation accuracy within a batch, last (best)", "12.5% (14.6%)",
-         _with_best(found.val_accuracy, found.best_val_accuracy)),
+         _text(found.val_accuracy, lambda rate: _with_best(rate, found.best_val_accuracy))),
         ("temperature", "0.07 -> 0.18",
          _change(found.first_temperature, found.last_temperature, _decimals(3))),
-        ("time of a batch", "7 to 9 s", _text(found.step_seconds, duration)),
+        ("time of a batch", "7 to 9 s", _text(found.step_seconds, _step_time)),
         ("time of an epoch", "156 to 162 s", _text(found.epoch_seconds, duration)),
         ("time in all", "39 min", _text(found.total_seconds, duration)),
         ("load and preprocess", "4.4%", _text(stages.get("load and preprocess"), percent)),
@@ -144,7 +179,7 @@ def comparison_rows(found: Measured) -> list[tuple[str, str, str]]:
         ("checkpoint", "920 MB", _text(found.checkpoint_bytes, size)),
         ("energy of an epoch", "5,460 J (35 W assumed)",
          _text(found.joules_per_epoch, lambda joules: f"{joules:,.0f} J")),
-        ("mean recall, test split", NOT_MEASURED, _text(found.mean_recall, percent)),
+        ("mean recall, test split", NOT_MEASURED, _text(found.mean_recall, _rate_text)),
     ]  # fmt: skip
 
 
@@ -173,7 +208,7 @@ def _decimals(digits: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{digits}f}"
 
 
-def _text(value: float | None, write: Callable[[float], str]) -> str:
+def _text(value: Any, write: Callable[[Any], str]) -> str:
     return NOT_MEASURED if value is None else write(value)
 
 
@@ -183,7 +218,24 @@ def _change(first: float | None, last: float | None, write: Callable[[float], st
     return f"{write(first)} -> {write(last)}"
 
 
-def _with_best(last: float | None, best: float | None) -> str:
-    if last is None or best is None:
-        return NOT_MEASURED
-    return f"{percent(last)} ({percent(best)})"
+def _step_time(seconds: StepSeconds) -> str:
+    low, high = duration(seconds.low), duration(seconds.high)
+    return f"{duration(seconds.median)} [{low}, {high}], n={seconds.n} log lines"
+
+
+def _with_best(rate: Record, best: Record | None) -> str:
+    """A rate and the best one, each with its interval: 12.5% [4.3, 31.0] (20.8% [9.2, 40.5])."""
+    best = rate if best is None else best
+    return f"{_interval(rate)} ({_interval(best)})"
+
+
+def _rate_text(rate: Record) -> str:
+    chance = rate.get("chance")
+    return _interval(rate) + ("" if chance is None else f", chance {percent(chance)}")
+
+
+def _interval(rate: Record) -> str:
+    low, high = _number(rate, "low"), _number(rate, "high")
+    if low is None or high is None:
+        return percent(rate["value"])
+    return f"{percent(rate['value'])} [{100 * low:.1f}, {100 * high:.1f}]"

@@ -65,6 +65,11 @@ SMOKE = {
         "--rounds 1 --steps 2 --eval-every 2",
         {"rounds", "seconds_by_analysis", "fraction"},
     ),
+    "original_run": (
+        f"--flags '{SMALL} --image-size 32 --patch-size 16 --embed-dim 16 --steps 2 --workers 0"
+        " --synthetic-images 24 --threads 1'",
+        {"rows", "measured", "epochs", "machine", "other_programs"},
+    ),
     "scale_arithmetic": ("--simulate 1e6", {"table", "order"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
     "speedrun": (
@@ -104,7 +109,10 @@ def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
     table = script("results_table").render(tmp_path)
-    assert name in ("cuda_step", "probes", "speedrun", "scale_arithmetic") or out.name in table
+    assert (
+        name in ("cuda_step", "original_run", "probes", "speedrun", "scale_arithmetic")
+        or out.name in table
+    )
 
 
 def test_baseline_has_the_size_of_m1clips_model() -> None:

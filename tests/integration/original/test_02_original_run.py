@@ -9,6 +9,7 @@ import pytest
 from small_run import exit_code, finished_run
 
 from m1clip.config import from_dict, read_preset
+from m1clip.evaluation.statistics import wilson
 from m1clip.monitor.original import Measured, comparison_rows, measure, write_comparison
 from m1clip.runlog import read_log
 
@@ -40,20 +41,33 @@ def test_run_prints_the_figures_of_the_original_beside_its_own(
 ) -> None:
     sizes = ("--image-size", "32", "--patch-size", "16", "--embed-dim", "16", *TOWERS)
     short = ("--steps", "2", "--synthetic-images", "24", "--workers", "0", "--threads", "1")
+    short = (*short, "--eval-every", "1")
     out = tmp_path / "run"
     assert exit_code("train", "--preset", "original", *sizes, *short, "--out", out) == 0
     printed = capsys.readouterr().out
     assert "original (M1)" in printed
     assert "3.25 -> 1.89" in printed
     record = json.loads((out / "original.json").read_text())
-    assert record["measured"]["step_seconds"] > 0
+    measured = record["measured"]
+    assert measured["step_seconds"]["median"] > 0
+    assert 0.0 <= measured["val_accuracy"]["low"] < measured["val_accuracy"]["high"] <= 1.0
+    assert measured["mean_recall"]["n"] == measured["val_accuracy"]["n"]
+    rows = {row["figure"]: row["this run"] for row in record["rows"]}
+    unmeasured = {name for name, value in rows.items() if value == "not measured"}
+    assert unmeasured <= {"energy of an epoch"}
     assert record["machine"]["cores"] >= 1
 
 
 def step(epoch: float, loss: float, seconds: float, **others: Any) -> dict[str, Any]:
-    stages = {"data": 0.1 * seconds, "forward": 0.3 * seconds, "backward": 0.6 * seconds}
+    stages = {
+        "data": 0.1 * seconds,
+        "preprocess": 0.05 * seconds,
+        "forward": 0.25 * seconds,
+        "backward": 0.6 * seconds,
+    }
     return {
         "kind": "step",
+        "step": round(18 * epoch),
         "epoch": epoch,
         "loss": loss,
         "temperature": 0.07 * epoch,
@@ -64,26 +78,40 @@ def step(epoch: float, loss: float, seconds: float, **others: Any) -> dict[str, 
     }
 
 
+def evaluation(value: float) -> dict[str, Any]:
+    """An evaluation of 24 images, with the interval of Wilson for a rate of them."""
+    low, high = wilson(value, 24)
+    rates = {"val": {"value": value, "low": low, "high": high, "chance": 1 / 12, "n": 24}}
+    return {"kind": "eval", "split": "val", "analysis": {"held_out_batch_accuracy": rates}}
+
+
 def test_figures_are_those_of_the_log() -> None:
-    evaluation = {"kind": "eval", "analysis": {"batch_accuracy": {"val": {"value": 0.25}}}}
     log = [
         step(1.0, 3.0, 2.0, batch_accuracy=0.1),
-        evaluation,
+        evaluation(0.25),
+        evaluation(0.125),
         step(2.0, 2.0, 4.0),
-        {"kind": "end"},
+        {"kind": "end", "mean_recall": 0.5, "mean_recall/low": 0.3, "mean_recall/high": 0.7},
     ]
     found = measure(log)
     assert (found.first_loss, found.last_loss) == (3.0, 2.0)
     assert (found.first_accuracy, found.last_accuracy) == (0.1, None)
-    assert (found.val_accuracy, found.best_val_accuracy) == (0.25, 0.25)
-    assert (found.step_seconds, found.epoch_seconds) == (3.0, 72.0)
+    assert found.step_seconds is not None
+    assert (found.step_seconds.median, found.step_seconds.n, found.epoch_seconds) == (3.0, 2, 72.0)
+    assert found.steps == 36
     assert found.stage_fractions is not None
     assert math.isclose(found.stage_fractions["backward"], 0.6)
+    assert math.isclose(found.stage_fractions["load and preprocess"], 0.15)
     other = measure([step(1.0, 5.0, 1.0)])
-    assert (other.first_loss, other.step_seconds) == (5.0, 1.0)
+    assert other.step_seconds is not None
+    assert (other.first_loss, other.step_seconds.median) == (5.0, 1.0)
     rows = {name: measured for name, _, measured in comparison_rows(found)}
     assert rows["loss, first and last epoch"] == "3.00 -> 2.00"
     assert rows["training accuracy within a batch (chance 8.3%)"] == "not measured"
+    validation = rows["validation accuracy within a batch, last (best)"]
+    assert validation == "12.5% [4.3, 31.0] (25.0% [12.0, 44.9])"
+    assert rows["time of a batch"] == "3 s [2.5 s, 3.5 s], n=2 log lines"
+    assert rows["mean recall, test split"] == "50.0% [30.0, 70.0]"
     assert rows["energy of an epoch"] == "not measured"
 
 
