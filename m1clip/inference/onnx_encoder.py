@@ -39,7 +39,7 @@ SPLIT_IMAGES = 16  # the same for the images of a split, which are decoded alrea
 SPLIT_TEXTS = 64
 ONNX_FORMAT = 1
 SETTINGS = "preprocess.json"
-HINT = "export the model again with m1clip export"
+EXPORT_AGAIN_HINT = "export the model again with m1clip export"
 SETTINGS_SCHEMA = {
     "image_graph": str,
     "text_graph": str,
@@ -177,10 +177,10 @@ class OnnxEncoder(ArrayEncoder):
             self.tokenizer = from_record(record)
         except OSError as error:
             raise UserError(
-                f"{error.filename}: cannot be read ({error.strerror}); {HINT}"
+                f"{error.filename}: cannot be read ({error.strerror}); {EXPORT_AGAIN_HINT}"
             ) from None
         except (UserError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{folder}: {error}; {HINT}") from None
+            raise UserError(f"{folder}: {error}; {EXPORT_AGAIN_HINT}") from None
         self.context_length = settings["context_length"]
         self.embed_dim = settings["embed_dim"]
         self.logit_scale = float(settings["logit_scale"])
@@ -244,16 +244,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
         settings = json.loads(read_small(path, inside=folder))
         version = format_version(settings)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {HINT}") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {EXPORT_AGAIN_HINT}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: not written by m1clip export; {HINT}") from None
+        raise UserError(f"{path}: not written by m1clip export; {EXPORT_AGAIN_HINT}") from None
     if version > ONNX_FORMAT:
         raise UserError(
             f"{path}: written by a newer m1clip (format {version}, this one reads {ONNX_FORMAT}):"
             " upgrade"
         )
     if not matches_schema(settings, SETTINGS_SCHEMA):
-        raise UserError(f"{path}: values are missing or of the wrong type; {HINT}")
+        raise UserError(f"{path}: values are missing or of the wrong type; {EXPORT_AGAIN_HINT}")
     return dict(settings)
 
 
@@ -266,7 +266,7 @@ def _session(
     """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder / SETTINGS}: {name} is outside the folder; {HINT}")
+        raise UserError(f"{folder / SETTINGS}: {name} is outside the folder; {EXPORT_AGAIN_HINT}")
     try:
         import onnxruntime
     except ImportError:
@@ -282,7 +282,9 @@ def _session(
         )
     except Exception as error:  # noqa: BLE001  its errors have no common class
         reason = " ".join(str(error).split()).rpartition("rror: ")[2].rpartition("failed:")[2][:200]
-        raise UserError(f"{path}: onnxruntime cannot open it ({reason}); {HINT}") from None
+        raise UserError(
+            f"{path}: onnxruntime cannot open it ({reason}); {EXPORT_AGAIN_HINT}"
+        ) from None
     given = session.get_inputs()
     made = session.get_outputs()
     fits = (
@@ -290,7 +292,9 @@ def _session(
     )
     sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
     if not fits or sides != [None, *shapes[given[0].type]] or made[0].shape[1:] != [embed_dim]:
-        raise UserError(f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {HINT}")
+        raise UserError(
+            f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {EXPORT_AGAIN_HINT}"
+        )
     return session
 
 
