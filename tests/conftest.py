@@ -22,6 +22,7 @@ from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference.torch_encoder import fastest_precision
 
 sys.path.append(str(Path(__file__).parent / "reliability"))
+gc.disable()
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +40,13 @@ ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["m1clip.cli.main", "m1clip.training.run", "m1clip.data.synthetic.source", "pytest"]
+    [
+        "m1clip.cli.main",
+        "m1clip.training.run",
+        "m1clip.data.synthetic.source",
+        "pytest",
+        "freeze_imports",
+    ]
 )
 
 SMALL: dict[str, Any] = {
@@ -156,18 +164,24 @@ def weights_sha256(run: Path, model: str = "model") -> str:
 
 
 class Command:
-    """`m1clip WORDS` in a separate process and process group.
+    """`m1clip WORDS` in a separate process and process group, or `script WORDS`.
 
     `prepare` runs in it first (a module-level function).
     """
 
     started: ClassVar[list[Command]] = []  # killed after each test by conftest.py
 
-    def __init__(self, *words: str, cwd: Path, prepare: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        *words: str,
+        cwd: Path,
+        prepare: Callable[[], object] | None = None,
+        script: Path | None = None,
+    ) -> None:
         self.output = Path(tempfile.mkdtemp(prefix="output-", dir=cwd.parent))
         for name in ("stdout", "stderr"):
             (self.output / name).touch()
-        self.process = SERVER.Process(target=_main, args=(words, cwd, self.output, prepare))
+        self.process = SERVER.Process(target=_main, args=(words, cwd, self.output, prepare, script))
         self.process.start()
         self.pid: int = self.process.pid  # type: ignore[assignment]
         self.started.append(self)
@@ -205,7 +219,11 @@ class Command:
 
 
 def _main(
-    words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None
+    words: tuple[str, ...],
+    cwd: Path,
+    output: Path,
+    prepare: Callable[[], object] | None,
+    script: Path | None,
 ) -> None:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
@@ -216,9 +234,18 @@ def _main(
     sys.argv = ["m1clip", *words]
     if prepare:
         prepare()
+    if script is not None:
+        sys.argv[0] = str(script)
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+        return
     from m1clip.cli.main import main
 
     main()
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 def hold_at(step: int, file: Path) -> None:
@@ -276,8 +303,12 @@ def exit_code(*words: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def command(*words: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    process = Command(*words, cwd=cwd)
+def command(
+    *words: str, cwd: Path, timeout: float = PATIENCE, script: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `m1clip WORDS`, or a script, to its end, with these environment variables."""
+    prepare = partial(_set_environment, variables)
+    process = Command(*words, cwd=cwd, prepare=prepare, script=script)
     code = process.wait(timeout)
     return subprocess.CompletedProcess(words, code, *process.read())
 

@@ -44,6 +44,9 @@ def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     frozen = {
         "transfer.recipe": "frozen",
         "transfer.image_tower": "efficientnet-lite0",
+        # Chosen, so that no trials of heads are run.
+        "transfer.heads": "cca",
+        "optim.lr": 3e-4,
         "model.embed_dim": 16,
         "optim.optimizer": "adamw",
     }

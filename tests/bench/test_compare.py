@@ -1,6 +1,7 @@
 """Choice of configurations, skipped ones with their reason, and worker processes."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 from machines import H200, M1, TURING
+from small_run import PATIENCE
 
 import m1clip
 from m1clip.bench import compare as module
-from m1clip.bench import steps
+from m1clip.bench import steps, worker
 from m1clip.bench.compare import (
     CompareOptions,
     Session,
@@ -23,9 +25,9 @@ from m1clip.bench.compare import (
     unsupported_precisions,
 )
 from m1clip.bench.loading import Loading
-from m1clip.bench.overhead import Overhead
+from m1clip.bench.overhead import Overhead, measure_overhead
 from m1clip.bench.stability import summarize
-from m1clip.bench.steps import Configuration, load_measured
+from m1clip.bench.steps import Configuration, load_measured, reduced_shape
 from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import Kind
@@ -224,42 +226,76 @@ def test_failures_are_rows_of_the_table_and_the_comparison_goes_on(
     assert "tiny, batch 8, cuda fp32 CUDA graph: out of memory (CUDA)" in page
 
 
+class InThisProcess:
+    """Does the calls of a session here, where tests can make the models small."""
+
+    alive = True
+
+    def __init__(self, log: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+    def call(self, method: str, timeout: float, *arguments: Any) -> Any:
+        return getattr(worker, method)(*arguments)
+
+
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is the reduced one, and only the smallest operations are measured, once each."""
+    shape = reduced_shape()
+    monkeypatch.setattr(worker, "model_shape", lambda model: (shape, shape.context_length))
+    once = functools.partial(measure_overhead, rounds=1, seconds=0.0, matmul_sizes=(32,))
+    monkeypatch.setattr(worker, "measure_overhead", once)
+    monkeypatch.setitem(worker.GEMM_SIZE, "cpu", 64)
+    monkeypatch.setattr(worker, "threads", lambda requested, facts: 1)
+
+
+@pytest.mark.usefixtures("small_models")
+def test_gradients_and_stages_of_a_step_are_measured() -> None:
+    one = configuration(batch_size=2)
+    found = worker.measure(one, 0.0, 2, True)
+    assert len(found.seconds) == 2
+    assert found.peak_bytes > 1e7
+    assert 0 < found.gradient_difference < 0.15
+    # Another batch size in another precision in the same process.
+    found = worker.measure(
+        dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True
+    )
+    assert found.gradient_difference < 1e-4
+    assert found.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
+    assert found.stages_problem == ""
+
+
 @pytest.mark.slow
-def test_worker_measures_the_training_step(tmp_path: Path) -> None:
-    one = dataclasses.replace(configuration(batch_size=2), threads=1)
-    worker = Worker(tmp_path / "log")
+def test_worker_process_measures_reports_errors_and_is_killed_when_late(tmp_path: Path) -> None:
+    one = dataclasses.replace(configuration(batch_size=1), threads=1)
+    process = Worker(tmp_path / "log")
     try:
-        found = worker.call("measure", 300, one, 0.0, 2, True)
-        assert len(found.seconds) == 2
-        assert found.peak_bytes > 1e7
-        assert 0 < found.gradient_difference < 0.15
-        # Another batch size in another precision in the same process, then one that is impossible.
-        found = worker.call(
-            "measure", 300, dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True
-        )
-        assert found.gradient_difference < 1e-4
-        assert found.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
-        assert found.stages_problem == ""
+        found = process.call("measure", PATIENCE, one, 0.0, 1, False)
+        assert len(found.seconds) == 1
+        assert found.gradient_difference is None
         with pytest.raises(MeasurementError, match="unknown model preset"):
-            worker.call("measure", 300, dataclasses.replace(one, model="none"), 0.0, 1, False)
-        assert worker.alive
+            process.call("measure", PATIENCE, dataclasses.replace(one, model="none"), 0.0, 1, False)
+        assert process.alive
         with pytest.raises(MeasurementError, match="timed out after"):
-            worker.call("measure", 0.0, one, 0.0, 1, False)
+            process.call("measure", 0.0, one, 0.0, 1, False)
     finally:
-        worker.close()
+        process.close()
     with pytest.raises(MeasurementError, match="worker process"):
-        worker.call("measure", 5, one, 0.0, 1, False)
+        process.call("measure", PATIENCE, one, 0.0, 1, False)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("small_models")
 def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Results of a busy machine are not saved otherwise.
     monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)
-    monkeypatch.setattr(module, "configurations", lambda *values: configurations(*values)[:1])
+    monkeypatch.setattr(module, "Worker", InThisProcess)
+    one = configuration(precision="fp32", batch_size=2)
+    monkeypatch.setattr(module, "configurations", lambda *values: [one])
     monkeypatch.setattr(module, "measure_loading", lambda facts: [])
     monkeypatch.setattr(module, "STABILITY_STEPS", 6)
-    monkeypatch.setattr(module, "COMPARED_SECONDS", 1.0)
+    monkeypatch.setattr(module, "COMPARED_SECONDS", 0.0)
     shown: list[str] = []
     options = CompareOptions(batch_sizes=(2,), devices=("cpu",), precisions=("fp32",), minutes=10.0)
     found = run_comparison(options, tmp_path / "out", lambda text, used: shown.append(text))

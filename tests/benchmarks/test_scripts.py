@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from PIL import Image
+from small_run import command
 
 import m1clip
 from m1clip.data.images import FileImage
@@ -91,19 +92,16 @@ MINUTES_OF_CPU = ("step", "same_work", "large_batch", "loader", "speedrun")
 def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
-    command = [
-        sys.executable,
-        str(BENCHMARKS / f"{name}.py"),
-        *shlex.split(words.replace("PHOTOS", str(photos))),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    result = subprocess.run(
-        [*command, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
+    (tmp_path / "here").mkdir()
+    options = shlex.split(words.replace("PHOTOS", str(photos)))
+    result = command(
+        *options,
+        "--json",
+        str(out),
+        cwd=tmp_path / "here",
         timeout=900,
-        env=environment,
+        script=BENCHMARKS / f"{name}.py",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
     )
     assert result.returncode == 0, result.stderr + result.stdout
     figures = json.loads(out.read_text(encoding="utf-8"))
