@@ -258,9 +258,7 @@ def test_gradients_and_stages_of_a_step_are_measured() -> None:
     assert found.peak_bytes > 1e7
     assert 0 < found.gradient_difference < 0.15
     # Another batch size in another precision in the same process.
-    found = worker.measure(
-        dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True
-    )
+    found = worker.measure(dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True)
     assert found.gradient_difference < 1e-4
     assert found.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
     assert found.stages_problem == ""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path

@@ -477,7 +477,7 @@ def test_downloaded_model_works_everywhere(
     code, out, _ = run(capsys, "export", "small/clip", "--to", "safetensors")
     assert code == 0, out
     assert m1clip.load("clip-safetensors").encode_text(texts).shape == (2, 16)
-    steps = ["--steps", "2", "--batch-size", "8", "--synthetic-images", "40", "--device", "cpu"]
+    steps = ["--steps", "2", "--batch-size", "8", "--synthetic-images", "32", "--device", "cpu"]
     train = ["train", "--data", "synthetic", "--init", "small/clip", "--precision", "fp32"]
     code, out, _ = run(capsys, *train, *steps, "--out", "run")
     assert code == 0, out

@@ -246,8 +246,12 @@ ONE_MINUTE = {
     "train.steps": None,
     "train.minutes": 1.0,
     "train.eval_every": None,
+    "model.patch_size": 16,
     "model.vision_layers": 1,
     "model.text_layers": 1,
+    "optim.optimizer": "adamw",
+    "train.batch_size": 8,
+    "data.captions_per_step": 1,
 }
 
 

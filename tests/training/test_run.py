@@ -170,7 +170,7 @@ def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
 def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     """Held-out combinations, 100 images: far above chance after some seconds."""
     changes = {
-        "model.vision_width": 64, "model.text_width": 64, "model.embed_dim": 64, "model.patch_size": 4,
+        "model.vision_width": 64, "model.text_width": 64, "model.embed_dim": 64,
         "data.synthetic_images": 1000,
         "train.batch_size": 64, "train.steps": 75,
     }  # fmt: skip
