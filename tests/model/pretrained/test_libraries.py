@@ -132,7 +132,10 @@ def test_model_of_open_clip_is_encoded_saved_and_fine_tuned_by_its_own_towers(
     assert all(p.grad is not None for p in model.clip.image_tower.parameters())
 
 
-def test_missing_library_is_one_line_with_the_command(tmp_path: Path) -> None:
+def test_missing_library_is_one_line_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m1clip.model.folder.find_spec", lambda name: None)
     folder = openclip_folder(tmp_path / "theirs")
     with pytest.raises(UserError, match=r"timm_model_name: fastvit_mci0' .* 'm1clip\[openclip\]'"):
         m1clip.load(folder)
