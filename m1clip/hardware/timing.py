@@ -164,6 +164,8 @@ class Phases:
 STAGE_COST = 0.01  # maximum fraction of a run's time that synchronized steps may cost together
 MAX_STAGE_STEPS = 20  # synchronized steps of a run
 ASSUMED_SLOWDOWN = 1.0  # until it is measured, a synchronized step may take this many steps longer
+# And at least this many seconds: beside a CUDA graph, it allocates its activations anew.
+ASSUMED_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ def stages_due(step: int, total_steps: int, step_seconds: float, costs: StageCos
     if step_seconds <= 0:
         return False
     if costs.count == 0:
-        return ASSUMED_SLOWDOWN * step_seconds <= STAGE_COST * total_steps * step_seconds
+        assumed = max(ASSUMED_SLOWDOWN * step_seconds, ASSUMED_SECONDS)
+        return assumed <= STAGE_COST * total_steps * step_seconds
     if step - costs.last_step < max(1, total_steps // MAX_STAGE_STEPS):
         return False
     expected = max(costs.seconds / costs.count, step_seconds * STAGE_COST)

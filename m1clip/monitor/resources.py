@@ -16,7 +16,7 @@ Rows = list[tuple[str, str]]  # name, value
 NOT_MEASURED = "not measured"
 KNOWN_PARTS = (  # of a memory record, in the order in which they are shown
     *("weights", "gradients", "optimizer", "activations", "temporary", "data"),
-    *("libraries", "caches", "workspaces", "graph", "allocator", "rest"),
+    *("before", "libraries", "caches", "workspaces", "graph", "allocator", "rest"),
 )
 
 

@@ -92,6 +92,7 @@ class MemoryProbe:
     train_step: TrainStep
     resident_before: int = 0  # of the process, before the first step
     malloc_before: MallocUse | None = None
+    allocated_before: int = 0  # CUDA: by others in this process, such as a model of a notebook
     activations: int | None = None
     tensor_peak: int | None = None  # of all tensors that were alive at a time; CPU and CUDA
     workspaces: int | None = None  # CUDA: what cuBLAS holds for its matmuls
@@ -101,6 +102,9 @@ class MemoryProbe:
     def __post_init__(self) -> None:
         self.resident_before = resident_bytes()
         self.malloc_before = malloc_use()
+        if self.inputs.device.kind == "cuda":
+            own = tensor_parts(self.inputs, self.train_step)["weights"]
+            self.allocated_before = max(0, self.inputs.device.memory_bytes() - own)
 
     @contextlib.contextmanager
     def watch(self, batch: Iterable[Tensor]) -> Iterator[None]:
@@ -194,6 +198,7 @@ class MemoryProbe:
                 sizes,
                 tensor_peak=self.tensor_peak,
                 workspaces=self.workspaces,
+                allocated_before=self.allocated_before,
                 graph=self.train_step.cuda_graph,
             )
         reasons = {"not_measured": self.problems} if self.problems else {}
@@ -264,9 +269,12 @@ def cuda_parts(
     *,
     tensor_peak: int | None,
     workspaces: int | None,
+    allocated_before: int,
     graph: CapturedStep | None,
 ) -> dict[str, int]:
     """The components that only CUDA has.
+
+    - before: what this process had in use before the run, such as other models of a notebook
 
     - temporary: tensors that are alive at the peak and not listed elsewhere
     - workspaces: scratch memory of cuBLAS, one for each thread and stream that multiplies matrices
@@ -278,6 +286,8 @@ def cuda_parts(
         parts["temporary"] = max(0, tensor_peak - _listed(sizes))
     if workspaces is not None:
         parts["workspaces"] = workspaces
+    if allocated_before:
+        parts["before"] = max(0, allocated_before - (workspaces or 0))
     if graph is not None and graph.pool_id is not None:
         parts["graph"] = graph.input_bytes + pool_bytes(graph.pool_id)
     figures = torch.cuda.memory_stats()

@@ -269,6 +269,8 @@ def _train_and_finish(
     ranks = inputs.ranks
     general = open_general_data(inputs.config, inputs.shape.image_size)
     state = TrainState()
+    if inputs.device.kind == "cuda":
+        inputs.device.reset_peak()  # of what this process has done before, as in a notebook
     train_step = inputs.make_step(model)
     if resumed:
         kept = share_checkpoint(train_step, lambda device: load_latest(folder, device))

@@ -54,6 +54,7 @@ def test_run_without_stages_in_flight_has_them_from_synchronized_steps(
     original = Phases.__init__
     monkeypatch.setattr(Phases, "__init__", silent)
     monkeypatch.setattr(timing, "STAGE_COST", 1.0)  # of a run of ten steps
+    monkeypatch.setattr(timing, "ASSUMED_SECONDS", 0.0)
     monkeypatch.setattr(duration, "LOG_EVERY", 1)
     run_small(tmp_path / "run", changes)
     lines = [record for record in read_log(tmp_path / "run") if record["kind"] == "step"]

@@ -149,9 +149,10 @@ def test_components_of_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     sizes = {"weights": 100, "gradients": 100, "optimizer": 200, "activations": 300}
     graph: Any = Graph()
-    parts = cuda_parts(sizes, tensor_peak=750, workspaces=64, graph=graph)
+    parts = cuda_parts(sizes, tensor_peak=750, workspaces=64, allocated_before=90, graph=graph)
+    assert parts.pop("before") == 26, "what was in use before the run, without workspaces"
     assert parts == {"temporary": 50, "workspaces": 64, "graph": 68, "allocator": 40}
-    without = cuda_parts(sizes, tensor_peak=None, workspaces=None, graph=None)
+    without = cuda_parts(sizes, tensor_peak=None, workspaces=None, allocated_before=0, graph=None)
     assert without == {"allocator": 40}, "what was not measured has no component"
 
 

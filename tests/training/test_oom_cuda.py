@@ -50,12 +50,21 @@ def at_most(size: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def wanted_by(run: Path, changes: dict[str, Any]) -> tuple[int, int]:
-    """Train without a limit; returns the bytes in use before and at the peak."""
+def wanted_by(run: Path, changes: dict[str, Any]) -> int:
+    """Train without a limit; returns the bytes that it needed at its peak."""
     forget()
     before = torch.cuda.memory_allocated()
     run_small(run, {**LARGE, **changes})
-    return before, torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def reserved() -> int:
+    """Bytes that the allocator cannot give back: a limit is one of reserved memory.
+
+    Earlier tests of this process have left some.
+    """
+    forget()
+    return torch.cuda.memory_reserved()
 
 
 def short_of_memory(run: Path) -> list[dict[str, Any]]:
@@ -80,10 +89,9 @@ def test_gpu_out_of_memory_halves_micro_batch(
     tmp_path: Path, graph: bool, counts: dict[str, float]
 ) -> None:
     changes = {"model.cuda_graph": graph}
-    before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
-    assert peak - before > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
-    forget()
-    with at_most(before + int(0.7 * (peak - before))):
+    wanted = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
+    assert wanted > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
+    with at_most(reserved() + int(0.7 * wanted)):
         run_small(tmp_path / "short", {**LARGE, **changes})
     reported = short_of_memory(tmp_path / "short")
     assert reported, "memory did not run out"
@@ -106,9 +114,8 @@ def test_gpu_out_of_memory_halves_micro_batch(
 
 def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> None:
     """An eager step fits, but a CUDA graph, which needs its activations a second time, may not."""
-    before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
-    forget()
-    with at_most(before + int(1.3 * (peak - before))):
+    wanted = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
+    with at_most(reserved() + int(1.3 * wanted)):
         run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
     assert losses_of(tmp_path / "short") == pytest.approx(
         losses_of(tmp_path / "reference"), rel=TOLERANCE
@@ -146,4 +153,4 @@ def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
             figures.append(update.run(feed[3 + step], warm + step))
         with pytest.raises(RuntimeError, match="synchroniz"):  # a synchronization is detected
             figures[0][0].item()
-    assert all(bool(loss.isfinite()) and bool(norm.isfinite()) for loss, norm in figures)
+    assert all(bool(figure.isfinite().all()) for result in figures for figure in result)

@@ -416,7 +416,7 @@ def test_step_does_not_load_the_compiler() -> None:
         "print([name for name in ('sympy', 'torch._dynamo') if name in sys.modules])"
     )
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": path},
