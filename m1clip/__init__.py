@@ -19,6 +19,7 @@ __all__ = [
     "list_models",
     "list_presets",
     "load",
+    "plan",
     "resume",
     "train",
 ]
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from m1clip.model.presets import list_presets
     from m1clip.search.query import Index
     from m1clip.training.how_many import how_many
-    from m1clip.training.run import resume, train
+    from m1clip.training.run import plan, resume, train
 
 _MODULES = {
     "Config": "m1clip.config",
@@ -50,6 +51,7 @@ _MODULES = {
     "list_models": "m1clip.model.listing",
     "list_presets": "m1clip.model.presets",
     "load": "m1clip.inference",
+    "plan": "m1clip.training.run",
     "resume": "m1clip.training.run",
     "train": "m1clip.training.run",
 }

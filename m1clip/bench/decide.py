@@ -83,7 +83,8 @@ class PresetBench:
 
 def _reject_minutes(config: Config) -> Length:
     raise UserError(
-        "--minutes: the number of steps is measured in training; use --epochs or --steps"
+        "--minutes: the number of steps is measured on your images, so name them: m1clip plan"
+        " photos --minutes 10; or use --epochs or --steps"
     )
 
 

@@ -1,5 +1,6 @@
 """Commands about this machine: compare, doctor and plan."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,8 @@ from cyclopts import Parameter
 from m1clip.cli.app import MACHINE, Flag, app
 from m1clip.cli.options import with_settings
 from m1clip.config import COMMON, DataConfig, OptimizerName
-from m1clip.formatting import one_line
+from m1clip.errors import UserError
+from m1clip.formatting import one_line, table
 from m1clip.optimizers import DEFAULT_OPTIMIZER
 
 Several = Parameter(
@@ -134,41 +136,63 @@ def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
         sys.exit(1)
 
 
-# Settings of a run of `train` that `plan` decides and predicts; the others have little effect on
-# them.
+# Settings of a run of `train` that `plan` decides and predicts without data; the others have little
+# effect on them.
 PLANNED = (
     *("model", "batch_size", "micro_batch", "memory", "epochs", "steps"),
     *("device", "precision", "optimizer", "fsdp", "threads", "grad_checkpointing"),
 )
 
 
-@app.command(group=MACHINE, sort_key=2, usage="Usage: m1clip plan [OPTIONS]")
-@with_settings(PLANNED, recipe="scratch")
+# What m1clip plan --help shows of the settings, which are those of `train`.
+PLAN_HELP = (*PLANNED, "data", "minutes", "recipe", "init")
+# Options of `plan` itself.
+PLAN_OPTIONS = ("preset", "config", "save", "images", "ranks", "bandwidth", "sizes", "json")
+
+
+@app.command(group=MACHINE, sort_key=2, usage="Usage: m1clip plan [DATA...] [OPTIONS]")
+@with_settings(common=(*PLAN_HELP, *PLAN_OPTIONS))
 def plan(
+    data: list[str] | None = None,
     *,
-    images: Annotated[int, Parameter(group=COMMON)] = DataConfig.synthetic_images,
+    preset: Annotated[str | None, Parameter(group=COMMON)] = None,
+    config: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    save: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    images: Annotated[int | None, Parameter(group=COMMON)] = None,
     ranks: Annotated[int | None, Parameter(group=COMMON)] = None,
     bandwidth: Annotated[str | None, Parameter(group=COMMON)] = None,
     sizes: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
     json: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
     **settings: Any,
 ) -> None:
-    """Decide a run as m1clip train does, without training, and predict its memory and time.
+    """Decide a run as m1clip train does, without training.
 
-    The run is one of a model from random weights with one caption per image. A device and a
-    precision that are not given are measured as for train. For the time, uses the steps that m1clip
-    compare measured on this machine, or else measures matrix multiplication speed. --sizes lists
-    models from tiny to 1B with their memory and a recommended device of this machine. Under
-    torchrun it measures the bandwidth between two ranks.
+    With DATA, --preset or --config, takes every option of m1clip train (train --help-all): reads
+    the data, measures what train would measure, and prints what would happen and why.
 
-        m1clip plan --model ViT-B-32 --minutes 60
+    Without them, decides and predicts the memory and time of a model from random weights, with one
+    caption per image. A device and a precision that are not given are measured as for train. For the
+    time, uses the steps that m1clip compare measured on this machine, or else measures matrix
+    multiplication speed. --sizes lists models from tiny to 1B with their memory and a recommended
+    device of this machine. Under torchrun it measures the bandwidth between two ranks.
+
+        m1clip plan photos --minutes 10
+        m1clip plan photos --init general --save plan.toml
+        m1clip train --config plan.toml
+        m1clip plan --model ViT-B-32 --images 100000 --epochs 30
         m1clip plan --sizes
         torchrun --nproc-per-node 2 -m m1clip plan --ranks 8
 
     Parameters
     ----------
+    preset
+        Built-in settings for a complete run, as in m1clip train.
+    config
+        Settings from a TOML file, as in m1clip train.
+    save
+        With DATA: also write the decided settings to this file; m1clip train --config FILE makes that run.
     images
-        Number of training images.
+        Without DATA: number of training images. Default: 8000.
     ranks
         Number of ranks, with one device each. Default: those of torchrun, or one.
     bandwidth
@@ -178,20 +202,67 @@ def plan(
     json
         Print the plan and all decided settings as JSON.
     """
+    if data is not None or preset is not None or config is not None:
+        if data is not None:
+            settings["data"] = data
+        own = {"images": images, "ranks": ranks, "bandwidth": bandwidth, "sizes": sizes or None}
+        _plan_run({"preset": preset, "config": config, **settings}, own, save, json)
+        return
+    if save is not None:
+        raise UserError(
+            "--save writes the run on some data; name it: m1clip plan photos --save FILE"
+        )
     if sizes:
         _print_sizes(settings, json)
         return
+    unplanned = [name for name in settings if name not in PLANNED and name != "minutes"]
+    if unplanned:
+        option = f"--{unplanned[0].replace('_', '-')}"
+        raise UserError(f"{option} needs the data of the run: m1clip plan photos {option} ...")
     from m1clip.bench.plan import make_plan, plan_text
     from m1clip.training.distributed import connect
 
-    found = make_plan(settings, images, ranks, bandwidth)
+    found = make_plan(settings, images or DataConfig.synthetic_images, ranks, bandwidth)
     if connect().rank == 0:
         _print_json(found) if json else print(plan_text(found))
 
 
+def _plan_run(
+    options: dict[str, Any], without_data: dict[str, Any], save: Path | None, json: bool
+) -> None:
+    """Decide a run on data, and print it; `without_data` are options that do not apply here."""
+    from m1clip import console
+    from m1clip.config import to_dict
+    from m1clip.io import write_text
+    from m1clip.training.run import plan as plan_run
+    from m1clip.training.spec import setting
+
+    for name, value in without_data.items():
+        if value is not None:
+            raise UserError(f"--{name} is for a plan without data; remove --{name} or the data")
+    with console.quiet() if json else contextlib.nullcontext():
+        spec = plan_run(**{name: value for name, value in options.items() if value is not None})
+    if save is not None:
+        write_text(save, spec.to_toml())
+    if json:
+        _print_json({"config": to_dict(spec.config), "chosen_by": dict(spec.chosen_by)})
+        return
+    rows = [
+        (f"--{name.replace('_', '-')}", _as_words(setting(spec.config, name)), origin)
+        for name, origin in spec.chosen_by.items()
+    ]
+    print(f"\n{table(('setting', 'value', 'chosen by'), rows)}\n")
+    print("Nothing was trained. All other settings have their defaults (m1clip train --help-all).")
+    if save is not None:
+        print(f"saved      {one_line(str(save))}; to train: m1clip train --config {save}")
+
+
+def _as_words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def _print_sizes(settings: dict[str, Any], json: bool) -> None:
     from m1clip.bench.sizes import SIZE_BATCH, as_json, list_sizes, sizes_text
-    from m1clip.errors import UserError
 
     others = [name for name in settings if name != "batch_size"]
     if others:

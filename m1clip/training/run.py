@@ -540,6 +540,37 @@ def train(
     return train_config(settings, out, preset, on_log, used_seconds, source)
 
 
+def plan(
+    data: str | Sequence[str] | None = None,
+    minutes: float | None = None,
+    *,
+    config: str | Path | None = None,
+    preset: str | None = None,
+    **options: Any,
+) -> RunSpec:
+    """Decide the run that `train` would make with the same arguments, and train nothing.
+
+    Reads, measures and caches what `train` does before its first step, and prints the decisions
+    with their reasons. `RunSpec.config` has all settings, `RunSpec.chosen_by` who chose them. Of
+    the two stages of --recipe finetune, this is the first: the second one depends on its result.
+    """
+    options |= {
+        name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None
+    }
+    settings, source = decide_recipe(Settings(options, config, preset))
+    if settings.config.transfer.recipe == "finetune" and settings.config.transfer.init is None:
+        console.print(describe_first_stage(settings))
+        console.print("stage 2    trains the towers too; it is decided after stage 1")
+        settings = first_stage(settings)
+    minutes = settings.config.train.minutes
+    ranks = connect_same(settings.config.train.device)
+    budget = None if minutes is None else TimeBudget(60 * minutes)
+    workbench = Workbench(ranks, budget, source=source)
+    spec = workbench.resolve(settings)
+    _describe(workbench.inputs(spec))
+    return spec
+
+
 def decide_recipe(settings: Settings) -> tuple[Settings, Source | None]:
     """The settings with a recipe, and the data if it was opened to choose one.
 

@@ -2,19 +2,21 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import losses_of, run_small, tensors_of
+from small_run import exit_code, losses_of, run_small, small_arguments, small_options, tensors_of
 
 import m1clip
 from m1clip.errors import UserError
 from m1clip.inference import load
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.runlog import read_log
+from m1clip.training.spec import read_spec
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,40 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "small"
     run_small(folder, {"train.eval_every": 5})
     return folder
+
+
+def test_plan_of_data_is_the_run_that_train_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan` prints and saves every decision and trains nothing; `train --config` makes that run."""
+    monkeypatch.chdir(tmp_path)
+    words = small_arguments({"train.steps": 2})
+    assert exit_code("plan", "synthetic", *words, "--save", "plan.toml") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"], "no run folder"
+    printed = capsys.readouterr().out
+    assert re.search(r"--batch-size +16 +user\n", printed)
+    assert re.search(r"--fsdp +off +rule\n", printed)
+    spec = m1clip.plan("synthetic", **small_options({"train.steps": 2}))
+    assert spec.to_toml() == Path("plan.toml").read_text()
+    run = m1clip.train(config="plan.toml", out="run")
+    assert read_spec(run.path).config == spec.config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["synthetic", "--images", "5"], "--images is for a plan without data"),
+        (["--lr", "1e-3"], "--lr needs the data of the run: m1clip plan photos --lr ..."),
+        (["--minutes", "5"], "name them: m1clip plan photos --minutes 10"),
+        (["--save", "plan.toml"], "--save writes the run on some data; name it"),
+        (["missing"], "missing: no such file or folder"),
+    ],
+)
+def test_plan_says_what_needs_data(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("plan", *words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_files_of_a_run_folder(run: Path) -> None:
