@@ -81,11 +81,18 @@ def begin() -> None:
     first = _current.began == _started
     _current = TimeUse()
     if first:
-        with contextlib.suppress(psutil.Error):
-            _current.add_earlier("imports", max(0.0, time.time() - psutil.Process().create_time()))
+        _current.add_earlier("imports", process_seconds())
 
 
 _started = _current.began
+
+
+def process_seconds() -> float:
+    """Seconds since the process was started; 0 where the system does not say."""
+    try:
+        return max(0.0, time.time() - psutil.Process().create_time())
+    except psutil.Error:
+        return 0.0
 
 
 def part(name: str) -> contextlib.AbstractContextManager[None]:

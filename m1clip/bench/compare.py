@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,7 +16,7 @@ import psutil
 from m1clip import __version__, console
 from m1clip.bench.decide import default_configuration
 from m1clip.bench.loading import Loading, measure_loading
-from m1clip.bench.overhead import Overhead
+from m1clip.bench.overhead import OVERHEAD_SECONDS, Overhead
 from m1clip.bench.page import PAGE_NAME, write_page
 from m1clip.bench.report import Comparison, verdict
 from m1clip.bench.stability import STABILITY_STEPS, Stability
@@ -36,6 +37,7 @@ from m1clip.hardware.device import (
     Precision,
     available,
     choose_device,
+    device_parts,
     hybrids_of,
     rules,
 )
@@ -60,6 +62,12 @@ STABILITY_BATCH_SIZE = 8
 MIN_STABILITY_SECONDS = 2.0  # for one precision, even if little time is left
 MAX_SLOW_SECONDS = 120.0  # that a worker may take longer than it was given
 LOADING_SECONDS = 10.0  # that the measurement of the loader needs; a guess
+OVERHEAD_FRACTION = 0.03  # of the time, for the overhead of one device
+FINISH_SECONDS, FINISH_FRACTION = 4.0, 0.05  # of the time, for the page at the end: the smaller one
+# A measurement that still runs when the time is over is given up after the larger one.
+OVERRUN_SECONDS, OVERRUN_FRACTION = 5.0, 0.05
+# A device's slower precisions and variants get this part of the time of its likely fastest one.
+LATER_WEIGHT = 0.25
 
 Show = Callable[[str, float], None]  # gets a message and the fraction of the time that is used
 
@@ -127,16 +135,18 @@ def print_progress(message: str, used: float) -> None:
     console.print(f"{min(used, 1.0):4.0%}  {message}")
 
 
-def run_comparison(options: CompareOptions, folder: Path, show: Show) -> Comparison:
+def run_comparison(
+    options: CompareOptions, folder: Path, show: Show, used_seconds: float = 0.0
+) -> Comparison:
     """Run a comparison and write comparison.json and comparison.html.
 
-    `show` receives a message and the fraction of time used.
+    `show` receives a message and the fraction of time used; `used_seconds` have passed already.
     """
     facts = read_machine_info()
     devices = [choose_device(name, facts) for name in options.devices]  # raises for a missing one
     options = replace(options, devices=devices)
     folder.mkdir(parents=True, exist_ok=True)
-    session = Session(options, facts, folder, show)
+    session = Session(options, facts, folder, show, used_seconds)
     try:
         session.run()
     finally:
@@ -155,15 +165,20 @@ def configurations(
 ) -> list[Configuration]:
     """Every device and precision for each model and batch size, from small to large.
 
-    A single model is also measured with one change at a time from the likely fastest configuration
-    of each device.
+    All devices come in their likely fastest precision before any comes in another one: if the time
+    is short, devices are compared, not the precisions of the first device. A single model is also
+    measured with one change at a time from the likely fastest configuration of each device.
     """
+    precisions = {device: precisions_of(facts, device, options.precisions) for device in devices}
     listed = [
-        default_configuration(facts, model, batch_size, device, precision, options.optimizer)
+        default_configuration(
+            facts, model, batch_size, device, precisions[device][rank], options.optimizer
+        )
+        for rank in range(len(PRECISIONS))
         for model in options.models
         for batch_size in sorted(options.batch_sizes)
         for device in devices
-        for precision in precisions_of(facts, device, options.precisions)
+        if rank < len(precisions[device])
     ]
     if len(options.models) > 1:
         return listed
@@ -217,13 +232,19 @@ class Session:
     """One comparison: the results, the time budget, and a worker process for each variant."""
 
     def __init__(
-        self, options: CompareOptions, facts: MachineInfo, folder: Path, show: Show
+        self,
+        options: CompareOptions,
+        facts: MachineInfo,
+        folder: Path,
+        show: Show,
+        used_seconds: float = 0.0,
     ) -> None:
         self.options = options
         self.facts = facts
         self.folder = folder
-        self.begin = time.monotonic()
+        self.begin = time.monotonic() - used_seconds
         self.seconds = 60 * options.minutes
+        self.finish = min(FINISH_SECONDS, FINISH_FRACTION * self.seconds)
         self.reserved = (
             STABILITY_FRACTION * self.seconds
         )  # for the stability, after the first round
@@ -236,6 +257,8 @@ class Session:
         self.stability: dict[str, Stability] = {}  # by model, device and precision
         self.loading: list[Loading] = []
         self.measured: dict[Configuration, list[Measurement]] = {}
+        # Seconds before the first step by model, and by whether a worker had to be started.
+        self.preparation: dict[tuple[str, bool], float] = {}
         # By model and variant: the difference of the gradient from the CPU's.
         self.gradients: dict[tuple[str, str], float] = {}
         self.skipped: dict[str, str] = {}  # label -> reason
@@ -245,13 +268,19 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds until the time is over."""
-        return self.seconds - (time.monotonic() - self.begin)
+        """Seconds until nothing more can be measured."""
+        return self.seconds - self.finish - (time.monotonic() - self.begin)
 
     @property
     def left_for_steps(self) -> float:
         """Seconds that remain for timed steps."""
         return self.left - self.reserved
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a measurement is given up: the time is over, and a little more."""
+        overrun = max(OVERRUN_SECONDS, OVERRUN_FRACTION * self.seconds)
+        return max(0.0, self.left) + overrun
 
     @property
     def results(self) -> list[Result]:
@@ -297,18 +326,31 @@ class Session:
         precisions = precisions_of(self.facts, kind, requested)
         if not precisions:
             return
-        timeout = max(60.0, self.left)
+        image, text = device_parts(kind)
+        if kind in HYBRIDS and {image, text} <= self.devices.keys():
+            self.devices[kind] = self.devices[image]  # a pair is its parts, which are measured
+            return
+        if self.left <= 0:
+            self.skipped[kind] = self.no_time_left
+            return
         self.show(f"{kind}: matrix multiplication")
         try:
-            self.devices[kind] = self.worker(kind).call("measure_device", timeout, kind, precisions)
+            self.devices[kind] = self.worker(kind).call(
+                "measure_device", self.timeout, kind, precisions
+            )
+            if self.left <= 0:
+                self.skipped[f"{kind}: overhead"] = self.no_time_left
+                return
             self.show(f"{kind}: overhead")
+            seconds = min(OVERHEAD_SECONDS, OVERHEAD_FRACTION * self.seconds)
             self.overheads[kind] = self.worker(kind).call(
-                "measure_device_overhead", timeout, kind, precisions
+                "measure_device_overhead", self.timeout, kind, precisions, seconds
             )
         except MeasurementError as error:
             name = f"{kind}: overhead" if kind in self.devices else kind
             self.skipped[name] = str(error)
-        self.close()
+        finally:
+            self.close()
 
     def measure_loading(self) -> None:
         """Measure the loader with different numbers of workers, if there is time."""
@@ -318,64 +360,100 @@ class Session:
             return
         self.show(name)
         try:
-            self.loading = measure_loading(self.facts)
+            self.loading = measure_loading(self.facts, seconds=LOADING_SECONDS)
         except (OSError, RuntimeError, UserError) as error:
             self.skipped[name] = one_line(str(error))
 
     def measure_round(self, todo: Sequence[Configuration], later_variants: set[str]) -> None:
         """Measure configurations one after another; a fair part of the time for each."""
         for number, c in enumerate(todo):
-            waiting = len({*todo[number:]} - self.measured.keys()) or len(todo) - number
-            fair = self.left_for_steps / waiting
-            reason = self.obstacle(c, fair)
+            rest = todo[number:]
+            waiting = [other for other in rest if other not in self.measured] or rest
+            weights = sum(map(self.weight, waiting))
+            fair = self.weight(c) * self.left_for_steps / weights
+            sharing = sum(other.variant == c.variant for other in rest)
+            reason = self.obstacle(c, fair, sharing)
             if not reason:
                 self.measure(c, fair)
             elif c not in self.measured:
                 self.skipped.setdefault(c.label, reason)  # the first reason says why it failed
             self.close({later.variant for later in todo[number + 1 :]} | later_variants)
 
+    def weight(self, c: Configuration) -> float:
+        """How much of the time a configuration gets, compared with others."""
+        precisions = precisions_of(self.facts, c.device, self.options.precisions)
+        return 1.0 if c.is_default and c.precision == precisions[0] else LATER_WEIGHT
+
     def measure_stability(self, configurations: Sequence[Configuration]) -> None:
         """Count loss spikes of each model on each device in each precision.
 
         The real model trains if its steps fit into the time, otherwise a reduced one, and for
-        fewer steps if these are too slow, too.
+        fewer steps if these are too slow, too. The first models come first in all precisions.
         """
         chosen: dict[str, Configuration] = {}
-        for c in configurations:
-            if c.is_default:
-                name = f"{c.model}, {c.device} {c.precision}"
-                chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
-        is_over = self.left <= 0  # otherwise, each gets a little time even if the others overran
-        for name, c in chosen.items():
-            fair = self.reserved / len(chosen)
-            rate = ASSUMED_GEMM_FRACTION * self.devices[c.device].gemm_flops[c.precision]
-            known = predict(c, self.results)
-            step_seconds = known[0] if known else size_of(c)[1] / rate
-            needed = STABILITY_STEPS * step_seconds
-            if is_over:
-                self.skipped[f"{name}: stability"] = self.too_long(needed)
+        for model in self.options.models:
+            for c in configurations:
+                if c.is_default and c.model == model:
+                    name = f"{c.model}, {c.device} {c.precision}"
+                    chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
+        left_after = self.left - self.reserved  # for the second round
+        for number, (name, c) in enumerate(chosen.items()):
+            left = self.left - max(0.0, left_after)
+            fair = left / (len(chosen) - number)
+            needed = STABILITY_STEPS * self.step_seconds(c)
+            if left < MIN_STABILITY_SECONDS + self.preparation_seconds(c):
+                self.skipped[f"{name}: stability"] = self.no_time_left
                 continue
             self.show(f"{name}: stability over {STABILITY_STEPS} steps")
             seconds = max(fair, MIN_STABILITY_SECONDS)
             arguments = (c, needed > fair, STABILITY_STEPS, seconds)
+            timeout = min(seconds + MAX_SLOW_SECONDS, self.timeout)
             try:
                 self.stability[name] = self.worker(c.variant).call(
-                    "measure_stability", seconds + MAX_SLOW_SECONDS, *arguments
+                    "measure_stability", timeout, *arguments
                 )
             except MeasurementError as error:
                 self.skipped[f"{name}: stability"] = str(error)
             self.write()
 
+    @property
+    def no_time_left(self) -> str:
+        """Why something is skipped after the time was used."""
+        return f"no time left of --minutes {self.options.minutes:g}"
+
+    def step_seconds(self, c: Configuration) -> float:
+        """Predicted seconds of a step."""
+        known = predict(c, self.results)
+        if known:
+            return known[0]
+        parts = [self.devices.get(part, self.devices[c.device]) for part in device_parts(c.device)]
+        slowest = min(device.gemm_flops[c.precision] for device in parts)
+        return size_of(c)[1] / (ASSUMED_GEMM_FRACTION * slowest)
+
+    def preparation_seconds(self, c: Configuration) -> float:
+        """Predicted seconds before the first step: a worker, the model, the check of its gradient.
+
+        The last time that it took for this model, or the longest for any other one.
+        """
+        starts = c.variant not in self.workers
+        if (c.model, starts) in self.preparation:
+            return self.preparation[c.model, starts]
+        others = [value for (_, started), value in self.preparation.items() if started == starts]
+        return max(others, default=WORKER_START_SECONDS if starts else 0.0)
+
     def too_long(self, seconds: float) -> str:
         """Why something is skipped that needs so many seconds."""
         return f"needs about {seconds:.0f} s: too long for --minutes {self.options.minutes:g}"
 
-    def obstacle(self, c: Configuration, fair: float) -> str:
-        """Why to skip a configuration; `fair` is the average time left per configuration."""
+    def obstacle(self, c: Configuration, fair: float, sharing: int = 1) -> str:
+        """Why to skip a configuration; `fair` is its part of the time that is left.
+
+        `sharing` configurations, this one included, need the same worker process.
+        """
         failed = self.failed.get((c.model, c.variant))
         if failed is not None and c.batch_size >= failed:
             return f"batch {failed} failed"
-        parameters, flops = size_of(c)
+        parameters, _ = size_of(c)
         device = self.devices[c.device]
         memory = psutil.virtual_memory().available if c.device == "cpu" else device.total_bytes
         results = self.results
@@ -390,16 +468,21 @@ class Session:
         )
         if bytes_needed > COMPARED_MEMORY_FRACTION * memory:
             return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
-        known = predict(c, results)
-        rate = ASSUMED_GEMM_FRACTION * device.gemm_flops[c.precision]
-        step_seconds = known[0] if known else flops / rate
-        needed = step_seconds * (MIN_STEPS + OVERHEAD_STEPS) + COMPILE_SECONDS * c.compile
-        needed += 0 if c.variant in self.workers else WORKER_START_SECONDS
-        is_needed = len(results) < 2  # a comparison needs two
+        preparation = self.preparation_seconds(c)
+        in_steps = self.seconds_of_steps(c)
+        needed = preparation + in_steps
         left = self.left_for_steps
-        if needed > (left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, left))):
+        is_needed = len(results) < 2  # a comparison needs two
+        # The start of a worker serves all configurations that share it.
+        too_large = in_steps + preparation / sharing > max(2 * fair, ALWAYS_SECONDS)
+        if needed > left or (too_large and not is_needed):
             return self.too_long(needed)
         return ""
+
+    def seconds_of_steps(self, c: Configuration) -> float:
+        """Predicted seconds of the fewest steps that show anything."""
+        steps = MIN_STEPS + OVERHEAD_STEPS
+        return self.step_seconds(c) * steps + COMPILE_SECONDS * c.compile
 
     def measure(self, c: Configuration, seconds: float) -> None:
         """Time steps of a configuration for at most `seconds`.
@@ -409,15 +492,20 @@ class Session:
         self.show(c.label)
         key = c.model, c.variant
         arguments = c, min(COMPARED_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
+        timeout = min(self.timeout, MAX_SLOW_SECONDS + self.seconds_of_steps(c))
+        starts = c.variant not in self.workers
+        begin = time.monotonic()
         try:
-            found: Measurement = self.worker(c.variant).call(
-                "measure", max(120.0, self.left), *arguments
-            )
+            found: Measurement = self.worker(c.variant).call("measure", timeout, *arguments)
         except MeasurementError as error:
             self.skipped[c.label] = str(error)
             self.failed.setdefault(key, c.batch_size)
             self.write()
             return
+        in_steps = sum(found.seconds) + OVERHEAD_STEPS * statistics.median(found.seconds)
+        if not c.compile:
+            taken = time.monotonic() - begin
+            self.preparation[c.model, starts] = max(0.0, taken - in_steps)
         if found.gradient_difference is not None:
             self.gradients[key] = found.gradient_difference
         if found.stages_problem:
@@ -451,8 +539,11 @@ class Session:
         return self.workers[name]
 
     def close(self, keep: Collection[str] = ()) -> None:
-        for name in [name for name in self.workers if name not in keep]:
-            self.workers.pop(name).close()
+        closed = [self.workers.pop(name) for name in list(self.workers) if name not in keep]
+        for worker in closed:
+            worker.hang_up()  # all of them end at the same time
+        for worker in closed:
+            worker.close()
 
     def write(self, complete: bool = False) -> None:
         """Write what was measured so far."""

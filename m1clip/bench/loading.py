@@ -51,8 +51,13 @@ def measure_loading(
     *,
     rounds: int = LOADING_ROUNDS,
     images: int = LOADED_IMAGES,
+    seconds: float = float("inf"),
 ) -> list[Loading]:
-    """Decode and batch JPEG files with each number of workers, in alternating rounds."""
+    """Decode and batch JPEG files with each number of workers, in alternating rounds.
+
+    After `seconds`, no further round begins.
+    """
+    begin = time.perf_counter()
     counts = counts or worker_counts(facts)
     start_method = rules("cpu", facts).worker_start
     rates: dict[int, list[float]] = {count: [] for count in counts}
@@ -66,6 +71,8 @@ def measure_loading(
         for _ in range(rounds):
             for count, feed in feeds.items():
                 rates[count].append(data.plan.batch / _batch_seconds(feed, count))
+            if time.perf_counter() - begin > seconds:
+                break
     return [Loading(count, timing(values)) for count, values in rates.items()]
 
 

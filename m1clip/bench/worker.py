@@ -87,8 +87,12 @@ class Worker:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Let the process end, without waiting for it."""
         self._pipe.close()
+
+    def close(self) -> None:
+        self.hang_up()
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -140,11 +144,13 @@ def measure_device(kind: Kind, precisions: list[Precision]) -> DeviceMeasurement
     return DeviceMeasurement(device.total_bytes(), rates)
 
 
-def measure_device_overhead(kind: Kind, precisions: list[Precision]) -> list[Overhead]:
+def measure_device_overhead(
+    kind: Kind, precisions: list[Precision], seconds: float
+) -> list[Overhead]:
     """Launch, wait, allocation, transfer and matrix multiplication by size on a device."""
     device = _open_device(kind)
     try:
-        return measure_overhead(device, precisions)
+        return measure_overhead(device, precisions, seconds=seconds)
     finally:
         device.release()
 

@@ -70,6 +70,7 @@ def compare(
     from m1clip.bench.page import PAGE_NAME
     from m1clip.bench.report import shared
     from m1clip.io import write_json
+    from m1clip.time_use import process_seconds
 
     options = CompareOptions(
         models=model,
@@ -88,7 +89,7 @@ def compare(
             else:
                 print_progress(message, used)
 
-        found = run_comparison(options, out, show)
+        found = run_comparison(options, out, show, process_seconds())
     print(found)
     print(f"data       {one_line(str(out / 'comparison.json'))}")
     print(f"page       {one_line(str(out / PAGE_NAME))}")

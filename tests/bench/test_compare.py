@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from m1clip.bench.compare import (
 from m1clip.bench.loading import Loading
 from m1clip.bench.overhead import Overhead, measure_overhead
 from m1clip.bench.stability import summarize
-from m1clip.bench.steps import Configuration, load_measured, reduced_shape
+from m1clip.bench.steps import Configuration, Result, load_measured, reduced_shape
 from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import Kind
@@ -63,8 +64,8 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
         H200, CompareOptions(models=("original",), batch_sizes=(12,)), ["cuda", "cpu"]
     )
     variants = [c.variant for c in first]
-    assert variants[:3] == ["cuda bf16 CUDA graph", "cuda fp32 CUDA graph", "cuda fp16"]
-    assert variants[3:6] == ["cpu bf16", "cpu fp32", "cpu fp16"]
+    assert variants[:2] == ["cuda bf16 CUDA graph", "cpu bf16"]
+    assert variants[2:6] == ["cuda fp32 CUDA graph", "cpu fp32", "cuda fp16", "cpu fp16"]
     changed = {"cuda bf16", "cpu bf16 24 threads", "cpu bf16 gradient checkpointing"}
     compiled = {"cuda bf16 compiled CUDA graph", "cpu bf16 compiled"}
     assert changed | compiled <= set(variants)
@@ -87,13 +88,13 @@ def test_mlx_is_measured_without_torchs_variants() -> None:
     assert variants == {"mlx bf16", "mlx fp32", "mlx bf16 gradient checkpointing"}
 
 
-def test_several_models_are_ordered_by_size() -> None:
+def test_several_models_are_ordered_by_precision_then_size() -> None:
     options = CompareOptions(models=("tiny", "original"), batch_sizes=(64, 1))
     found = configurations(M1, options, ["mps", "cpu"])
-    order = dict.fromkeys((c.model, c.batch_size) for c in found)
+    order = dict.fromkeys((c.model, c.batch_size) for c in found[:8])
     assert list(order) == [("tiny", 1), ("tiny", 64), ("original", 1), ("original", 64)]
-    assert [c.variant for c in found[:3]] == ["mps bf16", "mps fp32", "mps fp16"]
-    assert [c.variant for c in found[3:6]] == ["cpu bf16", "cpu fp32", "cpu fp16"]
+    assert [c.variant for c in found[:8]] == ["mps bf16", "cpu bf16"] * 4
+    assert [c.precision for c in found[8:]] == ["fp32"] * 8 + ["fp16"] * 8
     assert len(found) == 24
     assert second_round(found) == found[::-1]
 
@@ -137,7 +138,7 @@ def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.Monke
     written = json.loads((tmp_path / "comparison.json").read_text())
     assert written["results"] == []
     assert written["skipped"]
-    assert all("too long for --minutes" in reason for reason in written["skipped"].values())
+    assert all("--minutes 8" in reason for reason in written["skipped"].values())
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,8 @@ class FakeWorker:
 
     def __init__(self, log: Path) -> None: ...
 
+    def hang_up(self) -> None: ...
+
     def close(self) -> None: ...
 
     def call(self, method: str, timeout: float, *arguments: Any) -> Any:
@@ -190,7 +193,9 @@ def fake_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeWo
     """Sessions measure nothing: step times come from a table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "Worker", FakeWorker)
-    monkeypatch.setattr(module, "measure_loading", lambda facts: [Loading(0, timing([10.0]))])
+    monkeypatch.setattr(
+        module, "measure_loading", lambda facts, seconds: [Loading(0, timing([10.0]))]
+    )
     monkeypatch.setattr(module, "read_machine_info", lambda: TURING)
     monkeypatch.setattr(FakeWorker, "fails", {})
     return FakeWorker
@@ -226,12 +231,124 @@ def test_failures_are_rows_of_the_table_and_the_comparison_goes_on(
     assert "tiny, batch 8, cuda fp32 CUDA graph: out of memory (CUDA)" in page
 
 
+class SlowMachine:
+    """A clock that workers advance by what their work takes on a simulated machine."""
+
+    def __init__(self, speed: float, start_seconds: float, spread: float, seed: int) -> None:
+        self.now = 0.0
+        self.speed = speed  # of the CPU, in FLOP/s; the GPU is 20 times as fast
+        self.start_seconds = start_seconds  # of a worker
+        self.spread = spread  # each step takes up to this many times as long, at random
+        self.random = random.Random(seed)
+
+    def work(self, seconds: float) -> float:
+        """Spend time; returns how much."""
+        taken = seconds * self.random.uniform(1.0, self.spread)
+        self.now += taken
+        return taken
+
+    def step(self, c: Configuration) -> float:
+        """The seconds of a step without other programs."""
+        slowdown = {"bf16": 1.0, "fp32": 2.0, "fp16": 3.0}[c.precision]
+        fixed, speed = (0.002, 20 * self.speed) if c.device == "cuda" else (0.03, self.speed)
+        return fixed + slowdown * steps.size_of(c)[1] / speed
+
+
+class TimedWorker(FakeWorker):
+    """Takes as long as the real one: a start, the model, warm-up, steps and checks."""
+
+    machine: ClassVar[SlowMachine]
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        self.is_started = False
+
+    def call(self, method: str, timeout: float, *arguments: Any) -> Any:
+        machine, begin = self.machine, self.machine.now
+        if not self.is_started:
+            machine.work(machine.start_seconds)
+            self.is_started = True
+        answer = super().call(method, timeout, *arguments)
+        if method == "measure_device":
+            machine.work(1.0)
+            answer = DeviceMeasurement(
+                2**36, dict.fromkeys(("fp32", "bf16", "fp16"), self.gemm(arguments[0]))
+            )
+        elif method == "measure_device_overhead":
+            machine.work(arguments[-1])
+        else:
+            c, step = arguments[0], machine.step(arguments[0])
+            machine.work(steps.size_of(c)[0] / 5e7)  # drawing the weights
+            if method == "measure_stability":
+                step = 0.01 if arguments[1] else step
+                machine.work(max(5 * step, min(50 * step, arguments[3])))
+            else:
+                count = max(3, min(100, int(arguments[1] / step)))
+                taken = [machine.work(step) for _ in range(count)]
+                machine.work((4 + 4 * arguments[3]) * step)  # warm-up, gradient and stages
+                answer = dataclasses.replace(answer, seconds=taken)
+        if machine.now - begin > timeout:
+            machine.now = begin + timeout
+            raise MeasurementError(f"timed out after {timeout:.0f} s")
+        return answer
+
+    def gemm(self, device: str) -> float:
+        return self.machine.speed * (40 if device == "cuda" else 2)
+
+
+@pytest.mark.parametrize("minutes", [0.5, 2.0])
+@pytest.mark.parametrize(
+    ("speed", "start_seconds", "spread"),
+    [(2e12, 4.0, 1.0), (2e11, 10.0, 1.5), (3e10, 6.0, 3.0)],
+    ids=["H200", "laptop", "busy laptop"],
+)
+def test_comparison_ends_with_its_time(
+    fake_workers: type[FakeWorker],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float,
+    speed: float,
+    start_seconds: float,
+    spread: float,
+) -> None:
+    machine = SlowMachine(speed, start_seconds, spread, seed=0)
+
+    def load(facts: MachineInfo, seconds: float) -> list[Loading]:
+        machine.work(min(seconds, 5.0))
+        return [Loading(0, timing([10.0]))]
+
+    monkeypatch.setattr(module, "Worker", TimedWorker)
+    monkeypatch.setattr(TimedWorker, "machine", machine, raising=False)
+    monkeypatch.setattr(module, "measure_loading", load)
+    monkeypatch.setattr(module, "read_machine_info", lambda: H200)
+    monkeypatch.setattr(module.time, "monotonic", lambda: machine.now)
+    options = CompareOptions(
+        models=("tiny", "original", "ViT-B-32"), batch_sizes=(1, 8, 64), minutes=minutes
+    )
+    used_by_imports = 3.0
+    measured: list[Result] = []
+    try:
+        found = run_comparison(options, tmp_path, lambda text, used: None, used_by_imports)
+        measured += found.results
+    except UserError:
+        if minutes > 0.5:
+            raise  # in half a minute, starting one worker may take all of the time
+    limit = 60 * minutes + max(module.OVERRUN_SECONDS, 60 * minutes * module.OVERRUN_FRACTION)
+    assert machine.now + used_by_imports <= limit + 0.01
+    if minutes > 0.5:
+        devices = {r.configuration.device for r in measured}
+        assert devices >= {"cuda", "cpu"}, "every device is measured, even in a short time"
+        assert machine.now > 0.7 * 60 * minutes, "the time is used"
+
+
 class InThisProcess:
     """Does the calls of a session here, where tests can make the models small."""
 
     alive = True
 
     def __init__(self, log: Path) -> None: ...
+
+    def hang_up(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -291,7 +408,7 @@ def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "Worker", InThisProcess)
     one = configuration(precision="fp32", batch_size=2)
     monkeypatch.setattr(module, "configurations", lambda *values: [one])
-    monkeypatch.setattr(module, "measure_loading", lambda facts: [])
+    monkeypatch.setattr(module, "measure_loading", lambda facts, seconds: [])
     monkeypatch.setattr(module, "STABILITY_STEPS", 6)
     monkeypatch.setattr(module, "COMPARED_SECONDS", 0.0)
     shown: list[str] = []
