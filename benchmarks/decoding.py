@@ -11,7 +11,6 @@ N`, with captions, over two epochs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import tempfile
@@ -47,7 +46,7 @@ def through(refs: list[FileImage], **how: Any) -> float:
     return count / (time.perf_counter() - begin)
 
 
-def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path) -> float:
+def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path, gpu: Any = None) -> float:
     """Images per second of filling rows of a file, as the cache does.
 
     With the time to write them to disk.
@@ -58,7 +57,7 @@ def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path) -> flo
         rows = range(len(refs))
         writer = RowWriter(handle, SIDE * SIDE * 3, np.dtype(np.uint8), rows)
         begin = time.perf_counter()
-        done = sum(map(len, decode_to_rows(refs, SIDE, "shortest", {}, writer, options)))
+        done = sum(map(len, decode_to_rows(refs, SIDE, "shortest", {}, writer, options, gpu=gpu)))
         os.fsync(handle)
         seconds = time.perf_counter() - begin
         assert done == len(refs)
@@ -137,7 +136,6 @@ def main() -> None:
 
         name = "simplejpeg" if with_jpeg else "Pillow"
         cpu_options = DecodeOptions(decode_threads(), 0, cpus)
-        gpu_options = dataclasses.replace(cpu_options, gpu=gpu)
         work: dict[str, Callable[[], float]] = {}
         if not options.few:
             work["Pillow, 1 thread"] = lambda: without_simplejpeg(lambda: through(some, threads=1))
@@ -155,7 +153,7 @@ def main() -> None:
         )
         if gpu is not None:
             work["nvJPEG, to the caller"] = lambda: through(refs, gpu=gpu)
-            work["nvJPEG, to the cache"] = lambda: to_cache(refs, gpu_options, folder)
+            work["nvJPEG, to the cache"] = lambda: to_cache(refs, cpu_options, folder, gpu)
             result["difference of nvJPEG"] = difference(some[:500], gpu)
         rates: dict[str, list[float]] = {key: [] for key in work}
         for _ in range(options.rounds):

@@ -16,10 +16,12 @@ import itertools
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -36,7 +38,7 @@ CACHE_FOLDER = ".m1clip-cache"
 ROWS_FILE, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
 FREE = bytes(KEY_BYTES)  # the key of a row that has no content
-SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
+SAVE_SECONDS = 2.0  # between two syncs: work that is lost when a process is killed
 DISK_MARGIN = 1.05
 
 
@@ -51,10 +53,71 @@ class RowWriter:
         self.rows = rows
 
     def write(self, places: Sequence[int], block: np.ndarray) -> None:
-        """Write the rows of some places."""
+        """Write the rows of some places, neighbors at once."""
         values = np.ascontiguousarray(block, self.dtype)
-        for place, row in zip(places, values, strict=True):
-            write_at(self.file, row.data, self.rows[place] * self.row_bytes)
+        rows = np.array([self.rows[place] for place in places], np.int64)
+        if not len(rows):
+            return
+        ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        start = 0
+        for end in ends:
+            write_at(self.file, values[start:end].data, int(rows[start]) * self.row_bytes)
+            start = end
+
+
+class _KeySaver:
+    """Syncs rows to disk, then writes their keys: in a thread, so that computing does not wait for the disk."""
+
+    def __init__(self, writer: RowWriter, key_file: int, keys: Sequence[bytes]) -> None:
+        self.writer = writer
+        self.key_file = key_file
+        self.keys = keys
+        self._done: SimpleQueue[Sequence[int] | None] = SimpleQueue()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="cache")
+        self._thread.start()
+
+    def add(self, places: Sequence[int]) -> None:
+        """Rows of these places are written; OSError if earlier ones could not be synced."""
+        if self._error is not None:
+            raise self._error
+        self._done.put(places)
+
+    def close(self) -> None:
+        """Wait until all keys are on disk; OSError if that fails."""
+        self._done.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            is_open = True
+            while is_open:
+                places, is_open = self._collect()
+                self._save(places)
+        except OSError as error:
+            self._error = error
+
+    def _collect(self) -> tuple[list[int], bool]:
+        """The places of some seconds, and whether there will be more."""
+        places = list[int]()
+        found = self._done.get()
+        end = time.monotonic() + SAVE_SECONDS
+        while found is not None:
+            places.extend(found)
+            try:
+                found = self._done.get(timeout=max(0.0, end - time.monotonic()))
+            except Empty:
+                return places, True
+        return places, False
+
+    def _save(self, places: Sequence[int]) -> None:
+        os.fsync(self.writer.file)  # before the keys: after a power loss each key has its row
+        for place in places:
+            offset = self.writer.rows[place] * KEY_BYTES
+            write_at(self.key_file, memoryview(self.keys[place]), offset)
+        os.fsync(self.key_file)
 
 
 # Yields places in the list of wanted items whose rows are written.
@@ -130,8 +193,13 @@ class RowCache:
                     wait_for_writers(row_file)
                     rows = self._free_rows(key_file, len(wanted))
                     writer = RowWriter(row_file, self.row_bytes, self.dtype, rows)
-                    with closing(compute(wanted, failed, writer)) as done:
-                        self._record(writer, key_file, [keys[item] for item in wanted], done)
+                    wanted_keys = [keys[item] for item in wanted]
+                    with (
+                        closing(_KeySaver(writer, key_file, wanted_keys)) as saver,
+                        closing(compute(wanted, failed, writer)) as done,
+                    ):
+                        for places in done:
+                            saver.add(places)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -146,29 +214,6 @@ class RowCache:
         os.ftruncate(key_file, len(stored) * KEY_BYTES)  # a killed process may have left a part
         free = (row for row, key in enumerate(stored) if key == FREE)
         return list(itertools.islice(itertools.chain(free, itertools.count(len(stored))), count))
-
-    def _record(
-        self, writer: RowWriter, key_file: int, keys: Sequence[bytes], done: Iterable[Sequence[int]]
-    ) -> None:
-        """Write the keys of rows that are on disk, every few seconds."""
-        unsaved = list[int]()
-        saved = time.monotonic()
-
-        def save() -> None:
-            os.fsync(writer.file)  # before the keys: after a power loss each key has its row
-            for place in unsaved:
-                write_at(key_file, memoryview(keys[place]), writer.rows[place] * KEY_BYTES)
-            os.fsync(key_file)
-            unsaved.clear()
-
-        try:
-            for places in done:
-                unsaved.extend(places)
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    save()
-                    saved = time.monotonic()
-        finally:
-            save()
 
     def _locked(self) -> AbstractContextManager[object]:
         # A soft lock would outlive a killed process.

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from m1clip.hardware.memory import keep_freed_memory
 from m1clip.system import STOP_SIGNALS
 
 # Work on one item: (the values of its row, or None; what to report). Picklable, and never raises
 # for a bad image.
 RowWork = Callable[[Any], tuple[np.ndarray | None, Any]]
 PROGRAM = "from m1clip.data.decode_worker import main; main()"
+# Of freed memory, which is otherwise unmapped after each image: 360 page faults and a quarter of
+# the time for 500 x 375 pixels.
+KEPT_BYTES = 2**25
 
 
 class Job(NamedTuple):
@@ -63,6 +67,7 @@ def main() -> None:
     # Ctrl-C and kill reach the process group: the parent decides what ends.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    keep_freed_memory(KEPT_BYTES)
     pipe = Connection(int(sys.argv[1]))
     try:
         job: Job = pipe.recv()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +26,14 @@ from m1clip.data.decode_pool import (
 from m1clip.data.decode_worker import Late
 from m1clip.data.failures import Failure
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
-from m1clip.data.nvjpeg import DecodeBatch, GpuBatches, decode_on_gpu, gpu_decoder
+from m1clip.data.nvjpeg import (
+    DecodeBatch,
+    GpuBatches,
+    Reports,
+    decode_on_gpu,
+    gpu_decoder,
+    mostly_for_gpu,
+)
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.hardware.machine_info import MachineInfo, decode_threads, local_ranks, usable_cpus
@@ -171,14 +178,18 @@ class DecodeOptions:
     threads: int
     memory_bytes: int
     cpus: int = 1  # for processes
-    gpu: DecodeBatch | None = None  # decodes JPEG; rows decoded by it are cached apart
+    on_gpu: bool = False  # whether a GPU may decode JPEG; rows decoded by it are cached apart
 
 
 def decode_options(machine: MachineInfo, device: str = "cpu") -> DecodeOptions:
     """Image decoding settings for a machine, and the kind of device that may decode."""
-    gpu = gpu_decoder() if device == "cuda" else None
     cpus = max(1, usable_cpus() // local_ranks())
-    return DecodeOptions(decode_threads(), machine.memory_bytes, cpus, gpu)
+    return DecodeOptions(decode_threads(), machine.memory_bytes, cpus, device == "cuda")
+
+
+def gpu_decoder_for(refs: Sequence[ImageRef], options: DecodeOptions) -> DecodeBatch | None:
+    """The decoder of the GPU, if there is one and it can decode nearly all of these images."""
+    return gpu_decoder() if options.on_gpu and refs and mostly_for_gpu(refs) else None
 
 
 def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:
@@ -200,15 +211,17 @@ def decode_images(
     timeout: float = READ_TIMEOUT,
     processes: int = 0,
     gpu: DecodeBatch | None = None,
+    write: Callable[[Sequence[int], np.ndarray], None] | None = None,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(places, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
 
-    Decoded on the GPU, in `processes`, or if there are none in threads of this process.
+    Decoded on the GPU, in `processes`, or if there are none in threads of this process. `write`
+    gets the places and pixels of each chunk before they are yielded: from a GPU in several threads.
     """
     refresh = console.current_progress()
     if gpu is not None:
         on_cpu = functools.partial(_decode, side=side, resize=resize)
-        chunks = decode_on_gpu(refs, GpuBatches(side, resize, gpu, on_cpu), timeout)
+        chunks = decode_on_gpu(refs, GpuBatches(side, resize, gpu, on_cpu, write, timeout))
     elif processes:
         work, shape = DecodeSquare(side, resize), (side, side, 3)
         chunks = decode_in_order(work, refs, processes, shape, timeout)
@@ -225,19 +238,22 @@ def decode_images(
                 else:
                     failures[done + place] = _checked(reason, refs[done + place])
             if good:
-                yield [done + place for place in good], pixels[good]
+                # A copy: the next chunk may be decoded to the same memory. The GPU's has its own.
+                chosen = pixels if gpu and len(good) == len(reasons) else pixels[good]
+                places = [done + place for place in good]
+                if write and not gpu:
+                    write(places, chosen)
+                yield places, chosen
             done += len(reasons)
             refresh(done, len(refs))
 
 
-def _decode_in_threads(
-    images: LazyImages, threads: int
-) -> Generator[tuple[list[str | None], np.ndarray]]:
+def _decode_in_threads(images: LazyImages, threads: int) -> Generator[tuple[Reports, np.ndarray]]:
     """(why each image failed, or None; pixels) of chunks in order."""
     decoded = images.decode(range(len(images)), threads)
     while chunk := list(itertools.islice(decoded, DECODED_CHUNK)):
         pixels = np.zeros((len(chunk), images.side, images.side, 3), np.uint8)
-        reasons = [each if isinstance(each, str) else None for each in chunk]
+        reasons: Reports = [each if isinstance(each, str) else None for each in chunk]
         for place, each in enumerate(chunk):
             if isinstance(each, np.ndarray):
                 pixels[place] = each
@@ -252,18 +268,18 @@ def decode_to_rows(
     writer: RowWriter,
     options: DecodeOptions,
     timeout: float = READ_TIMEOUT,
+    gpu: DecodeBatch | None = None,
 ) -> Computed:
     """Write the pixels of all images to their rows, in any order.
 
     Yields the places that are written.
     """
-    processes = 0 if options.gpu else processes_for(refs, options.cpus)
+    processes = 0 if gpu else processes_for(refs, options.cpus)
     if not processes:
         blocks = decode_images(
-            refs, side, resize, failures, options.threads, timeout, gpu=options.gpu
+            refs, side, resize, failures, options.threads, timeout, gpu=gpu, write=writer.write
         )
-        for places, pixels in blocks:
-            writer.write(places, pixels)
+        for places, _ in blocks:
             yield places
         return
     refresh = console.current_progress()

@@ -27,6 +27,7 @@ from m1clip.data.decoding import (
     LazyImages,
     decode_images,
     decode_to_rows,
+    gpu_decoder_for,
     processes_for,
 )
 from m1clip.data.failures import Failure, check_failures
@@ -101,18 +102,19 @@ def cache_split(
     def decode(wanted: Sequence[int], failed: dict[int, str], writer: RowWriter) -> Computed:
         chosen = [refs[index] for index in wanted]
         with console.progress(f"preparing {split} images"):
-            yield from decode_to_rows(chosen, side, resize, failed, writer, options)
+            yield from decode_to_rows(chosen, side, resize, failed, writer, options, gpu=gpu)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": options.memory_bytes}
         return choose_kind(config.cache, synthetic=synthetic, needed=needed, free=free, **size)
 
     kind = kind_for(0, 0)
+    gpu = gpu_decoder_for(refs, options) if kind == "disk" else None
     if kind == "disk":
         cache = RowCache(
             cache_folder(config.cache_dir, folders),
             "images",
-            f"{side}|{resize}{'|nvjpeg' if options.gpu else ''}",
+            f"{side}|{resize}{'|nvjpeg' if gpu else ''}",
             (side, side, 3),
             np.uint8,
         )

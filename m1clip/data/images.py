@@ -557,10 +557,12 @@ def map_with_timeout(
     work: Callable[[Item], Result],
     timeout: float = READ_TIMEOUT,
     threads: int = 1,
+    ahead: int = READS_AHEAD,
 ) -> Generator[Result | None]:
     """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
 
-    A thread that hangs in a read cannot be stopped: it is abandoned and replaced.
+    Each thread works on up to `ahead` items before they are used. A thread that hangs in a read
+    cannot be stopped: it is abandoned and replaced.
     """
     reads: SimpleQueue[tuple[_Read, Item] | None] = SimpleQueue()
     waiting: deque[tuple[_Read, Item]] = deque()
@@ -585,7 +587,7 @@ def map_with_timeout(
     remaining = iter(items)
     try:
         while True:
-            for item in itertools.islice(remaining, READS_AHEAD * threads - len(waiting)):
+            for item in itertools.islice(remaining, ahead * threads - len(waiting)):
                 waiting.append((_Read(), item))
                 reads.put(waiting[-1])
             if not waiting:

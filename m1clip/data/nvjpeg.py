@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import struct
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,13 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from m1clip.data.images import (
-    MAX_DECODED_ASPECT,
-    MAX_PIXELS,
-    READ_TIMEOUT,
-    BadImage,
-    map_with_timeout,
-)
+from m1clip.data.decode_worker import Late
+from m1clip.data.images import MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
 from m1clip.data.types import ImageRef
 
 if TYPE_CHECKING:
@@ -36,7 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GPU_BATCH = 256  # images that are decoded together
+GPU_THREADS = 3  # one decodes while others copy pixels to the host and write them
 READ_THREADS = 4  # threads that read files; more would compete for the GIL
+READ_BLOCK = 32  # images that a thread reads at a time
+BLOCKS_AHEAD = 4  # of each thread
+SAMPLED, MOST = (
+    64,
+    0.9,
+)  # images that are looked at, and the fraction that the GPU must be able to decode
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 SIZED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
@@ -162,6 +162,27 @@ def read_bytes(ref: ImageRef) -> bytes | BadImage:
         return error
 
 
+def read_all(refs: Sequence[ImageRef]) -> list[bytes | BadImage]:
+    """The encoded bytes of some images, or why they cannot be read."""
+    return [read_bytes(ref) for ref in refs]
+
+
+def mostly_for_gpu(refs: Sequence[ImageRef]) -> bool:
+    """Whether the GPU can decode nearly all of these images, by a sample of them.
+
+    The others are decoded by a few threads, which would be slower than processes for all.
+    """
+    draw = np.random.default_rng(0)
+    sample = [refs[place] for place in draw.permutation(len(refs))[:SAMPLED]]
+    data = map_with_timeout(sample, read_bytes, threads=READ_THREADS)
+    suitable = [isinstance(each, bytes) and jpeg_size(each) is not None for each in data]
+    return sum(suitable) >= MOST * len(sample)
+
+
+# Why each image failed, or None.
+Reports = list[str | Late | None]
+
+
 @dataclass(frozen=True)
 class GpuBatches:
     """Decodes batches of encoded images to squares, on the GPU where it can."""
@@ -170,32 +191,51 @@ class GpuBatches:
     resize: str
     decode: DecodeBatch
     fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
+    write: Callable[[Sequence[int], np.ndarray], None] | None  # gets places and their pixels
+    timeout: float
 
     def __call__(
-        self, refs: Sequence[ImageRef], data: Sequence[bytes | BadImage | None]
-    ) -> tuple[list[str | None], np.ndarray]:
-        """(why each image failed, or None; pixels)."""
-        pixels = np.zeros((len(refs), self.side, self.side, 3), np.uint8)
+        self, first: int, refs: Sequence[ImageRef], data: Sequence[bytes | BadImage | Late]
+    ) -> tuple[Reports, np.ndarray]:
+        """(reports, pixels) of images, whose places begin with `first`."""
         left = set(range(len(refs)))
+        on_device: list[tuple[list[int], Tensor]] = []
         for places in _groups(data):
-            encoded = [_tensor(data[place]) for place in places]
             try:
-                made = squares(self.decode(encoded), self.side, self.resize)
+                made = squares(
+                    self.decode([_tensor(data[place]) for place in places]), self.side, self.resize
+                )
             except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
                 continue
-            pixels[places] = made.cpu().numpy()
+            on_device.append((places, made))
             left -= set(places)
-        reasons: list[str | None] = [None] * len(refs)
+        pixels = _on_host(on_device, len(refs), self.side)
+        reports: Reports = [None] * len(refs)
         for place in left:
-            found = self.fallback(refs[place])
-            if isinstance(found, str):
-                reasons[place] = found
-            else:
+            here = data[place]
+            found = here if isinstance(here, Late) else self.fallback(refs[place])
+            if isinstance(found, np.ndarray):
                 pixels[place] = found
-        return reasons, pixels
+            else:
+                reports[place] = found
+        if self.write is not None:
+            good = [place for place, report in enumerate(reports) if report is None]
+            block = pixels if len(good) == len(refs) else pixels[good]
+            self.write([first + place for place in good], block)
+        return reports, pixels
 
 
-def _groups(data: Sequence[bytes | BadImage | None]) -> list[list[int]]:
+def _on_host(groups: list[tuple[list[int], Tensor]], count: int, side: int) -> np.ndarray:
+    """(count, side, side, 3) with the squares of groups in their places."""
+    if len(groups) == 1 and groups[0][0] == list(range(count)):
+        return groups[0][1].cpu().numpy()  # without another copy
+    pixels = np.zeros((count, side, side, 3), np.uint8)
+    for places, made in groups:
+        pixels[places] = made.cpu().numpy()
+    return pixels
+
+
+def _groups(data: Sequence[bytes | BadImage | Late]) -> list[list[int]]:
     """The places of images for the GPU, in groups with a limited number of pixels."""
     groups: list[list[int]] = []
     pixels = GROUP_PIXELS
@@ -212,30 +252,52 @@ def _groups(data: Sequence[bytes | BadImage | None]) -> list[list[int]]:
     return groups
 
 
-def _tensor(data: bytes | BadImage | None) -> Tensor:
+def _tensor(data: bytes | BadImage | Late) -> Tensor:
     import torch
 
     assert isinstance(data, bytes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # read-only: nothing writes to it
-        return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def read_batches(
+    refs: Sequence[ImageRef], timeout: float
+) -> Generator[list[bytes | BadImage | Late]]:
+    """The encoded bytes of batches of images in order.
+
+    In a block of reads that is late, each image has the time for itself.
+    """
+    blocks = [refs[start : start + READ_BLOCK] for start in range(0, len(refs), READ_BLOCK)]
+    reads = map_with_timeout(blocks, read_all, timeout, READ_THREADS, BLOCKS_AHEAD)
+    batch: list[bytes | BadImage | Late] = []
+    with closing(reads):
+        for block, data in zip(blocks, reads, strict=True):
+            if data is not None:
+                batch += data
+            else:
+                alone = map_with_timeout(block, read_bytes, timeout)
+                batch += [Late(timeout) if each is None else each for each in alone]
+            if len(batch) >= GPU_BATCH:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
 
 
 def decode_on_gpu(
-    refs: Sequence[ImageRef], batches: GpuBatches, timeout: float = READ_TIMEOUT
-) -> Generator[tuple[list[str | None], np.ndarray]]:
-    """(why each image failed, or None; pixels) of batches in order.
+    refs: Sequence[ImageRef], batches: GpuBatches
+) -> Generator[tuple[Reports, np.ndarray]]:
+    """(reports, pixels) of batches in order.
 
-    Two are in work while one is used.
+    Some are in work while one is used.
     """
-    reads = map_with_timeout(refs, read_bytes, timeout, READ_THREADS)
-    coming: deque[Future[tuple[list[str | None], np.ndarray]]] = deque()
-    with closing(reads), ThreadPoolExecutor(2, "nvjpeg") as threads:
-        for start in range(0, len(refs), GPU_BATCH):
-            chunk = refs[start : start + GPU_BATCH]
-            data = list(itertools.islice(reads, len(chunk)))
-            coming.append(threads.submit(batches, chunk, data))
-            if len(coming) > 2:
+    reads = read_batches(refs, batches.timeout)
+    coming: deque[Future[tuple[Reports, np.ndarray]]] = deque()
+    first = 0
+    with closing(reads), ThreadPoolExecutor(GPU_THREADS, "nvjpeg") as threads:
+        for data in reads:
+            coming.append(threads.submit(batches, first, refs[first : first + len(data)], data))
+            first += len(data)
+            if len(coming) > GPU_THREADS:
                 yield coming.popleft().result()
         while coming:
             yield coming.popleft().result()

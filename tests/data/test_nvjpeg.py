@@ -3,6 +3,7 @@
 The decoder is simulated.
 """
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from PIL import Image
 
 from m1clip.data import decoding, nvjpeg
+from m1clip.data.cache import Computed, RowCache, RowWriter, row_key
+from m1clip.data.decode_worker import Late
 from m1clip.data.images import FileImage, decode, to_square
 from m1clip.data.nvjpeg import jpeg_size, squares
+from m1clip.data.types import ImageRef
+from m1clip.errors import UserError
 
 SIDE = 32
 
@@ -101,6 +106,68 @@ def test_gpu_and_cpu_decode_each_image_once_in_order(
     one = np.concatenate([pixels for _, pixels in blocks]).astype(int)
     other = np.concatenate([pixels for _, pixels in expected])
     assert np.abs(one - other).max() <= 2
+
+
+def test_rows_decoded_on_the_gpu_are_written_to_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken images leave their rows free; rows need not be in order."""
+    refs = []
+    for number in range(20):
+        path = tmp_path / f"{number:02}.jpg"
+        photo(path, (50 + number % 3, 40))
+        refs.append(FileImage(str(path)))
+    (tmp_path / "07.jpg").write_bytes(b"no image")
+    monkeypatch.setattr(nvjpeg, "GPU_BATCH", 6)
+    monkeypatch.setattr(nvjpeg, "READ_BLOCK", 3)
+    cache = RowCache(tmp_path / "cache", "images", "test", (SIDE, SIDE, 3), np.uint8)
+    options = decoding.DecodeOptions(1, 2**30)
+
+    def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+        writer.rows = [*writer.rows[10:], *writer.rows[:10]]
+        chosen = [refs[place] for place in wanted]
+        return decoding.decode_to_rows(
+            chosen, SIDE, "shortest", failed, writer, options, gpu=on_host
+        )
+
+    rows, bad = cache.fill([row_key(str(ref)) for ref in refs], compute)
+    assert set(bad) == {7}
+    assert rows.tolist() == [*range(10, 17), -1, 18, 19, *range(10)]
+    places = np.array([place for place in range(20) if place != 7])
+    found = cache.view(rows[places]).read(np.arange(19)).astype(int)
+    for made, place in zip(found, places.tolist(), strict=True):
+        assert np.abs(made - to_square(decode(refs[place].path), SIDE)).max() <= 2
+
+
+class Hanging(ImageRef):
+    def read(self) -> bytes:
+        threading.Event().wait(5)
+        return b""
+
+    def __str__(self) -> str:
+        return "hanging.jpg"
+
+
+def test_hanging_read_for_the_gpu_is_named(tmp_path: Path) -> None:
+    """The other images of its block are read again."""
+    photo(tmp_path / "a.jpg")
+    good = FileImage(str(tmp_path / "a.jpg"))
+    (data,) = nvjpeg.read_batches([good, Hanging(), good], 0.2)
+    assert data == [good.read(), Late(0.2), good.read()]
+    with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish"):
+        list(
+            decoding.decode_images(
+                [good, Hanging()], SIDE, "shortest", {}, timeout=0.2, gpu=on_host
+            )
+        )
+
+
+def test_few_images_for_the_gpu_are_left_to_processes(tmp_path: Path) -> None:
+    photo(tmp_path / "a.jpg")
+    Image.new("RGB", (50, 40)).save(tmp_path / "b.png")
+    jpeg, png = FileImage(str(tmp_path / "a.jpg")), FileImage(str(tmp_path / "b.png"))
+    assert nvjpeg.mostly_for_gpu([jpeg] * 95 + [png] * 5)
+    assert not nvjpeg.mostly_for_gpu([jpeg, png] * 50)
 
 
 def test_without_a_gpu_the_cpu_decodes() -> None:
