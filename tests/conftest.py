@@ -22,7 +22,7 @@ from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference.torch_encoder import fastest_precision
 
 sys.path.append(str(Path(__file__).parent / "reliability"))
-gc.disable()
+gc.disable()  # while tests are collected
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
@@ -39,6 +39,7 @@ if "M1CLIP_TEST_CACHE" not in os.environ:
     }
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
+MANY_MODULES = 50  # a test that imports more has made garbage collection slow for those that follow
 LONG_TESTS: list[dict[str, Any]] = []
 FACTS = read_machine_info()
 
@@ -62,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leave what is alive now out of garbage collection: each run calls gc.collect, which is slow with 10^6 objects."""
+    gc.enable()
+    gc.collect()
     gc.freeze()
 
 
@@ -84,7 +87,11 @@ def _clean_process() -> Iterator[None]:
     _keep_precision()
     logger = logging.getLogger("m1clip")
     before = (list(logger.handlers), logger.level, logger.propagate)
+    modules = len(sys.modules)
     yield
+    if len(sys.modules) > modules + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
     logger.handlers[:], level, logger.propagate = before
     logger.setLevel(level)  # also clears the cache of enabled levels
     while Command.started:

@@ -113,14 +113,19 @@ def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
 def finished_run(changes: dict[str, Any] | None = None) -> Path:
     """A finished run that all tests and xdist workers share: do not write to it."""
     key = hashlib.sha256(json.dumps(changes or {}, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(os.environ["M1CLIP_TEST_CACHE"]) / "runs" / key
+    return made_once(f"run-{key}", lambda folder: run_small(folder, changes))
+
+
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first test to need it makes, and that all tests and xdist workers share."""
+    folder = Path(os.environ["M1CLIP_TEST_CACHE"]) / "shared" / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "finished").exists():
-            shutil.rmtree(folder / "run", ignore_errors=True)  # of a test that was stopped
-            run_small(folder / "run", changes)
+            shutil.rmtree(folder / "made", ignore_errors=True)  # of a test that was stopped
+            make(folder / "made")
             (folder / "finished").touch()
-    return folder / "run"
+    return folder / "made"
 
 
 def resume_quietly(folder: Path) -> tuple[Run, str]:

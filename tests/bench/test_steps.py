@@ -86,7 +86,7 @@ def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> N
 def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # A plan traces it several times.
-    shallow = with_fields(PRESETS["tiny"], vision_layers=2, text_layers=1)
+    shallow = with_fields(PRESETS["tiny"], vision_layers=1, text_layers=1)
     monkeypatch.setitem(PRESETS, "tiny", shallow)
     for cached in (model_shape, size_of):
         cached.cache_clear()

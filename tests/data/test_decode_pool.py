@@ -27,6 +27,8 @@ from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
 SIDE = 24
+PATIENCE = 300.0  # seconds; processes import this module, so it does not import small_run, which needs torch
+HANGS = 2.0  # seconds after which a read hangs; others are done in milliseconds
 IMAGES = 3 * IMAGES_PER_BLOCK + 5
 
 
@@ -239,11 +241,11 @@ class Hanging(ImageRef):
 
 def test_hanging_read_is_reported(refs: list[ImageRef]) -> None:
     work = decoding.DecodeSquare(SIDE, "shortest")
-    with DecodePool(work, 1, 0.2) as pool:
+    with DecodePool(work, 1, HANGS) as pool:
         pool.submit(0, [refs[0], Hanging(), refs[1]], range(3))
-        assert pool.next_done() == (0, [None, Late(0.2), None])
+        assert pool.next_done() == (0, [None, Late(HANGS), None])
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish.*still connected"):
-        list(decoding.decode_images([Hanging()], SIDE, "shortest", {}, timeout=0.2, processes=1))
+        list(decoding.decode_images([Hanging()], SIDE, "shortest", {}, timeout=HANGS, processes=1))
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ def test_processes_end_with_a_killed_parent(tmp_path: Path, refs: list[ImageRef]
         processes = [psutil.Process(pid) for pid in pids]
         parent.kill()
     assert len(processes) == 2
-    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert psutil.wait_procs(processes, timeout=PATIENCE)[1] == []
 
 
 def test_stopping_wakes_a_waiting_thread() -> None:

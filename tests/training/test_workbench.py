@@ -291,8 +291,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 ONCE = ["open_data", "build_clip", "load"]
 
 
-def test_data_is_opened_and_the_model_built_once(tmp_path: Path, calls: list[str]) -> None:
+def test_data_is_opened_and_the_model_built_once(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if the data is read to choose the recipe, and nothing is built to be described."""
+    monkeypatch.setattr(runs, "installed", lambda tower: False)  # a small model from random weights
     data = make_set(tmp_path / "set")
     options = small_options(
         {"data.source": (str(data),), "train.steps": 2, "transfer.recipe": None}

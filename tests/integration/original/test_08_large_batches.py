@@ -22,7 +22,8 @@ def test_losses_are_those_of_the_complete_batch(change: dict[str, Any]) -> None:
 
 
 def test_batch_size_follows_the_memory() -> None:
-    config = small_config()
+    one_block = {"model.vision_layers": 1, "model.text_layers": 1, "optim.optimizer": "adamw"}
+    config = small_config(one_block)
     facts = read_machine_info()
     shape = clip_config(config.model)
     estimate = MemoryEstimate(config, ModelInit(shape), facts, Device("cpu", facts), "fp32", 16)
