@@ -104,4 +104,4 @@ def test_data_page_shows_and_describes_every_format_in_order() -> None:
     assert ("data.md", "data formats") in [(page, line) for page, line, _ in printed_blocks()]
     table = (ROOT / "docs/data.md").read_text().partition("| format | layout |\n")[2]
     cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
-    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(FORMATS)
+    assert [name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)] == list(FORMATS)

@@ -28,10 +28,10 @@ Data = Annotated[
     str, Parameter(help="A file or folder in any format that m1clip data formats lists.")
 ]
 NewFolder = Annotated[Path, Parameter(help="A new or empty folder.")]
-ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the image path.")]
+ImageColumn = Annotated[str | None, Parameter(help="Column with the image path, in tables and hf.")]
 CaptionColumn = Annotated[
     tuple[str, ...],
-    Parameter(negative="", show_default=False, help="Tables only: the caption columns."),
+    Parameter(negative="", show_default=False, help="Caption columns, in tables and hf."),
 ]
 
 

@@ -20,6 +20,8 @@ from filelock import FileLock, Timeout
 
 from m1clip.data.sources import tables
 from m1clip.data.sources.base import DEFAULT_OPTIONS, user_error
+from m1clip.data.sources.columns import IMAGE_FOLDERS, choose_columns
+from m1clip.data.sources.plain_text import check_is_text, text_lines
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
 
@@ -92,12 +94,12 @@ def read_captions(path: Path) -> CaptionFile:
         raise user_error(f"{path}: is not a regular file; rename it to start a table")
     if path.stat().st_size > MAX_TABLE:
         raise user_error(f"{path}: larger than {MAX_TABLE >> 20} MiB; rename it to start another")
-    tables.check_is_text(path)
+    check_is_text(path)
     delimiter, _, known = tables.read_header(path, DEFAULT_OPTIONS)
     if not known:
         tables.explain_columns(path, DEFAULT_OPTIONS)
     try:
-        header, *rows = csv.reader(tables.text_lines(path), delimiter=delimiter)
+        header, *rows = csv.reader(text_lines(path), delimiter=delimiter)
     except csv.Error as error:
         raise user_error(f"{path}: {error}; check for an unclosed quote") from None
     # A byte that is no text would be lost when the table is written.
@@ -116,9 +118,7 @@ class CaptionFile:
         self.header = header
         self.rows = rows
         self.delimiter = delimiter
-        columns = tables.choose_columns(
-            [name.strip() for name in header], DEFAULT_OPTIONS, str(path)
-        )
+        columns = choose_columns([name.strip() for name in header], DEFAULT_OPTIONS, str(path))
         names = [name.strip() for name in header]
         self._image = names.index(columns.image)
         self._captions = [names.index(name) for name in columns.captions]
@@ -205,7 +205,7 @@ class CaptionFile:
         """The rows of an image; a table may name it relative to images/ beside it."""
         key = normalized(name)
         folder, slash, rest = key.partition("/")
-        elsewhere = key not in self._places and slash and folder in tables.IMAGE_FOLDERS
+        elsewhere = key not in self._places and slash and folder in IMAGE_FOLDERS
         if elsewhere and rest in self._places and not (self.path.parent / rest).exists():
             key = rest
         return list(self._places.get(key, ()))

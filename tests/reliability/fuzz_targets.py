@@ -42,9 +42,12 @@ class Target:
     fraction: float = 1.0  # of the changed files: slow readers get fewer
 
 
-def _read_source(name: str) -> Callable[[Path], object]:
+def _read_source(name: str, format_name: str = "") -> Callable[[Path], object]:
+    """Read a file or folder as the format named by the user, or as the one that is detected."""
+    prefix = f"{format_name}:" if format_name else ""
+
     def read(folder: Path) -> object:
-        source = open_source(str(folder / name))
+        source = open_source(f"{prefix}{folder / name}")
         for split in source.splits():
             for sample in source.samples(split):
                 assert sample.captions
@@ -197,7 +200,7 @@ def _json(folder: Path) -> Target:
 def _text_files(folder: Path) -> Target:
     (folder / "txt").mkdir(exist_ok=True)
     (folder / "txt" / "a.jpg").write_bytes(images()[0])
-    return Target("txt/a.txt", (b"a dog\nthe dog\n", b"x"), _read_source("txt"), 0.5)
+    return Target("txt/a.txt", (b"a dog\nthe dog\n", b"x"), _read_source("txt", "txt"), 0.5)
 
 
 def _metadata(folder: Path) -> Target:

@@ -24,9 +24,9 @@ from m1clip.data.captioning.journal import ANSWER_KEPT, Entry, Journal, prompt_k
 from m1clip.data.captioning.server import DEFAULT_SERVER, NoServer, Reply, ServerError, VisionServer
 from m1clip.data.images import BadImage, FileImage, decode
 from m1clip.data.sources.base import DataPath, walk_images
+from m1clip.data.sources.columns import GENERATED, is_generated
 from m1clip.data.sources.formats import detect_format
 from m1clip.data.sources.metadata import PhotoCaptions, find_captions
-from m1clip.data.sources.tables import GENERATED, is_generated
 from m1clip.errors import UserError
 from m1clip.formatting import duration, one_line, plural
 
@@ -43,8 +43,6 @@ SAME_ANSWERS_CHECKED = 12  # answers after which half must differ
 TABLE_SECONDS = 60.0  # between two changes of captions.csv
 SENT_QUALITY = 88
 MAX_PROMPT = 8_000  # characters
-# Formats that captions.csv would hide: their captions would no longer be read.
-_HIDDEN_FORMATS = ("hf", "webdataset", "tsv", "jsonl", "json", "parquet", "txt")
 _CAPTIONING_LOCK = ".m1clip-captions.lock"
 
 
@@ -287,7 +285,7 @@ class _Run:
             found = detect_format(DataPath(self.root))
         except UserError:
             return
-        if found.name in _HIDDEN_FORMATS:
+        if found.hidden_by_table:
             raise UserError(
                 f"{self.root}: has captions already, in the format {found.name}, which captions.csv"
                 " would hide; move them to another folder first"

@@ -3,6 +3,9 @@
 A new format is a module with its entry, and a line in formats.py.
 """
 
+import difflib
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +36,8 @@ __all__ = [
     "open_sources",
 ]
 
+_FORMAT_NAME = re.compile(r"[a-z][a-z0-9_-]+")
+
 
 def open_sources(specs: Sequence[str], *, options: Options = DEFAULT_OPTIONS) -> Source:
     """One dataset, or several together."""
@@ -62,6 +67,8 @@ def open_source(spec: str, *, options: Options = DEFAULT_OPTIONS) -> DataSource 
         url = rest if prefix == WEBDATASET.name else spec
         return StreamedSource(url, shards.remote_paths(url), options)
     format_name = prefix if rest and prefix in FORMATS else None
+    if rest and not format_name:
+        _check_prefix(spec, prefix)
     data = DataPath(Path(rest if format_name else spec), options, format_name)
     try:
         return _open(data)
@@ -70,6 +77,17 @@ def open_source(spec: str, *, options: Options = DEFAULT_OPTIONS) -> DataSource 
         reason = getattr(error, "strerror", None) or error
         where = getattr(error, "filename", None) or data.path
         raise user_error(f"{where}: cannot be read ({reason})") from error
+
+
+def _check_prefix(spec: str, prefix: str) -> None:
+    """Raise UserError for a path that begins with the name of no format, as in cvs:PATH."""
+    # One letter is a drive of Windows, and the name of a file may contain a colon.
+    if not _FORMAT_NAME.fullmatch(prefix) or os.path.lexists(spec):
+        return
+    similar = difflib.get_close_matches(prefix, FORMATS, 1)
+    hint = f"; did you mean {similar[0]}:?" if similar else ""
+    names = ", ".join(FORMATS)
+    raise user_error(f"{spec}: {prefix!r} is not a format{hint} (formats: {names})")
 
 
 def _open(data: DataPath) -> DataSource | StreamedSource:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 2**20  # of a file or a member of a shard that has the captions of one image
 IMAGES_CHECKED = 100  # images that a folder format looks at to recognize its data
-Place = tuple[str, int]  # file and row number; row 0 means the file itself
+Place = tuple[str, int]  # file, and number of the `DataFormat.item` in it; 0: the file itself
 # Captions as a reader finds them: text, or None or "" where there is none; a list of these, also
 # one in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a
 # problem.
@@ -98,13 +98,17 @@ class DataFormat:
     item: str  # what messages call that which has captions: row, image or sample
     read: Callable[[DataSource], Iterator[Row]]
     # Whether a path looks like this format, by its content where a name says little. None: the
-    # format is used only if the user names it.
+    # format is used only if the user names it. A format that yields to another one for some paths
+    # asks for the same, as in `data.path.is_file() or not data.ask(find_tables)`.
     matches: Callable[[DataPath], bool] | None = None
     # Whether captions are made from class names. Such a format is tried after all others, and only
     # on a path that is not a folder of datasets: almost every folder of images looks like classes.
     class_captions: bool = False
     # Whether the format is tried only if the path has no class folders either.
     after_classes: bool = False
+    # Whether a new captions.csv beside its images would hide its captions, because tables are tried
+    # first. False: they are made from names, or copied into the table (metadata).
+    hidden_by_table: bool = True
     # The category of an image by its id, such as the folder of its class folder; None: there are
     # none.
     category_of: Callable[[str], str] | None = None
@@ -137,14 +141,17 @@ class DataSource(Source):
 
     def origin(self, id_: str, caption: int = 0) -> str:
         places = self._places[id_]
-        return _format_place(places[min(caption, len(places) - 1)])
+        return self._format_place(places[min(caption, len(places) - 1)])
 
     def category(self, id_: str) -> str:
         """The category of an image by its id; "" for a format without categories."""
         return "" if self._category_of is None else self._category_of(id_)
 
     def image_file(self, name: str) -> FileImage:
-        """Return the image file of a name relative to the path of the source."""
+        """Return the image file of a name relative to the path of the source, which is a folder.
+
+        A table names images relative to several folders: see `columns.image_finder`.
+        """
         return FileImage(os.path.join(self.path, name))
 
     def problem(self, place: Place, what: str, kind: ProblemKind = "unreadable") -> None:
@@ -152,7 +159,11 @@ class DataSource(Source):
 
         `m1clip data lint` counts it by kind, with the hint of its kind.
         """
-        self.problems.append(Problem(_format_place(place), one_line(what), kind))
+        self.problems.append(Problem(self._format_place(place), one_line(what), kind))
+
+    def _format_place(self, place: Place) -> str:
+        name, number = place
+        return one_line(f"{name} {self.item} {number}" if number else name)
 
     def note(self, text: str) -> None:
         """Tell the user something about how the data was read."""
@@ -229,11 +240,6 @@ class MixedSource(Source):
         """The category that the source of the image gives it."""
         number, _, rest = id_.partition("/")
         return self.parts[int(number)].category(rest)
-
-
-def _format_place(place: Place) -> str:
-    name, row = place
-    return one_line(f"{name} row {row}" if row else name)
 
 
 # Characters, as in a cell of a CSV file; a compressed table may contain far more.

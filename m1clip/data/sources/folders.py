@@ -14,6 +14,7 @@ from m1clip.data.sources.base import (
     first_images,
     walk_images,
 )
+from m1clip.data.sources.plain_text import NOT_UTF8, NOT_UTF8_NOTE, decode_text
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.sources.tables import text_tables
 from m1clip.formatting import plural
@@ -40,19 +41,24 @@ def text_file_rows(source: DataSource) -> Iterator[Row]:
 
     Folders train, val and test at the top are splits.
     """
+    others: list[str] = []  # in another encoding
     for name in walk_images(source.path):
         text = _text_file(source.path, name)
         if text is None:
             source.problem((name, 0), "no .txt file next to it", "empty-caption")
             continue
         try:
-            data = read_small(source.path / text, MAX_TEXT_BYTES)
-        except OSError as error:
-            reason = error.strerror or error
+            caption, encoding = decode_text(read_small(source.path / text, MAX_TEXT_BYTES))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             source.problem((name, 0), f"{text} cannot be read as a caption ({reason})")
             continue
-        lines = data.decode("utf-8-sig", "replace").splitlines()
+        if encoding == NOT_UTF8:
+            others.append(text)
+        lines = caption.splitlines()
         yield Row((text, 0), lines, splits.from_path(name), source.image_file(name), name)
+    if others:
+        source.note(f"{plural(len(others), 'text file')}, such as {others[0]}, {NOT_UTF8_NOTE}")
 
 
 def _text_file(root: Path, name: str) -> str | None:
@@ -143,7 +149,7 @@ def _readable(folder: str) -> str:
 
 TEXT_FILES = DataFormat(
     name="txt",
-    help="images with a .txt file next to each, one caption per line",
+    help="images with a .txt file next to each (as for Stable Diffusion), one caption per line",
     read=text_file_rows,
     item="image",
     matches=lambda data: has_text_files(data.path),
@@ -155,6 +161,7 @@ CLASS_FOLDERS = DataFormat(
     item="image",
     matches=lambda data: is_class_folders(data.path),
     class_captions=True,
+    hidden_by_table=False,
     category_of=category_of,
 )
 FILE_NAMES = DataFormat(
@@ -162,4 +169,5 @@ FILE_NAMES = DataFormat(
     help="images whose file names are the captions; only if you name it",
     read=file_name_rows,
     item="image",
+    hidden_by_table=False,
 )

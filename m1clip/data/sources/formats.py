@@ -8,14 +8,12 @@ from m1clip.data.sources.base import DataFormat, DataPath, Options, user_error, 
 from m1clip.data.sources.folders import CLASS_FOLDERS, FILE_NAMES, TEXT_FILES, has_words_as_names
 from m1clip.data.sources.hugging_face import HUGGING_FACE
 from m1clip.data.sources.metadata import KINDS_HINT, METADATA
+from m1clip.data.sources.plain_text import binary_kind, check_is_text, spreadsheets
 from m1clip.data.sources.stream import WEBDATASET
 from m1clip.data.sources.tables import (
     NO_CAPTIONS_IN_JSON,
     TABLE_FORMATS,
-    binary_kind,
-    check_is_text,
     explain_columns,
-    spreadsheets,
     text_tables,
     without_captions,
 )

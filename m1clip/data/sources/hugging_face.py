@@ -9,7 +9,8 @@ from typing import Any
 from m1clip.data.images import BadImage, FileImage, ImageRef
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataFormat, DataPath, DataSource, Row, user_error
-from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
+from m1clip.data.sources.columns import Columns, Record, choose_columns, rows_of
+from m1clip.data.sources.tables import bytes_in
 from m1clip.extras import require
 from m1clip.formatting import one_line
 

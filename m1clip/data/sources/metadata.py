@@ -36,7 +36,8 @@ from m1clip.data.sources.photo_metadata.text import (
     to_captions,
 )
 from m1clip.data.sources.photo_metadata.xmp import embedded_xmp, parse_xmp
-from m1clip.data.sources.tables import spreadsheets, text_tables, without_captions
+from m1clip.data.sources.plain_text import spreadsheets
+from m1clip.data.sources.tables import text_tables, without_captions
 from m1clip.formatting import plural
 from m1clip.io import read_small
 
@@ -276,4 +277,5 @@ METADATA = DataFormat(
     item="image",
     matches=lambda data: has_captioned_photos(data.path),
     after_classes=True,
+    hidden_by_table=False,
 )

@@ -25,6 +25,8 @@ from m1clip.data.sources.base import (
     parse_json,
     user_error,
 )
+from m1clip.data.sources.columns import CAPTION_NAMES
+from m1clip.data.sources.plain_text import decode_text
 from m1clip.data.sources.remote import (
     is_remote,
     matching,
@@ -33,7 +35,6 @@ from m1clip.data.sources.remote import (
     without_credentials,
 )
 from m1clip.data.sources.splits import clean_text
-from m1clip.data.sources.tables import CAPTION_NAMES
 from m1clip.data.types import ProblemKind
 from m1clip.formatting import one_line
 from m1clip.io import open_regular
@@ -256,7 +257,7 @@ def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
         if suffix not in parts or parts[suffix].size > MAX_TEXT_BYTES:
             return ""
         file.seek(parts[suffix].offset)
-        return file.read(parts[suffix].size).decode("utf-8-sig", "replace")
+        return _text_in(file.read(parts[suffix].size))
 
     metadata = _metadata(read("json"))
     captions, is_json = _json_captions(metadata), True
@@ -277,8 +278,16 @@ def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
 
 def captions_in(data: bytes, is_json: bool) -> tuple[str, ...]:
     """The captions in the bytes of a txt or json member."""
-    text = data.decode("utf-8-sig", "replace")
+    text = _text_in(data)
     return tuple(captions_of(_json_captions(_metadata(text)) if is_json else text)[0])
+
+
+def _text_in(data: bytes) -> str:
+    """The text of a member; "" for bytes that are no text, so that its sample has no caption."""
+    try:
+        return decode_text(data)[0]
+    except ValueError:
+        return ""
 
 
 def _metadata(text: str) -> dict[str, Any]:

@@ -1,20 +1,17 @@
 """CSV, TSV, JSON (also that of COCO and Karpathy), JSONL and Parquet: rows of named cells."""
 
-import codecs
 import csv
-import io
-import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp
+from m1clip.data.images import BadImage, ImageRef, file_stamp
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import (
     DEFAULT_OPTIONS,
@@ -26,62 +23,27 @@ from m1clip.data.sources.base import (
     parse_json,
     user_error,
 )
+from m1clip.data.sources.columns import (
+    IMAGE_NAMES,
+    Columns,
+    Record,
+    Records,
+    choose_columns,
+    column_key,
+    rows_of,
+)
+from m1clip.data.sources.plain_text import check_is_text, text_lines
 from m1clip.errors import UserError
 from m1clip.extras import require
-from m1clip.formatting import one_line, plural
-from m1clip.io import open_regular, read_small, read_start
+from m1clip.formatting import one_line
+from m1clip.io import read_small, read_start
 
-# In order of preference; compared in lower case.
-IMAGE_NAMES = (
-    *(
-        "image",
-        "image_path",
-        "filepath",
-        "file_path",
-        "file_name",
-        "filename",
-        "image_name",
-        "path",
-        "img",
-    ),
-    *("img_path", "image_file", "file", "picture", "photo", "jpg", "png", "jpeg", "webp"),
-)
-CAPTION_NAMES = (
-    *(
-        "captions",
-        "caption",
-        "text",
-        "texts",
-        "title",
-        "description",
-        "sentences",
-        "sentence",
-        "comment",
-    ),
-    *("alt_text", "alt", "prompt", "txt", "raw"),
-)
-IMAGE_FOLDERS = (
-    *("", "images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
-    *(
-        "Flicker8k_Dataset",
-        "Flickr8k_Dataset",
-        "flickr8k-images",
-        "flickr30k-images",
-        "flickr30k_images",
-    ),
-)
-SOURCE_NAME = "source"  # column with who wrote a caption: a person, or model:NAME
-GENERATED = "model:"  # how the source of a generated caption begins
-SPLIT_NAMES = ("split", "partition", "subset", "set")
-_ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
-_NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
 _EXAMPLE_ROW = '{"image": "a.jpg", "captions": ["a dog"]}'
 NO_CAPTIONS_IN_JSON = (
     f"neither a list of objects such as {_EXAMPLE_ROW} nor captions of COCO or Karpathy"
 )
+JSON_HINT = f"; expected objects such as {_EXAMPLE_ROW}"
 _ROWS_FOR_COLUMNS = 100  # JSON rows whose keys become the columns
-# Longer than any real row: a binary file read as text must not fill the memory.
-MAX_LINE = 2**24
 MAX_JSON = 2**30  # ten times the captions of COCO; parsed, it takes about ten times as much memory
 
 # In a folder, the first of these is the data.
@@ -100,35 +62,6 @@ TABLE_NAMES = (
 # Captions of COCO, in as many files as there are splits.
 CAPTION_PARTS = ("annotations/captions_*.json", "captions_*.json")
 _CAPTION_KEYS = {"images", "annotations", *IMAGE_NAMES}
-# Files that are no text: how they begin, what they are, and what to do.
-_SAVE_AS_CSV = "open it in a spreadsheet program and save it as CSV (UTF-8), then use that file"
-_UNPACK = "unpack it first"
-_BINARY = (
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", _SAVE_AS_CSV),
-    (b"PK\x03\x04", "a zip archive", _UNPACK),
-    (b"PAR1", "a Parquet file", "use parquet:{}"),
-    (b"\x1f\x8b", "a gzip archive", _UNPACK),
-    (b"BZh", "a bzip2 archive", _UNPACK),
-    (b"\xfd7zXZ\0", "an xz archive", _UNPACK),
-    (b"\x28\xb5\x2f\xfd", "a zstd archive", _UNPACK),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    (b"%PDF-", "a PDF document", "write its captions into a CSV file"),
-    (b"SQLite format 3\0", "an SQLite database", "export its table as CSV"),
-    (b"\x89HDF\r\n", "an HDF5 file", "export its table as CSV"),
-    (b"\xff\xd8\xff", "a JPEG image", "use the folder of the images, or a table that lists them"),
-    (b"\x89PNG\r\n", "a PNG image", "use the folder of the images, or a table that lists them"),
-)
-# Spreadsheets are zip archives; these are in the first bytes of one.
-_SPREADSHEETS = (
-    ((".xlsx", ".xlsm", ".xltx"), (b"xl/", b"[Content_Types].xml"), "an Excel workbook"),
-    ((".ods", ".ots"), (b"opendocument.spreadsheet",), "an OpenDocument spreadsheet"),
-    ((".numbers",), (b"Index/Document.iwa",), "a Numbers spreadsheet"),
-)
-SPREADSHEET_SUFFIXES = {
-    ".xls",
-    *(suffix for suffixes, _, _ in _SPREADSHEETS for suffix in suffixes),
-}
-_BYTES_FOR_KIND = 4096
 _BYTES_FOR_KEYS = 2**16  # of a JSON file, among which are its first keys
 
 
@@ -140,28 +73,6 @@ def table_format(path: Path) -> str | None:
     if path.suffix.lower() == ".txt" and path.is_file() and has_columns(path):
         return "csv"
     return FORMAT_OF_SUFFIX.get(path.suffix.lower())
-
-
-def binary_kind(path: Path) -> str | None:
-    """What a file that is no text is, with what to do; None for text."""
-    head = read_start(path, _BYTES_FOR_KIND)
-    for start, kind, hint in _BINARY:
-        if head.startswith(start):
-            if start.startswith(b"PK"):
-                for suffixes, names, spreadsheet in _SPREADSHEETS:
-                    if path.suffix.lower() in suffixes or any(name in head for name in names):
-                        return f"{spreadsheet}; {_SAVE_AS_CSV}"
-            return f"{kind}; {hint.format(path)}"
-    first_line = head.partition(b"\n")[0]  # in later ones, a zero byte is a problem of its row
-    if b"\0" in first_line and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "a binary file, not a table; use a CSV, TSV, JSONL, JSON or Parquet file"
-    return None
-
-
-def check_is_text(path: Path) -> None:
-    """Raise UserError for a file whose bytes would be read as column names, such as a spreadsheet."""
-    if kind := binary_kind(path):
-        raise user_error(f"{path}: is {kind}")
 
 
 def find_tables(
@@ -217,8 +128,8 @@ def has_caption_keys(path: Path, options: Options = DEFAULT_OPTIONS) -> bool:
     if not path.is_file():
         return False
     head = read_start(path, _BYTES_FOR_KEYS).decode("utf-8-sig", "replace")
-    keys = {_key(key) for key in re.findall(r'"([^"\\]*)"\s*:', head)}
-    known = _CAPTION_KEYS | {_key(options.image_column or "")}
+    keys = {column_key(key) for key in re.findall(r'"([^"\\]*)"\s*:', head)}
+    known = _CAPTION_KEYS | {column_key(options.image_column or "")}
     return head.lstrip()[:1] in ("[", "{") and not keys.isdisjoint(known)
 
 
@@ -248,24 +159,6 @@ def explain_columns(path: Path, options: Options) -> None:
     choose_columns(header, options, str(path))
 
 
-def spreadsheets(folder: Path) -> list[Path]:
-    """The files in a folder that only a spreadsheet program reads."""
-    files = (
-        path for path in sorted(folder.iterdir()) if path.suffix.lower() in SPREADSHEET_SUFFIXES
-    )
-    return [path for path in files if path.is_file() and binary_kind(path)]
-
-
-class Columns(NamedTuple):
-    image: str
-    captions: tuple[str, ...]
-    split: str | None
-    source: str | None = None
-
-
-# Row number, cells (or what is wrong), image in the row.
-Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]
-Records = Callable[[Columns], Iterator[Record]]
 Opened = tuple[Sequence[str], Records]  # column names, rows
 
 
@@ -286,175 +179,11 @@ def table_rows(source: DataSource) -> Iterator[Row]:
         if source.format != "parquet":
             check_is_text(path)
         header, records = READERS[source.format](path, source)
-        columns = choose_columns(header, source.options, str(path))
+        more = JSON_HINT if source.format in {"json", "jsonl"} else ""
+        columns = choose_columns(header, source.options, str(path), more)
         yield from rows_of(
             source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix
         )
-
-
-def rows_of(
-    source: DataSource,
-    table_name: str,
-    columns: Columns,
-    records: Iterator[Record],
-    folders: Sequence[Path],
-    table_split: str | None,
-    id_prefix: str = "",
-) -> Iterator[Row]:
-    """The rows of a table, whose images are in the table or in one of the folders."""
-    find_image = _image_finder(folders)
-    generated = 0
-    for number, cells, stored in records:
-        place = table_name, number
-        if isinstance(cells, str):
-            source.problem(place, cells)
-            continue
-        name: Any = cells.get(columns.image)
-        wrong = _path_problem(name) if stored is None else None
-        if wrong:
-            source.problem(place, wrong, "no-image")
-            continue
-        if is_generated(cells.get(columns.source) if columns.source else None):
-            generated += 1
-            if source.options.captions == "person":
-                continue
-        id_ = (
-            id_prefix + posixpath.normpath(name.replace("\\", "/"))
-            if stored is None
-            else f"{table_name}#{number}"
-        )
-        captions = [cells.get(column) for column in columns.captions]
-        split = (
-            splits.from_value(cells.get(columns.split) if columns.split else None) or table_split
-        )
-        yield Row(
-            place,
-            captions if len(captions) > 1 else captions[0],
-            split,
-            stored or find_image(name),
-            id_,
-        )
-    if generated:
-        left_out = (
-            "left out"
-            if source.options.captions == "person"
-            else "--captions person leaves them out"
-        )
-        source.note(
-            f"{table_name}: {plural(generated, 'row')} with a caption of a model; {left_out}"
-        )
-
-
-def is_generated(written_by: object) -> bool:
-    """Whether the source of a caption says that a model wrote it."""
-    return isinstance(written_by, str) and written_by.strip().startswith(GENERATED)
-
-
-def _path_problem(name: Any) -> str | None:
-    """Why a value cannot be the path of an image, or None."""
-    if name is None or (isinstance(name, str) and not name.strip()):
-        return "no file name of an image"
-    if not isinstance(name, str):
-        return f"the image's file name is not text but {type(name).__name__}"
-    if "\0" in name or len(name) > 4096 or name != name.encode("utf-8", "replace").decode("utf-8"):
-        return "the image's file name is not valid Unicode, contains a zero byte or is too long"
-    if name.startswith(("http://", "https://", "s3://", "gs://")):
-        return f"{name[:80]} is a URL, not a file: download the images first (img2dataset does)"
-    return None
-
-
-def _image_finder(folders: Sequence[Path]) -> Callable[[str], FileImage]:
-    """Finds an image named in a table in these folders or in their images/.
-
-    Else its path in the first, for errors.
-    """
-    near = dict.fromkeys(os.fspath(folder / name) for folder in folders for name in IMAGE_FOLDERS)
-    bases = list(filter(os.path.isdir, near)) or [os.fspath(folders[0])]
-    next_to_table = bases[0]
-
-    @cache  # one object per image, however many captions it has
-    def find(name: str) -> FileImage:
-        for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
-            for number, base in enumerate(bases):
-                path = os.path.join(base, spelling)
-                if os.path.isfile(path):
-                    bases.insert(0, bases.pop(number))  # it most likely has the next image, too
-                    return FileImage(path)
-        return FileImage(os.path.join(next_to_table, name))
-
-    return find
-
-
-def choose_columns(header: Sequence[str], options: Options, where: str) -> Columns:
-    """The columns named by the user, else those with common names; an error lists what is there."""
-    by_key = {_key(name): name for name in reversed(header)}
-
-    def find(names: Iterable[str]) -> list[str]:
-        return [by_key[_key(name)] for name in names if _key(name) in by_key]
-
-    for name in (options.image_column, *options.caption_columns):
-        if name is not None and _key(name) not in by_key:
-            raise user_error(f"{where}: no column {name!r}; it has {_listing(header)}")
-    image = find([options.image_column] if options.image_column else IMAGE_NAMES)[:1]
-    numbered = [name for name in header if _NUMBERED.fullmatch(_key(name))]
-    captions = find(options.caption_columns) or numbered or find(CAPTION_NAMES)[:1]
-    if not image and any(_ENDS_AS_IMAGE.search(_key(name)) for name in header):
-        raise user_error(
-            f"{where}: the first row is an image, not column names; add a row such as image,caption"
-        )
-    if missing := [name for name, found in (("image", image), ("caption", captions)) if not found]:
-        flags = " and ".join(f"--{name}-column" for name in missing)
-        what = f"no {' and no '.join(missing)} column among {_listing(header)}"
-        raise user_error(f"{where}: {what}; specify it with {flags}")
-    split = next(iter(find(SPLIT_NAMES)), None)
-    written_by = next(iter(find([SOURCE_NAME])), None)
-    return Columns(image[0], tuple(dict.fromkeys(captions)), split, written_by)
-
-
-def _key(name: str) -> str:
-    return name.strip().lower()
-
-
-def _listing(header: Sequence[str]) -> str:
-    names = ", ".join(name[:40] for name in header[:12])
-    return (names or "no columns") + (", ..." if len(header) > 12 else "")
-
-
-def text_lines(path: Path, source: DataSource | None = None) -> Iterator[str]:
-    """The lines of a text file with their ends, in its encoding.
-
-    Bytes that do not fit are replaced.
-    """
-    encoding = _find_encoding(path)
-    if source and encoding == "cp1252":
-        source.note(
-            f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look"
-            " wrong"
-        )
-    with io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="") as file:
-        number = 0
-        while line := file.readline(MAX_LINE):
-            number += 1
-            if len(line) >= MAX_LINE:
-                raise user_error(
-                    f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?"
-                )
-            yield line
-
-
-def _find_encoding(path: Path) -> str:
-    """UTF-8 (with or without BOM), UTF-16 by its BOM, else cp1252, which Excel writes on Windows."""
-    with open_regular(path) as file:
-        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            return "utf-16"
-        file.seek(0)
-        try:
-            text = io.TextIOWrapper(file, "utf-8-sig")
-            while text.read(2**20):
-                pass
-        except UnicodeDecodeError:
-            return "cp1252"
-    return "utf-8-sig"
 
 
 def has_columns(path: Path, options: Options = DEFAULT_OPTIONS) -> bool:

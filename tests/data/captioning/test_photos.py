@@ -23,6 +23,7 @@ from m1clip.data.captioning.photos import (
     sample_captions,
 )
 from m1clip.data.sources import Options, open_source
+from m1clip.data.sources.formats import FORMATS
 from m1clip.errors import UserError
 
 MakePhotos = Callable[[int], Path]
@@ -304,6 +305,19 @@ def test_captions_of_another_format_are_not_hidden(make_photos: MakePhotos) -> N
     folder = make_photos(2)
     (folder / "00.txt").write_text("a dog", encoding="utf-8")
     with serve(describe) as server, pytest.raises(UserError, match="in the format txt"):
+        caption_photos(folder, server.url)
+    assert not server.requests
+
+
+def test_only_captions_that_a_table_would_hide_stop_the_captioner() -> None:
+    hidden = {name for name, data_format in FORMATS.items() if data_format.hidden_by_table}
+    assert set(FORMATS) - hidden == {"classes", "metadata", "filenames"}
+
+
+def test_captions_of_a_table_with_another_name_are_not_hidden(make_photos: MakePhotos) -> None:
+    folder = make_photos(2)
+    (folder / "mine.csv").write_text("image,caption\n00.jpg,a dog\n", encoding="utf-8")
+    with serve(describe) as server, pytest.raises(UserError, match="in the format csv"):
         caption_photos(folder, server.url)
     assert not server.requests
 

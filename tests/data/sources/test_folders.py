@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from source_helpers import everything
+from source_helpers import everything, image_bytes
 
 from m1clip.data.sources import open_source
 from m1clip.data.sources.base import MAX_TEXT_BYTES
@@ -132,3 +132,30 @@ def test_flickr8k_is_read_alike_from_both_its_tables() -> None:
     assert [len(csv.samples(split)) for split in csv.splits()] == [6000, 1000, 1000]
     assert all(csv.samples(split) == jsonl.samples(split) for split in csv.splits())
     assert csv.problems == jsonl.problems == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_text_files_are_read_in_their_encoding(images: Write, encoding: str) -> None:
+    root = images(["a.jpg", "b.jpg"])
+    (root / "a.txt").write_text("ein Café für Hunde", encoding=encoding)
+    (root / "b.txt").write_text("a dog", encoding="utf-8")
+    source = open_source(f"txt:{root}")
+    captions = {id_: sample.captions for id_, sample in everything(source).items()}
+    assert captions == {"a.jpg": ("ein Café für Hunde",), "b.jpg": ("a dog",)}
+    notes = [note for note in source.notes if "Windows-1252" in note]
+    assert len(notes) == (encoding == "cp1252")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [image_bytes(), bytes(range(256)), "a dog".encode("utf-16-le"), b"\xff\xfe\x00\xd8"],
+    ids=["JPEG", "all bytes", "UTF-16 without its mark", "half of a UTF-16 pair"],
+)
+def test_text_file_that_is_no_text_is_reported(images: Write, data: bytes) -> None:
+    root = images(["a.jpg", "b.jpg"])
+    (root / "a.txt").write_text("a dog")
+    (root / "b.txt").write_bytes(data)
+    source = open_source(f"txt:{root}")
+    assert [problem.where for problem in source.problems] == ["b.jpg"]
+    assert "neither UTF-8" in source.problems[0].what
+    assert list(everything(source)) == ["a.jpg"]

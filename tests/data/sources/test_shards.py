@@ -45,6 +45,16 @@ def test_split_from_folder_name_and_json(tmp_path: Path) -> None:
     assert source.samples("test")[0].captions == ("x", "y")
 
 
+def test_captions_of_shards_are_decoded_as_those_of_text_files(tmp_path: Path) -> None:
+    texts = {"a": "Café".encode("cp1252"), "b": "Café".encode("utf-16"), "c": image_bytes()}
+    members = [
+        (f"{k}.{s}", v) for k, t in texts.items() for s, v in (("jpg", image_bytes()), ("txt", t))
+    ]
+    source = open_source(str(write_tar(tmp_path / "s.tar", members)))
+    assert [sample.captions for sample in everything(source).values()] == [("Café",)] * 2
+    assert [problem.what for problem in source.problems] == ["no caption"]
+
+
 def test_json_caption_and_incomplete_samples(tmp_path: Path) -> None:
     entries = [("a.webp", image_bytes(kind="WEBP")), ("a.json", b'{"caption": "from json"}')]
     entries += [

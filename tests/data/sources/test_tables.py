@@ -232,3 +232,10 @@ def test_binary_file_given_as_a_table_is_a_one_line_error(
             open_source(str(tmp_path / name))
         assert str(caught.value).startswith(f"{tmp_path / name}: {expected}")
         assert "\n" not in str(caught.value)
+
+
+def test_json_of_another_program_is_explained_by_an_example(tmp_path: Path) -> None:
+    task = {"id": 1, "data": {"image": "a.jpg"}, "annotations": [{"result": []}]}
+    (tmp_path / "export.json").write_text(json.dumps([task]))
+    with pytest.raises(UserError, match=r'expected objects such as \{"image": "a.jpg"'):
+        open_source(str(tmp_path / "export.json"))
