@@ -12,9 +12,9 @@ from m1clip.search.vectors import file_name
 
 def save_model(folder: Path, embed_dim: int = 16) -> Path:
     """A model folder; another `embed_dim` is another model."""
-    tiny_model("clip-bpe-pruned", ["a red dog on a beach at night"], embed_dim=embed_dim).save(
-        folder
-    )
+    captions = ["a red dog on a beach at night"]
+    one_block = {"vision_layers": 1, "text_layers": 1}
+    tiny_model("clip-bpe-pruned", captions, embed_dim=embed_dim, **one_block).save(folder)
     return folder
 
 

@@ -36,6 +36,7 @@ from small_run import Command, exit_code
 import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
+from m1clip.model.pretrained import packages
 from m1clip.search import index as module
 from m1clip.search.index import DATABASE, INDEX_FOLDER, find_index, update_index
 from m1clip.web.photos import Photos
@@ -380,6 +381,7 @@ def test_index_without_a_model_leaves_no_folder(
 ) -> None:
     photos = make_photos(tmp_path / "photos", 1)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(packages, "installed", lambda tower: False)  # the towers of `general`
     for words in ([], ["--model", str(tmp_path / "nowhere")]):
         assert exit_code("index", photos, *words) == 2
         assert capsys.readouterr().err.count("\n") == 1

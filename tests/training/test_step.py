@@ -1,7 +1,5 @@
 """The training step: micro-batches, checkpointing, dropout, precision and compilation."""
 
-import os
-import subprocess
 import sys
 import traceback
 from contextlib import nullcontext
@@ -409,19 +407,10 @@ def test_probe_sees_gradients_without_loss_scale_and_the_update_stays_the_same()
 
 def test_step_does_not_load_the_compiler() -> None:
     """It would take a second and 40 MB; another process, because other tests load it."""
-    program = (
-        "import sys; from small_run import prepared, small_config\n"
-        "inputs = prepared(small_config({})); step = inputs.make_step()\n"
-        "step.run(inputs.training[0], 0)\n"
-        "print([name for name in ('sympy', 'torch._dynamo') if name in sys.modules])"
-    )
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.splitlines()[-1] == "[]"
+    assert on_ranks(1, modules_of_a_step) == [[]]
+
+
+def modules_of_a_step(_ranks: Ranks) -> list[str]:
+    inputs, step = make({})
+    step.run(inputs.training[0], 0)
+    return [name for name in ("sympy", "torch._dynamo") if name in sys.modules]

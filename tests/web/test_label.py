@@ -55,7 +55,7 @@ def queue(server: Server, page: str = "test", count: int = 5) -> list[dict[str, 
 
 def until(server: Server, **expected: Any) -> dict[str, Any]:
     """Wait until the training has these values."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         found = read(server, "/api/train")
         if all(found.get(name) == value for name, value in expected.items()):

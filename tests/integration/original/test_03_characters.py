@@ -36,7 +36,7 @@ STRINGS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "model"
-    tiny_model("char", CAPTIONS).save(path)
+    tiny_model("char", CAPTIONS, vision_layers=1, text_layers=1).save(path)
     return path
 
 
