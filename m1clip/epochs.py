@@ -30,6 +30,10 @@ NOT_COMPARABLE = (
     " compared between runs with different batch sizes. Recall is over the complete validation"
     " split."
 )
+NOT_LEARNING = (
+    "These are phases of the training loss, which also falls while a model memorizes: the {metric}"
+    " on validation is within noise of chance."
+)
 
 
 class RunTables:
@@ -56,6 +60,15 @@ class RunTables:
     def phase_cells(self) -> list[list[str]]:
         """The table of phases as text."""
         return [[str(index), *phase.cells] for index, phase in enumerate(self.phases(), start=1)]
+
+    @property
+    def phase_note(self) -> str:
+        """What a falling loss does not show, if validation is not above chance; else ""."""
+        newest = self._evaluations[-1] if self._evaluations else {}
+        low, chance = (_number(newest, f"{self._metric}/{name}") for name in ("low", "chance"))
+        if low is None or chance is None or low > chance or not self.phases():
+            return ""
+        return NOT_LEARNING.format(metric=SELECTION[self._metric])
 
     def epochs(self) -> list[EpochRow]:
         """Return the table by epoch: means over its log lines, and its last evaluation."""
@@ -227,7 +240,7 @@ class LossPhase:
     slope: float  # of the loss per epoch; per 1,000 steps if epochs are unknown
     low: float  # 95% interval of the slope
     high: float
-    trend: str  # falling fast, falling, plateau or rising
+    trend: str  # falling fast (compared with other phases), falling, plateau or rising
 
     @property
     def cells(self) -> list[str]:
@@ -271,7 +284,7 @@ def find_phases(points: Sequence[Point], steps_per_epoch: float | None = None) -
     lines[-1] = lines[-1].extend_to(lines[-1].start, points[-1][0])
     losses = [loss for _, loss in means]
     largest_change = max(losses) - min(losses)
-    steepest = max(abs(line.slope) for line in lines)
+    steepest = min(line.slope for line in lines) if len(lines) > 1 else -math.inf
     unit = steps_per_epoch or 1000.0
     phases = []
     for line in lines:
@@ -333,7 +346,7 @@ def _trend(line: Line, largest_change: float, steepest: float) -> str:
         return "plateau"
     if change > 0:
         return "rising"
-    return "falling fast" if abs(line.slope) > steepest / 2 else "falling"
+    return "falling fast" if line.slope < steepest / 2 else "falling"
 
 
 def _bin_means(points: Sequence[Point]) -> list[Point]:

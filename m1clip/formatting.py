@@ -13,6 +13,7 @@ from m1clip.errors import UserError
 
 MISSING = "-"  # shown for None
 MIN_PART = 4  # letters of a name that suggest a longer name which contains them
+TYPO_SIMILARITY = 0.8  # of two names of which one is the other with a typing error
 
 
 def did_you_mean(name: str, names: Iterable[str], meant: str = "", prefix: str = "") -> str:
@@ -21,12 +22,33 @@ def did_you_mean(name: str, names: Iterable[str], meant: str = "", prefix: str =
     "" if there is none.
     """
     names = list(names)
-    similar = [meant] if meant else difflib.get_close_matches(name, names, n=1)
+    similar = [meant] if meant else most_similar(name, names)
     if not similar:  # names that differ only in case, such as VIT-B-32
         similar = [candidate for candidate in names if candidate.lower() == name.lower()]
     if not similar and len(name) >= MIN_PART:  # multi for multi-positive
         similar = [candidate for candidate in names if name.lower() in candidate.lower()]
     return f": did you mean '{prefix}{similar[0]}'?" if similar else ""
+
+
+def most_similar(name: str, names: Sequence[str]) -> list[str]:
+    """At most one name that somebody may have meant: the right spelling, or a name that begins alike.
+
+    Names that are the first words of the other one come before names with similar letters:
+    --lr-rate means --lr and not --lora.
+    """
+    if typo := difflib.get_close_matches(name, names, n=1, cutoff=TYPO_SIMILARITY):
+        return typo
+    words = _words(name)
+    beginnings = [
+        candidate for candidate in names if words[: len(_words(candidate))] == _words(candidate)
+    ]
+    if beginnings:
+        return [max(beginnings, key=len)]
+    return difflib.get_close_matches(name, names, n=1)
+
+
+def _words(name: str) -> list[str]:
+    return re.split("[-_]", name.lower().lstrip("-"))
 
 
 def one_line(text: str) -> str:

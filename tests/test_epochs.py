@@ -98,7 +98,7 @@ def test_fast_fall_slow_fall_and_rise_are_named() -> None:
 
 def test_straight_line_and_noise_are_one_phase() -> None:
     (line,) = find_phases(noisy([(n, 3 - n / 100) for n in range(100)]))
-    assert line.trend == "falling fast"
+    assert line.trend == "falling", "fast only in comparison with another phase"
     assert line.slope == pytest.approx(-10.0, rel=0.1), "per 1,000 steps without epochs"
     (flat,) = find_phases(noisy([(n, 2.0) for n in range(100)]))
     assert flat.trend == "plateau"
@@ -119,3 +119,14 @@ def test_line_has_the_interval_of_least_squares() -> None:
     line = fit_line([(0, 0.0), (1, 1.0), (2, 1.0), (3, 2.0)])
     assert line.slope == pytest.approx(0.6)
     assert line.margin == pytest.approx(1.959964 * math.sqrt(0.2 / 2 / 5))
+
+
+def test_falling_loss_beside_recall_at_chance_has_a_note() -> None:
+    steps = [step(number, loss=4.0 - number / 10) for number in range(1, 20)]
+    metrics = {"mean_recall/low": 0.1, "mean_recall/high": 0.5, "mean_recall/chance": 0.2}
+    tables = RunTables(steps, [evaluation(19, 0.3) | metrics])
+    assert "mean recall on validation is within noise of chance" in tables.phase_note
+    assert RunTables([], [evaluation(19, 0.3) | metrics]).phase_note == ""
+    above = metrics | {"mean_recall/low": 0.25}
+    assert RunTables(steps, [evaluation(19, 0.3) | above]).phase_note == ""
+    assert RunTables(steps, []).phase_note == ""

@@ -8,6 +8,7 @@ import re
 import typing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -615,3 +616,17 @@ def test_option_and_help_follow_from_the_registry() -> None:
         message = f"one of {', '.join(LOSSES)}, not '{typed}': did you mean '{meant}'?"
         with pytest.raises(UserError, match=re.escape(message)):
             from_dict({"train": {"loss": typed}}, "file")
+
+
+@pytest.mark.parametrize("captions", [1, 5])
+def test_loss_of_guessing_is_that_of_the_glossary(captions: int) -> None:
+    """ln n + (ln m) / 2 for n images with m captions each."""
+    n = 64
+    features = Features(torch.zeros(n, 8), torch.zeros(n * captions, 8), torch.tensor(14.0), None)
+    matches = torch.arange(n)[:, None] == torch.arange(n * captions)[None] // captions
+    expected = math.log(n) + math.log(captions) / 2
+    assert fused.infonce(features, matches).item() == pytest.approx(expected, abs=1e-5)
+    glossary = (Path(__file__).parents[1] / "docs" / "reference" / "glossary.md").read_text(
+        encoding="utf-8"
+    )
+    assert f"({expected:.2f} for 64" in glossary

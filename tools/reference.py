@@ -66,7 +66,8 @@ RUN_FILES = {
 def commands_page() -> Iterator[str]:
     """Every command with its complete help."""
     yield "# Commands\n\n"
-    yield "`m1clip COMMAND --help` prints the same text in a terminal. "
+    yield "`m1clip COMMAND --help` prints the same text in a terminal; for `train`, it prints the "
+    yield "most common options, and `m1clip train --help-all` prints all. "
     yield "What a command can do, [Python](python.md) can do too.\n\n"
     for group in GROUPS:
         yield f"## {group.name}\n\n"

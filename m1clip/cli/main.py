@@ -18,7 +18,7 @@ from m1clip.cli import data, hub, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.config import OTHER_TOOLS
 from m1clip.errors import UserError
-from m1clip.formatting import one_line
+from m1clip.formatting import most_similar, one_line
 
 # Importing a module registers its commands.
 FAMILIES = (train, runs, data, models, hub, search, machine)
@@ -99,11 +99,24 @@ def _message(error: Exception) -> str:
     if isinstance(error, UnusedCliTokensError) and in_train:
         hint = "Put all paths of your images after train, or use --data for all."
         return f"{_one_line(error)} {hint}"
-    if isinstance(error, UnknownOptionError) and in_train:
-        typed = (error.token.keyword or error.token.value).partition("=")[0]
-        if known := OTHER_TOOLS.get(typed.lstrip("-").replace("-", "_")):
-            return f"Unknown option: {one_line(typed)}. Did you mean {known}?"
+    if isinstance(error, UnknownOptionError):
+        return _one_line(_unknown_option(error, in_train))
     return _one_line(error)
+
+
+def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
+    """An unknown option, and the one that was meant, as far as a name can tell."""
+    typed = (error.token.keyword or error.token.value).partition("=")[0]
+    name = typed.lstrip("-")
+    names = [known for option in error.argument_collection for known in option.names]
+    known_names = [known.removeprefix("--") for known in names if known.startswith("--")]
+    meant = OTHER_TOOLS.get(name.replace("-", "_")) if in_train else None
+    one_dash = not typed.startswith("--")  # such as -x, or several: -xyz
+    if one_dash and meant is None and name not in known_names:
+        return str(error)
+    if meant is None and (similar := most_similar(name, known_names)):
+        meant = f"--{similar[0]}"
+    return f"Unknown option: {typed}." + (f" Did you mean {meant}?" if meant else "")
 
 
 def _one_line(error: Exception | str) -> str:

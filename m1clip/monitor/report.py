@@ -239,10 +239,11 @@ def adaptation_table(history: History) -> str:
 
 def phase_table(history: History) -> str:
     """The phases of the loss, and how fast it fell in each."""
-    rows = history.tables().phase_cells
-    if not rows:
+    tables = history.tables()
+    if not tables.phase_cells:
         return ""
-    return f"<h3>Phases of the loss</h3>{html_table(PHASE_HEAD, rows)}"
+    note = f"<p class='hint'>{escape(tables.phase_note)}</p>" if tables.phase_note else ""
+    return f"<h3>Phases of the loss</h3>{html_table(PHASE_HEAD, tables.phase_cells)}{note}"
 
 
 def rate_tables(history: History) -> str:

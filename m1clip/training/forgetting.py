@@ -11,6 +11,7 @@ from m1clip import console
 from m1clip.config import Config
 from m1clip.data.decoding import decode_options
 from m1clip.data.prepare import Split, load_split, open_data
+from m1clip.data.synthetic.drawing import MAX_SCENE_SIZE
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator, other_class_vectors
@@ -59,8 +60,8 @@ class Change:
         }
 
 
-def open_general_data(config: Config, image_size: int) -> GeneralData | None:
-    """Open the data of --general-data, before training, so that an error costs no time.
+def open_general_data(config: Config) -> GeneralData | None:
+    """Open the data of --general-data, before anything is prepared, so that an error costs no time.
 
     None without it.
     """
@@ -72,7 +73,7 @@ def open_general_data(config: Config, image_size: int) -> GeneralData | None:
         config.data, source=names, image_column=None, caption_column=(), cache="off"
     )
     try:
-        source = open_data(settings, image_size, config.seed)
+        source = open_data(settings, MAX_SCENE_SIZE, config.seed)
         if source.streamed:
             raise UserError("shards that are streamed cannot be evaluated; name local data")
     except UserError as error:

@@ -112,6 +112,7 @@ def train_config(
             f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most"
             f" {max_workers}"
         )
+    general = open_general_data(config)
     ranks = connect_same(config.train.device)
     ranks.check_same({f"--{flat.replace('_', '-')}": setting(config, flat) for flat in NAMES})
     name = name or run_name(config)
@@ -135,7 +136,7 @@ def train_config(
                 process.remove_unused_folder(folder)
             raise
         pacer = None if budget is None else Pacer(budget, workbench.costs, 0, inputs.max_steps)
-        return _train_and_finish(session, inputs, workbench.model, pacer)
+        return _train_and_finish(session, inputs, workbench.model, pacer, general)
 
 
 def run_name(config: Config) -> str:
@@ -203,7 +204,8 @@ def resume(
             if minutes is None
             else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0, inputs.max_steps)
         )
-        return _train_and_finish(session, inputs, workbench.model, pacer, resumed=True)
+        general = open_general_data(inputs.config)
+        return _train_and_finish(session, inputs, workbench.model, pacer, general, resumed=True)
 
 
 def _promised_minutes(folder: Path) -> float | None:
@@ -261,13 +263,13 @@ def _train_and_finish(
     inputs: RunInputs,
     model: CLIP | None,
     pacer: Pacer | None,
+    general: GeneralData | None,
     resumed: bool = False,
 ) -> Run:
     """Train, and evaluate the best model; `model` is the initial one, if it is built already."""
     gc.collect()  # models that were built for measurements may be in reference cycles
     folder = session.folder
     ranks = inputs.ranks
-    general = open_general_data(inputs.config, inputs.shape.image_size)
     state = TrainState()
     if inputs.device.kind == "cuda":
         inputs.device.reset_peak()  # of what this process has done before, as in a notebook
@@ -420,7 +422,8 @@ def _print_tables(tables: RunTables) -> None:
         console.print(f"\n{table(tables.epoch_head, epochs)}\n{NOT_COMPARABLE}\n")
     phases = tables.phase_cells
     if phases:
-        console.print(f"{table(PHASE_HEAD, phases)}\n")
+        note = tables.phase_note
+        console.print(f"{table(PHASE_HEAD, phases)}\n" + (f"{note}\n" if note else ""))
 
 
 def _check_choice(run: RunContext, steps: Sequence[dict[str, Any]]) -> None:

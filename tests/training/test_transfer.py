@@ -305,9 +305,11 @@ def test_gain_and_forgetting_are_reported(scratch: Path, tmp_path: Path) -> None
     assert str(data) in page
 
 
-def test_general_data_is_opened_before_training(scratch: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--general-data"):
-        train_config(tuned(scratch, **{"transfer.general_data": ["/nowhere"]}), tmp_path / "run")
+def test_general_data_is_opened_before_anything_is_prepared(scratch: Path, tmp_path: Path) -> None:
+    wrong = tuned(scratch, **{"transfer.general_data": ["/nowhere"], "data.source": ["/no data"]})
+    with pytest.raises(UserError, match="--general-data: /nowhere"):
+        train_config(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
     assert not (tmp_path / "run" / "run.jsonl").exists()
 
 
