@@ -7,7 +7,8 @@
 
 Each notebook runs in a temporary folder of its own. Its metadata may name the extra that it needs
 (`needs`), and small values of the variables in its cell `parameters` (`quick`). Cells with the tag
-`slow` are left out then.
+`slow` are left out then. `written` is a hash of code and outputs: a test notices when one of them
+was changed by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import hashlib
 import io
 import json
 import os
@@ -83,11 +85,18 @@ def stored_outputs(notebook: Json) -> list[list[Json]]:
     return [cell["outputs"] for cell in _code_cells(notebook)]
 
 
+def digest(notebook: Json) -> str:
+    """A hash of the code and the outputs of a notebook, for `written` in its metadata."""
+    cells = [("".join(cell["source"]), cell["outputs"]) for cell in _code_cells(notebook)]
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
+
+
 def with_outputs(notebook: Json, outputs: list[list[Json]]) -> str:
     """The file of a notebook with new outputs."""
     for number, (cell, of_cell) in enumerate(zip(_code_cells(notebook), outputs, strict=True)):
         cell["outputs"] = of_cell
         cell["execution_count"] = number + 1
+    notebook["metadata"].setdefault("m1clip", {})["written"] = digest(notebook)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -340,6 +340,7 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
     if not config_file.is_file():
         raise UserError(
             f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them"
+            " (after open_clip's trainer: a copy of its model_configs/NAME.json)"
         )
     record = read_json(config_file)
     model = record.get("model_cfg")

@@ -11,7 +11,7 @@ from tiny_model import tiny_clip, tiny_config
 
 import m1clip
 from m1clip import console
-from m1clip.data.images import Preprocess
+from m1clip.data.images import OPENAI_MEAN, Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import convert
 from m1clip.inference.model import Model
@@ -75,6 +75,22 @@ def test_load_open_clip_training_checkpoint_with_module_prefix(
     state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
     torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
     assert_same(m1clip.load(openclip / "epoch_3.pt"), trained)
+
+
+def test_load_open_clip_training_checkpoint_beside_the_config_of_its_model(
+    trained: Model, openclip: Path
+) -> None:
+    """As open_clip.get_model_config gives it: neither model_cfg nor preprocess_cfg (docs/interop.md)."""
+    config = openclip / "open_clip_config.json"
+    record = json.loads(config.read_text(encoding="utf-8"))
+    torch.save({"epoch": 3, "state_dict": weights_of(openclip)}, openclip / "epoch_3.pt")
+    config.unlink()
+    with pytest.raises(UserError, match=r"weights without a config.*model_configs/NAME.json"):
+        m1clip.load(openclip / "epoch_3.pt")
+    config.write_text(json.dumps(record["model_cfg"]), encoding="utf-8")
+    model = m1clip.load(openclip / "epoch_3.pt")
+    torch.testing.assert_close(model.encode_text(TEXTS), trained.encode_text(TEXTS))
+    assert model.preprocess.mean == OPENAI_MEAN
 
 
 def test_load_open_clip_custom_text_clip(trained: Model, openclip: Path) -> None:

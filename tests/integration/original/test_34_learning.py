@@ -52,6 +52,15 @@ def test_outputs_of_notebook_have_no_folder_of_a_machine(path: Path) -> None:
     assert "Traceback" not in json.dumps(stored)
 
 
+@pytest.mark.parametrize("path", notebooks.notebooks(), ids=lambda path: path.stem)
+def test_outputs_were_written_by_the_tool_for_this_code(path: Path) -> None:
+    notebook = notebooks.read(path)
+    written = notebook["metadata"]["m1clip"]["written"]
+    assert written == notebooks.digest(notebook), f"run python tools/notebooks.py {path.stem}"
+    next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")["source"] += ["# x"]
+    assert written != notebooks.digest(notebook)
+
+
 def test_changed_output_of_a_notebook_is_noticed(tmp_path: Path) -> None:
     """A line more, or an image less, is another structure."""
     cell = {"cell_type": "code", "metadata": {}, "outputs": []}
