@@ -32,11 +32,9 @@ GPU_BATCH = 256  # images that are decoded together
 GPU_THREADS = 3  # one decodes while others copy pixels to the host and write them
 READ_THREADS = 4  # threads that read files; more would compete for the GIL
 READ_BLOCK = 32  # images that a thread reads at a time
-BLOCKS_AHEAD = 4  # of each thread
-SAMPLED, MOST = (
-    64,
-    0.9,
-)  # images that are looked at, and the fraction that the GPU must be able to decode
+GPU_BLOCKS_AHEAD = 4  # of each thread
+TRIED_FILES = 64  # images that are looked at, ...
+SUITABLE_FRACTION = 0.9  # ... and the fraction that the GPU must be able to decode
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 SIZED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
@@ -173,10 +171,10 @@ def mostly_for_gpu(refs: Sequence[ImageRef]) -> bool:
     The others are decoded by a few threads, which would be slower than processes for all.
     """
     draw = np.random.default_rng(0)
-    sample = [refs[place] for place in draw.permutation(len(refs))[:SAMPLED]]
+    sample = [refs[place] for place in draw.permutation(len(refs))[:TRIED_FILES]]
     data = map_with_timeout(sample, read_bytes, threads=READ_THREADS)
     suitable = [isinstance(each, bytes) and jpeg_size(each) is not None for each in data]
-    return sum(suitable) >= MOST * len(sample)
+    return sum(suitable) >= SUITABLE_FRACTION * len(sample)
 
 
 # Why each image failed, or None.
@@ -267,7 +265,7 @@ def read_batches(
     In a block of reads that is late, each image has the time for itself.
     """
     blocks = [refs[start : start + READ_BLOCK] for start in range(0, len(refs), READ_BLOCK)]
-    reads = map_with_timeout(blocks, read_all, timeout, READ_THREADS, BLOCKS_AHEAD)
+    reads = map_with_timeout(blocks, read_all, timeout, READ_THREADS, GPU_BLOCKS_AHEAD)
     batch: list[bytes | BadImage | Late] = []
     with closing(reads):
         for block, data in zip(blocks, reads, strict=True):
