@@ -40,7 +40,7 @@ from m1clip.losses.registry import LOSSES, Ids
 from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
-from m1clip.training.optim import Optimizer
+from m1clip.training.optim import BuildOptions, Optimizer
 
 BATCH_SIZES = {"tiny": 256, "ViT-B-16": 512, "ViT-B-32": 1024}
 INPUTS = 3  # different batches, taken in turn
@@ -99,9 +99,8 @@ def our_step(job: Job, words: list[str]) -> Step:
         model.use_triton()  # as `m1clip train --compile` does
     model.train()
     graph = "graph" in words and device.kind == "cuda"
-    optimizer = Optimizer(
-        model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph
-    )
+    config = OptimConfig(optimizer="adamw", lr=1e-4)
+    optimizer = Optimizer(model, config, BuildOptions(fused=True, capturable=graph))
     forward = job.compile(model) if "compiled" in words else model
     parameters = list(model.parameters())
     objective = RunLoss(LOSSES["infonce"])

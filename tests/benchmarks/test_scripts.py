@@ -104,6 +104,9 @@ def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path
     assert result.returncode == 0, result.stderr + result.stdout
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
+    for model in figures["models"].values() if name == "cuda_step" else ():
+        assert [line for line in model["lines"] if "seconds" in line]
+        assert not [line for line in model["lines"] if "skipped" in line]
     table = script("results_table").render(tmp_path)
     assert (
         name in ("cuda_step", "original_run", "probes", "speedrun", "scale_arithmetic")
