@@ -388,13 +388,16 @@ class TransferConfig(Section):
         "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; "
         "scratch: random weights."
     )
-    image_tower: str = "efficientnet-lite0+lite2"
+    image_tower: str = "auto"
     (
-        "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers "
-        "model (folder or Hub name)."
+        "Pretrained image tower: efficientnet-lite0, -lite2, dinov2-small, some of them joined by "
+        "+, or a transformers model (folder or Hub name). auto: what is on this computer."
     )
-    text_tower: str = "minilm"
-    "Pretrained text tower: minilm, or a transformers model (folder or Hub name)."
+    text_tower: str = "auto"
+    (
+        "Pretrained text tower: minilm, gte-small, minilm+gte-small, or a transformers model "
+        "(folder or Hub name). auto: what is on this computer."
+    )
     init: Annotated[str | None, Parameter(group=COMMON)] = None
     (
         "Fine-tune this model: a run, a model folder, an open_clip or Hugging Face checkpoint, or "

@@ -9,8 +9,8 @@ from small_run import small_config, small_options
 
 from m1clip.config import Config
 from m1clip.model.pretrained import registry
+from m1clip.model.pretrained.bert import BertSize, BertTower
 from m1clip.model.pretrained.efficientnet import EfficientNetLite
-from m1clip.model.pretrained.minilm import BertSize, BertTower
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]

@@ -15,7 +15,7 @@ from m1clip.formatting import MISSING, did_you_mean, one_line, percent, plural, 
 
 if TYPE_CHECKING:
     from m1clip.model.hub import DownloadPlan
-    from m1clip.model.listing import ListedModel, Speed
+    from m1clip.model.listing import ListedModel, ListedTower, Speed
 
 MEASURE_SECONDS = 4.0
 MEASURE_BATCH = 32  # images that are encoded at a time
@@ -24,11 +24,14 @@ here: on this computer. ImageNet: zero-shot accuracy as published. images/s: mea
 --measure NAME or by m1clip index (with reading the files). m1clip models NAME shows the sources of the figures.
 Commands accept these names wherever they take a model. m1clip download NAME gets one; owner/name gets any other
 model of the Hugging Face Hub."""
+TOWERS_LEGEND = """\
+Towers for training on your images (m1clip train). Those on this computer are used by default, beside the ones of
+m1clip[towers]; --image-tower and --text-tower choose otherwise."""
 
 
 @app.command(group=MODELS, sort_key=1, usage="Usage: m1clip models [NAME] [OPTIONS]")
 def models(name: str | None = None, /, *, measure: Flag = False, json: Flag = False) -> None:
-    """List good models that can be used by name, with size, license, published accuracy, and what is here already.
+    """List models and towers that can be used by name: size, license, published accuracy, and what is here already.
 
     Nothing is downloaded: the figures come with m1clip, and each has its source.
 
@@ -45,8 +48,9 @@ def models(name: str | None = None, /, *, measure: Flag = False, json: Flag = Fa
     json
         Print JSON.
     """
-    from m1clip.model.listing import list_models
+    from m1clip.model.listing import list_models, list_towers
 
+    towers = {tower.name: tower for tower in list_towers()}
     listed = {model.name: model for model in list_models()}
     if name is None:
         if measure:
@@ -55,7 +59,15 @@ def models(name: str | None = None, /, *, measure: Flag = False, json: Flag = Fa
             print(json_text.dumps([model.to_json() for model in listed.values()], indent=2))
             return
         console.print(models_table(list(listed.values())))
-        console.print(f"\n{LEGEND}")
+        console.print(f"\n{LEGEND}\n")
+        console.print(towers_table(list(towers.values())))
+        console.print(f"\n{TOWERS_LEGEND}")
+        return
+    if name in towers:
+        if measure:
+            raise UserError(f"--measure {name}: a tower alone is not a model")
+        tower = towers[name]
+        print(json_text.dumps(tower.to_json(), indent=2) if json else _tower_details(tower))
         return
     speed = _measure(name) if measure else None
     if name not in listed and speed is None:
@@ -73,6 +85,38 @@ def models_table(listed: list[ListedModel]) -> str:
     """The table of `m1clip models`."""
     head = ("name", "here", "size", "parameters", "ImageNet", "images/s", "languages", "license")
     return table(head, (_row(model) for model in listed))
+
+
+def towers_table(listed: list[ListedTower]) -> str:
+    """The table of towers of `m1clip models`."""
+    head = ("tower", "of", "here", "size", "parameters", "license", "what it is")
+    rows = (
+        (
+            tower.name,
+            f"{tower.side}s",
+            MISSING if tower.folder is None else "yes",
+            size(tower.megabytes * 1e6),
+            f"{tower.parameters:.0f} M",
+            tower.license,
+            tower.note,
+        )
+        for tower in listed
+    )
+    return table(head, rows)
+
+
+def _tower_details(tower: ListedTower) -> str:
+    """All about a tower, one line each, with sources."""
+    lines = {
+        "tower": f"{tower.name}: {tower.note}",
+        "repository": tower.repository,
+        "here": tower.folder or f"no: m1clip download {tower.name}",
+        "use it": f"m1clip train FOLDER --{tower.side}-tower {tower.name}",
+        "parameters": f"{tower.parameters:g} M ({tower.parameters_source})",
+        "size": f"{size(tower.megabytes * 1e6)} ({tower.megabytes_source})",
+        "license": tower.license,
+    }
+    return "\n".join(f"{key:<12}{one_line(value)}" for key, value in lines.items())
 
 
 def _row(model: ListedModel) -> tuple[str, ...]:
@@ -160,6 +204,7 @@ def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     update
         Look for a newer version, even if the model is here.
     """
+    from m1clip.model.catalog import TOWERS
     from m1clip.model.hub import fetch, find_checked, plan_download, repository_of
     from m1clip.model.named import catalog_name
 
@@ -177,7 +222,8 @@ def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     else:
         console.print(f"{shown} is on this computer; --update looks for a newer version")
     console.print(f"folder     {folder}")
-    console.print(f"use it     m1clip index ~/Pictures --model {shown}")
+    use = "train FOLDER" if shown in TOWERS else f"index ~/Pictures --model {shown}"
+    console.print(f"use it     m1clip {use}")
 
 
 def _plan_lines(plan: DownloadPlan) -> list[str]:

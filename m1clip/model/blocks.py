@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from m1clip.errors import UserError
-from m1clip.model.pretrained.efficientnet import ConcatTower
+from m1clip.model.pretrained.concat import ConcatTower
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 SIDES = ("image", "text")
@@ -52,14 +52,16 @@ def tower_layers(tower: nn.Module) -> TowerLayers:
 
 
 def _side_by_side(tower: ConcatTower) -> TowerLayers:
-    """Join the layers of the same depth of both towers."""
-    first_layers = tower_layers(tower.first).from_input_to_output()
-    second_layers = tower_layers(tower.second).from_input_to_output()
-    joined = [
-        [(f"first.{name}", p) for name, p in one] + [(f"second.{name}", p) for name, p in other]
-        for one, other in zip(first_layers, second_layers, strict=True)
-    ]
-    return TowerLayers(joined[0], joined[1:-1], joined[-1])
+    """Join the layers of all towers, counted from their outputs: the last blocks are side by side."""
+    parts = [tower_layers(part) for part in tower.parts]
+    depth = max(len(part.blocks) for part in parts)
+    joined = TowerLayers(blocks=[[] for _ in range(depth)])
+    for number, part in enumerate(parts):
+        own = joined.blocks[depth - len(part.blocks) :]
+        targets = [joined.input, *own, joined.output]
+        for target, layer in zip(targets, part.from_input_to_output(), strict=True):
+            target += [(f"parts.{number}.{name}", parameter) for name, parameter in layer]
+    return joined
 
 
 def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:

@@ -44,6 +44,48 @@ class CatalogModel:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class CatalogTower:
+    """A tower on the Hub that --image-tower or --text-tower accepts by a short name."""
+
+    name: str
+    repository: str
+    side: Literal["image", "text"]
+    image_size: int  # side in pixels; 0 for texts
+    parameters: float  # millions
+    megabytes: float
+    license: str
+    note: str
+    parameters_source: str = FROM_SIZES
+    megabytes_source: str = FLOAT32
+
+
+TOWERS: dict[str, CatalogTower] = {
+    tower.name: tower
+    for tower in (
+        CatalogTower(
+            name="dinov2-small",
+            repository="facebook/dinov2-with-registers-small",
+            side="image",
+            image_size=224,
+            parameters=22.1,
+            megabytes=88,
+            license="Apache-2.0",
+            note="DINOv2 ViT-S/14 with registers",
+        ),
+        CatalogTower(
+            name="gte-small",
+            repository="thenlper/gte-small",
+            side="text",
+            image_size=0,
+            parameters=33.4,
+            megabytes=134,
+            license="MIT",
+            note="a BERT of 12 layers, with the tokens of MiniLM; English",
+        ),
+    )
+}
+
 CATALOG: dict[str, CatalogModel] = {
     model.name: model
     for model in (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from m1clip.formatting import one_line
 from m1clip.io import read_small, user_cache, write_json
-from m1clip.model.catalog import CATALOG, ENGLISH
+from m1clip.model.catalog import CATALOG, ENGLISH, TOWERS
 from m1clip.model.hub_files import cached_snapshot
 from m1clip.model.named import BOXED, GENERAL
 
@@ -63,6 +63,47 @@ def list_models() -> list[ListedModel]:
     """
     speeds = read_speeds()
     return [_general(speeds.get(GENERAL)), *(_listed(name, speeds.get(name)) for name in CATALOG)]
+
+
+@dataclass(frozen=True)
+class ListedTower:
+    """A pretrained tower that --image-tower or --text-tower accepts by name."""
+
+    name: str
+    side: Literal["image", "text"]
+    repository: str  # owner/name on the Hub
+    folder: str | None  # where it is on this computer; None: it is not
+    parameters: float  # millions
+    parameters_source: str
+    megabytes: float
+    megabytes_source: str
+    license: str
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_towers() -> list[ListedTower]:
+    """List the pretrained towers of the Hub that training accepts by name."""
+    listed = []
+    for tower in TOWERS.values():
+        folder = cached_snapshot(tower.repository)
+        listed.append(
+            ListedTower(
+                name=tower.name,
+                side=tower.side,
+                repository=tower.repository,
+                folder=None if folder is None else str(folder),
+                parameters=tower.parameters,
+                parameters_source=tower.parameters_source,
+                megabytes=tower.megabytes,
+                megabytes_source=tower.megabytes_source,
+                license=tower.license,
+                note=tower.note,
+            )
+        )
+    return listed
 
 
 def _general(speed: Speed | None) -> ListedModel:

@@ -29,6 +29,9 @@ SIZE_FIELDS = (
     "embed_dim",
 )
 MAX_GRID = 256
+# Pretrained towers that m1clip builds, and that can be side by side.
+NATIVE_KINDS = ("efficientnet-lite0", "efficientnet-lite2", "dinov2", "minilm", "bert")
+MAX_PARTS = 8
 LIBRARY_KINDS = ("transformers", "open_clip", "transformers-clip")  # towers that a library builds
 
 
@@ -181,30 +184,46 @@ class TextTowerConfig(_Transformer):
         return self.pooling != "last"
 
 
+def _check_parts(kind: str, parts: tuple[Any, ...]) -> None:
+    """Check which towers are side by side."""
+    count = range(2, MAX_PARTS + 1) if kind == "concat" else range(1)
+    _check(len(parts) in count, f"a tower of kind {kind} with {len(parts)} parts")
+    for part in parts:
+        _check(part.kind in NATIVE_KINDS, f"{part.kind} cannot be side by side with other towers")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
     kind: Literal[
         "efficientnet-lite0",
         "efficientnet-lite2",
         "efficientnet-lite0+lite2",
+        "dinov2",
+        "concat",
         "transformers",
         "open_clip",
         "transformers-clip",
     ] = "efficientnet-lite0"
     name: str = "efficientnet-lite0"  # as the user gave it
-    settings: str = ""  # JSON from which the library builds it
+    settings: str = ""  # JSON of its sizes, or of what a library builds it from
     image_size: int = 224
+    parts: tuple[PretrainedImageConfig, ...] = ()  # of a "concat"
     patches = 0  # patch dropout is for our own tower
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.kind in LIBRARY_KINDS or self.image_size >= 32
+        fits = not self.kind.startswith("efficientnet") or self.image_size >= 32
         _check(fits, f"{self.kind} takes images of at least 32 pixels, not {self.image_size}")
+        _check_parts(self.kind, self.parts)
+        largest = max((part.image_size for part in self.parts), default=self.image_size)
+        _check(largest == self.image_size, "the image size of towers is not that of the largest")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTextConfig(_Part):
-    kind: Literal["minilm", "transformers", "open_clip", "transformers-clip"] = "minilm"
+    kind: Literal["minilm", "bert", "concat", "transformers", "open_clip", "transformers-clip"] = (
+        "minilm"
+    )
     name: str = "minilm"
     settings: str = ""
     context_length: int = 64
@@ -212,6 +231,14 @@ class PretrainedTextConfig(_Part):
     pad_id: int = 0
     eot_id: int | None = None  # of complete models of libraries, as `fill_id`
     fill_id: int = 0
+    parts: tuple[PretrainedTextConfig, ...] = ()  # of a "concat"; all read the same tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_parts(self.kind, self.parts)
+        tokens = {(part.vocab_size, part.pad_id) for part in self.parts}
+        own = {(self.vocab_size, self.pad_id)}
+        _check(not self.parts or tokens == own, "towers side by side must read the same tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +307,8 @@ class CLIPConfig(_Part):
         """The same for images of another size."""
         if image_size in (None, self.image_size):
             return self
-        if self.image_tower.kind in ("open_clip", "transformers-clip"):
+        fixed = ("open_clip", "transformers-clip", "dinov2", "concat")
+        if self.image_tower.kind in fixed:
             raise UserError(
                 f"the image size of {self.image_tower.kind}'s towers is fixed: {self.image_size}"
             )
@@ -305,17 +333,34 @@ class CLIPConfig(_Part):
                 (part_type for part_type in kinds[:-1] if part.get("kind") == part_type.kind),
                 kinds[-1],
             )
-            later = _LATER_FIELDS.items()
-            absent: dict[str, Any] = {key: value for key, value in later if hasattr(made, key)}
-            if made is PretrainedTextConfig:
-                absent["eot_id"] = None
-            parts[name] = made(**validate(made, {**absent, **part}, f"model: {name}"))
+            parts[name] = _part_from_dict(made, part, f"model: {name}")
         return cls(**validate(cls, {**values, **parts}, "model"))
 
 
 # What the config.json of an older model may lack, and what it means there: the model `general` is
 # one.
-_LATER_FIELDS = {"norm_eps": 1e-5, "fill_id": 0}
+_LATER_FIELDS = {"norm_eps": 1e-5, "fill_id": 0, "parts": ()}
+
+
+def _part_from_dict(made: Any, values: dict[str, Any], where: str) -> Any:
+    """A part of a model, and the towers of which it consists."""
+    absent: dict[str, Any] = {
+        key: value for key, value in _LATER_FIELDS.items() if hasattr(made, key)
+    }
+    if made is PretrainedTextConfig:
+        absent["eot_id"] = None
+    values = {**absent, **values}
+    inner = values.get("parts", ())
+    if inner:
+        if not isinstance(inner, list | tuple) or len(inner) > MAX_PARTS:
+            raise UserError(f"{where}: parts must be a list of at most {MAX_PARTS} towers")
+        if not all(isinstance(item, dict) and not item.get("parts") for item in inner):
+            raise UserError(f"{where}: a part must be an object without parts of its own")
+        towers = tuple(_part_from_dict(made, item, f"{where}: parts") for item in inner)
+        values["parts"] = towers
+    return made(**validate(made, values, where))
+
+
 _PART_TYPES: dict[str, tuple[Any, ...]] = {
     "image_tower": (VisionTowerConfig, PretrainedImageConfig),
     "text_tower": (TextTowerConfig, PretrainedTextConfig),

@@ -117,7 +117,7 @@ def resize_positions(positions: Tensor, grid: int) -> Tensor:
     return torch.cat([positions[:prefix], table])
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the residual stream: autocast's where it is on, else the weights' own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -162,7 +162,7 @@ class VisionTower(Tower):
             x = torch.cat(
                 [(self.cls.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1), x], dim=1
             )
-        x = self.norm_pre(x).to(_compute_dtype(x))
+        x = self.norm_pre(x).to(compute_dtype(x))
         if self.pool is not None:
             return self.pool(self.norm(self.transformer(x)).to(x.dtype))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
@@ -271,7 +271,7 @@ class TextTower(Tower):
         embedded = self.tokens(tokens)
         x = embedded + self.positions[:length]
         eot = (tokens == self.config.eot_id).int().argmax(dim=1)  # the first one
-        x = self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
+        x = self.norm(self.transformer(x.to(compute_dtype(x)), eot))
         if self.norm_mean is None:
             return x
         # (n, length, 1).
@@ -285,7 +285,7 @@ class TextTower(Tower):
             tokens, self.config.eot_id, self.config.fill_id, self.config.context_length
         )
         x = self.tokens(filled) + self.positions
-        return self.norm(self.transformer(x.to(_compute_dtype(x)), -1))
+        return self.norm(self.transformer(x.to(compute_dtype(x)), -1))
 
     @torch.no_grad()
     def initialize(self) -> None:

@@ -160,6 +160,21 @@ def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
     return FastTokenizer(rust.to_str(), ids["[PAD]"])
 
 
+SAMPLE = ("A dog's ball, on the GRASS!", "caf\u00e9 na\u00efve", "\u732b 3.5", "  two\tspaces ", "")
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give the same ids: the same vocabulary, and the same ids of a sample."""
+    if one is other:
+        return True
+    vocabularies = [tokenizer.library().get_vocab() for tokenizer in (one, other)]
+    if vocabularies[0] != vocabularies[1] or one.pad_id != other.pad_id:
+        return False
+    length = max(map(len, SAMPLE)) + 2
+    ids = [tokenizer.tokenize(list(SAMPLE), length) for tokenizer in (one, other)]
+    return bool(np.array_equal(ids[0], ids[1]))
+
+
 _LOWER: dict[str, Any] = {"type": "Lowercase"}
 _UNDERSCORE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
 _NO_PUNCTUATION: dict[str, Any] = {

@@ -9,10 +9,13 @@ from torch import Tensor
 from m1clip.data.prepare import Split
 from m1clip.evaluation.analysis import even_indices
 from m1clip.model.heads import Head
+from m1clip.model.presets import PretrainedImageConfig, VisionTowerConfig
+from m1clip.model.pretrained.registry import build_image_tower
 
 # Added to the covariances of standardized features, over the root of the number of images; chosen
 # on 300 and 6,000.
-IMAGE_RIDGE = 0.1456  # for each feature: two towers side by side need twice that of one
+IMAGE_RIDGE = 0.1456  # for each feature of a family: two EfficientNets need twice that of one
+DINO_RIDGE = 0.1456
 TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
 CCA_IMAGES = 20_000  # used to estimate the covariances
@@ -20,11 +23,50 @@ CCA_BLOCK = 1024  # images at a time
 SPANNED_IMAGES = 1_000  # images whose features are reduced to what they span
 
 
+def image_ridges(tower: VisionTowerConfig | PretrainedImageConfig, width: int) -> Tensor:
+    """(width,) the ridge of each feature of an image tower, times the root of the number of images.
+
+    Towers of one family share theirs, which grows with their number of features. Each family has
+    its own: with a common one, that with fewer features would count for less (docs/lab-finetune.md).
+    """
+    parts = tower.parts if isinstance(tower, PretrainedImageConfig) else ()
+    if not parts:
+        return torch.full((width,), family_ridge(tower.kind) * width)
+    widths = [part_width(part) for part in parts]
+    families = [part.kind.partition("-")[0] for part in parts]
+    totals = {
+        family: sum(size for size, other in zip(widths, families, strict=True) if other == family)
+        for family in families
+    }
+    return torch.cat(
+        [
+            torch.full((size,), family_ridge(family) * totals[family])
+            for size, family in zip(widths, families, strict=True)
+        ]
+    )
+
+
+def family_ridge(kind: str) -> float:
+    """The ridge of an image tower of this kind, for each of its features."""
+    return DINO_RIDGE if kind == "dinov2" else IMAGE_RIDGE
+
+
+def part_width(part: PretrainedImageConfig) -> int:
+    """How many features an image tower has."""
+    with torch.device("meta"):
+        return build_image_tower(part).width
+
+
 @torch.no_grad()
-def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
-    """Set both projections to the canonical directions, each multiplied by its correlation."""
+def fit_projections(image_head: Head, text_head: Head, train: Split, ridges: Tensor) -> None:
+    """Set both projections to the canonical directions, each multiplied by its correlation.
+
+    `ridges` is that of each image feature. Features are divided by its root, so that all have the
+    same one.
+    """
     wx = image_head.project.weight  # (embed_dim, width)
-    bases = _bases(image_head, text_head, train)
+    scale = ridges.rsqrt()
+    bases = _bases(image_head, text_head, train, scale)
     widths = [basis.shape[1] for basis in bases]
     xx, yy, xy = (
         torch.zeros(widths[a], widths[b], dtype=torch.float64) for a, b in ((0, 0), (1, 1), (0, 1))
@@ -32,7 +74,7 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     x_sum, y_sum, ybar_sum = torch.zeros(len(xx)), torch.zeros(len(yy)), torch.zeros(len(yy))
     images = captions = 0
     for x_raw, y_raw, image_index in _blocks(train):
-        x = image_head.standardized(x_raw) @ bases[0]
+        x = (image_head.standardized(x_raw) * scale) @ bases[0]
         y = text_head.standardized(y_raw) @ bases[1]
         count = torch.bincount(image_index, minlength=len(x)).clamp(min=1)[:, None]
         # Mean of an image's captions.
@@ -52,18 +94,25 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     xx = (xx / images).addr_(x_mean, x_mean, alpha=-1)
     yy = (yy / captions).addr_(y_mean, y_mean, alpha=-1)
     xy = (xy / images).addr_(x_mean, ybar_mean, alpha=-1)
-    found = canonical(xx, yy, xy, len(wx), images, wx.shape[1])
-    sides = zip((image_head, text_head), found, (x_mean, y_mean), (xx, yy), bases, strict=True)
-    for head, directions, mean, covariance, basis in sides:
+    found = canonical(xx, yy, xy, len(wx), images, image_ridge=1.0)
+    scales = (scale, torch.ones(text_head.project.weight.shape[1]))
+    sides = zip(
+        (image_head, text_head), found, (x_mean, y_mean), (xx, yy), bases, scales, strict=True
+    )
+    for head, directions, mean, covariance, basis, factor in sides:
         norm = ((directions @ covariance) * directions).sum().sqrt().clamp(min=1e-12)
         matrix = torch.zeros(len(wx), len(covariance), dtype=torch.float64)
         matrix[: len(directions)] = directions * (OUTPUT_NORM / norm)
-        head.project.weight.copy_(matrix @ basis.double().T)
+        head.project.weight.copy_(matrix @ basis.double().T * factor.double())
         head.project.bias.copy_(-matrix @ mean)
 
 
-def _bases(image_head: Head, text_head: Head, train: Split) -> tuple[Tensor, Tensor]:
+def _bases(
+    image_head: Head, text_head: Head, train: Split, image_scale: Tensor
+) -> tuple[Tensor, Tensor]:
     """(width, k) an orthonormal basis of the standardized features of each side.
+
+    Those of images are multiplied by `image_scale`.
 
     What is outside of it has no part in canonical directions. With few images it is a small part of
     the width.
@@ -78,20 +127,21 @@ def _bases(image_head: Head, text_head: Head, train: Split) -> tuple[Tensor, Ten
             found.append(torch.eye(width))
             continue
         x = head.standardized(torch.cat([block[side] for block in blocks]))
+        x = x * image_scale if side == 0 else x
         found.append(torch.linalg.qr(x.T.double()).Q.float())
     return found[0], found[1]
 
 
 def canonical(
-    xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int, image_width: int | None = None
+    xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int, image_ridge: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The first `count` canonical directions of both sides as rows, times their correlations.
 
     Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which
-    cancels. `image_width` is the number of image features, if `xx` is of fewer coordinates in their
-    space.
+    cancels. `image_ridge` is that of each image feature, times the root of the number of images;
+    None: that of one family of towers with as many features.
     """
-    ridge = IMAGE_RIDGE * (image_width or len(xx)) / images**0.5
+    ridge = (IMAGE_RIDGE * len(xx) if image_ridge is None else image_ridge) / images**0.5
     lx = torch.linalg.cholesky(xx + ridge * torch.eye(len(xx), dtype=xx.dtype))
     ly = torch.linalg.cholesky(yy + TEXT_RIDGE / images**0.5 * torch.eye(len(yy), dtype=yy.dtype))
     m = torch.linalg.solve_triangular(lx, xy, upper=False)

@@ -19,7 +19,7 @@ import torch
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import RECALL_AT, ranks
 from m1clip.formatting import plural, table
-from m1clip.training.cca import canonical
+from m1clip.training.cca import IMAGE_RIDGE, canonical
 
 MIN_LABELS = 40  # photos with captions, below which a curve would be noise
 MAX_LABELS = 2_000  # photos that are used: more would take long, and the curve is flat there
@@ -268,7 +268,7 @@ def _fit_heads(pairs: Pairs, photos: np.ndarray) -> tuple[Map, Map]:
     yy = y_centered.T @ y_centered / len(y)
     xy = x_centered.T @ (y_of_image - y_of_image.mean(dim=0)) / len(x)
     count = min(EMBED_DIM, *xy.shape)
-    wx, wy = canonical(xx, yy, xy, count, len(x), pairs.widths[0])
+    wx, wy = canonical(xx, yy, xy, count, len(x), IMAGE_RIDGE * pairs.widths[0])
     return _unit_map(wx, x_mean), _unit_map(wy, y_mean)
 
 

@@ -22,7 +22,7 @@ from m1clip.hardware.device import HYBRIDS, choose_device, rules
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.losses.registry import LOSSES
 from m1clip.model.presets import CLIPConfig, model_config
-from m1clip.model.pretrained.packages import install_hint
+from m1clip.model.pretrained.packages import install_hint, tower_parts
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import (
     MILD,
@@ -37,6 +37,7 @@ from m1clip.training.measure import Choice
 from m1clip.training.memory import power_of_two
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.spec import DecidedConfig, Origin, RunSpec, Settings, setting
+from m1clip.training.tower_choice import AUTO, BASE_TEXT, base_of, choose_towers, cores_worth
 from m1clip.training.transfer import BOTH, Trainable
 from m1clip.training.tuning import ModelSize, Tuning, choose_tuning
 
@@ -179,6 +180,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     draft = Draft(settings)
     measured: dict[str, Any] = {}
     _decide_recipe(draft)
+    _decide_towers(draft, dataset, machine)
     _decide_optimizer(draft)
     model = machine.measure.initial_model(draft.config)
     _check_model(draft.config, model, dataset)
@@ -279,8 +281,9 @@ def choose_recipe(
         return "scratch", "random weights, because the shards are streamed"
     if data.images >= PRETRAINED_BELOW_IMAGES:
         return "scratch", f"random weights, because {data.images:,} images are enough"
-    if not (is_installed(config.transfer.image_tower) and is_installed(config.transfer.text_tower)):
-        fix = install_hint(config.transfer.image_tower)
+    towers = (base_of(config.transfer.image_tower), base_of(config.transfer.text_tower, BASE_TEXT))
+    if not all(map(is_installed, towers)):
+        fix = install_hint(towers[0])
         return "scratch", f"random weights; {fix} would give about twice the recall on photographs"
     minutes = config.train.minutes or 0
     if minutes >= LONG_MINUTES and data.images >= ENOUGH_TO_FINETUNE:
@@ -312,12 +315,13 @@ def check_transfer(transfer: TransferConfig) -> None:
         for name in names:
             if not allowed and getattr(transfer, name) != getattr(default, name):
                 raise UserError(f"--{name.replace('_', '-')} works with {where}, not with {recipe}")
-    has_no_matrices = not tuned and transfer.image_tower.startswith("efficientnet")
+    image_parts = tower_parts(base_of(transfer.image_tower))
+    has_no_matrices = not tuned and all(part.startswith("efficientnet") for part in image_parts)
     # Said before the first stage, which takes minutes.
     if transfer.lora and has_no_matrices and transfer.unfreeze_image != 0:
         raise UserError(
-            f"--lora {transfer.lora}: {transfer.image_tower} has no linear layers, which LoRA"
-            " needs; freeze it with --unfreeze-image 0"
+            f"--lora {transfer.lora}: {base_of(transfer.image_tower)} has no linear layers, which"
+            " LoRA needs; freeze it with --unfreeze-image 0"
         )
 
 
@@ -330,6 +334,28 @@ def _decide_recipe(draft: Draft) -> None:
         raise UserError(
             "--recipe finetune has two stages, each with its own settings: use m1clip.train"
         )
+
+
+def _decide_towers(draft: Draft, dataset: Dataset, machine: Machine) -> None:
+    """The pretrained towers of new heads."""
+    config = draft.config
+    transfer = config.transfer
+    requested = (transfer.image_tower, transfer.text_tower)
+    if transfer.recipe != "frozen" or transfer.init is not None or AUTO not in requested:
+        return
+    speed = cores_worth(config.train.device, machine.facts, config.train.threads)
+    image, text, reason = choose_towers(
+        requested,
+        dataset.images,
+        dataset.median_captions,
+        config.train.minutes,
+        speed,
+        machine.is_installed,
+    )
+    draft.decide("rule", image_tower=image, text_tower=text)
+    console.print(
+        f"towers     {image} and {text}: {reason} (to choose otherwise: --image-tower, --text-tower)"
+    )
 
 
 def _decide_optimizer(draft: Draft) -> None:

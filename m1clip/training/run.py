@@ -66,6 +66,7 @@ from m1clip.training.resolve import (
     with_recipe,
 )
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
+from m1clip.training.tower_choice import base_of
 from m1clip.training.transfer import interpolate_weights
 from m1clip.training.validation import encode
 from m1clip.training.workbench import Workbench
@@ -584,7 +585,7 @@ def decide_recipe(settings: Settings) -> tuple[Settings, Source | None]:
     def dataset() -> Dataset:
         config = settings.config
         with console.progress("reading the data"):
-            size = tower_image_size(config.transfer.image_tower)
+            size = tower_image_size(base_of(config.transfer.image_tower))
             opened.append(open_data(config.data, size, config.seed))
         return Dataset(images=len(opened[0].samples("train")), streamed=opened[0].streamed)
 

@@ -40,7 +40,7 @@ from m1clip.model.residual import ResidualKind, add_residual
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.weights import Tensors, assign_weights, weights_hash
 from m1clip.text.base import Tokenizer
-from m1clip.training.cca import fit_projections
+from m1clip.training.cca import fit_projections, image_ridges
 
 if TYPE_CHECKING:  # workbench imports this module too
     from m1clip.training.inputs import RunInputs
@@ -145,7 +145,8 @@ def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
         assert table is not None
         heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
         heads[name].standardize(*mean_and_std(table.array, table.rows))
-    fit_projections(heads["image_head"], heads["text_head"], train)
+    ridges = image_ridges(config.image_tower, len(heads["image_head"].mean))
+    fit_projections(heads["image_head"], heads["text_head"], train, ridges)
     fitted = ("mean", "deviation", "project.weight", "project.bias")
     return {
         f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted

@@ -48,7 +48,7 @@ from m1clip.model import named
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import SavedModel, read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
-from m1clip.model.pretrained.packages import PACKAGES, installed
+from m1clip.model.pretrained.packages import PACKAGES, installed, tower_parts
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
 from m1clip.model.residual import add_residual, residual_kinds
 from m1clip.model.weights import check_finite
@@ -102,6 +102,7 @@ from m1clip.training.spec import (
     Settings,
     augmentation_of,
 )
+from m1clip.training.tower_choice import AUTO, base_of
 from m1clip.training.transfer import (
     ModelInit,
     Trainable,
@@ -224,7 +225,14 @@ class Workbench:
         transfer = config.transfer
         towers = [transfer.image_tower, transfer.text_tower] if transfer.recipe == "frozen" else []
         models = [name for name in (transfer.init, transfer.teacher) if name is not None]
-        for name in [*models, *(name for name in towers if name not in PACKAGES)]:
+        parts = [
+            part
+            for tower in towers
+            if tower != AUTO
+            for part in tower_parts(tower)
+            if part not in PACKAGES
+        ]
+        for name in [*models, *parts]:
             named.resolve(name)  # a model of the Hub that is not on this computer
         if config.transfer.init is None and config.transfer.recipe == "scratch":
             _check_memory(clip_config(config.model), self.facts)
@@ -619,7 +627,7 @@ def _from_random_weights(config: Config, tokenizer: Tokenizer) -> ModelParts:
 def _image_size(config: Config) -> int:
     """The image size of a model that does not start from a trained one."""
     if config.transfer.recipe == "frozen":
-        return config.model.image_size or tower_image_size(config.transfer.image_tower)
+        return config.model.image_size or tower_image_size(base_of(config.transfer.image_tower))
     return clip_config(config.model).image_size
 
 

@@ -40,7 +40,7 @@ from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.model.pretrained import registry
-from m1clip.model.pretrained.minilm import BertSize
+from m1clip.model.pretrained.bert import BertSize
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]

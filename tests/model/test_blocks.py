@@ -6,14 +6,36 @@ from torch import nn
 
 from m1clip.config import OptimConfig
 from m1clip.model.blocks import find_blocks, layer_lr_factors, model_layers, tower_layers
-from m1clip.model.pretrained.efficientnet import LITE0, LITE2, ConcatTower, EfficientNetLite
-from m1clip.model.pretrained.minilm import BertSize, BertTower
+from m1clip.model.pretrained.bert import BertSize, BertTower
+from m1clip.model.pretrained.concat import ConcatImageTower
+from m1clip.model.pretrained.dinov2 import DinoSize, DinoTower
+from m1clip.model.pretrained.efficientnet import LITE0, LITE2, EfficientNetLite
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.optim import BuildOptions, Optimizer
 
 
 def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
     return {name for name, _ in group}
+
+
+def side_by_side() -> ConcatImageTower:
+    """Seven stages, seven stages, and nine blocks."""
+    dino = DinoTower(DinoSize(width=8, layers=9, heads=2, patch_size=7, registers=1), 14)
+    return ConcatImageTower(
+        [EfficientNetLite(LITE0), EfficientNetLite(LITE2), dino], (224, 260, 14)
+    )
+
+
+def test_last_blocks_of_towers_side_by_side_are_together() -> None:
+    layers = tower_layers(side_by_side())
+    assert len(layers.blocks) == 9
+    last = names(layers.blocks[-1])
+    assert {name.split(".")[1] for name in last} == {"0", "1", "2"}
+    assert any(name.startswith("parts.0.stages.6.") for name in last)
+    assert any(name.startswith("parts.2.transformer.blocks.8.") for name in last)
+    assert {name.split(".")[1] for name in names(layers.blocks[1])} == {"2"}
+    assert {"parts.0.head.weight", "parts.2.norm.weight"} <= names(layers.output)
+    assert {"parts.1.stem.weight", "parts.2.positions"} <= names(layers.input)
 
 
 def test_layers_of_pretrained_towers() -> None:
@@ -42,7 +64,7 @@ def test_every_parameter_is_in_one_layer() -> None:
     for tower in (
         tiny_clip(vision_layers=3).text_tower,
         EfficientNetLite(),
-        ConcatTower(LITE0, LITE2),
+        side_by_side(),
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     ):
         layers = tower_layers(tower).from_input_to_output()

@@ -22,7 +22,7 @@ from m1clip.model.presets import (
     clip_config,
 )
 from m1clip.model.pretrained import registry
-from m1clip.model.pretrained.minilm import BertSize
+from m1clip.model.pretrained.bert import BertSize
 from m1clip.training.compose import compose_step
 from m1clip.training.memory import random_batch
 from m1clip.training.step import make_parts

@@ -573,9 +573,9 @@ def test_reasons_are_told_in_the_order_of_the_decisions() -> None:
     with console.capture() as output:
         resolve(photos, Dataset(1000), machine(limit=2.3e9))
     lines = output.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["recipe", "device", "memory", "heads"]
+    assert [line.split()[0] for line in lines] == ["recipe", "towers", "device", "memory", "heads"]
     assert "1,000 images are too few" in lines[0]
-    assert lines[2] == "memory     batch 64 fits, within 2.3 GB"
+    assert lines[3] == "memory     batch 64 fits, within 2.3 GB"
 
 
 @pytest.mark.parametrize(

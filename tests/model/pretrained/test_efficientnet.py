@@ -7,6 +7,7 @@ from torch import Tensor
 
 from m1clip.model.presets import PretrainedImageConfig
 from m1clip.model.pretrained import efficientnet, registry
+from m1clip.model.pretrained.concat import ConcatImageTower
 from model.pretrained.plain_result import assert_inference_matches
 
 
@@ -122,9 +123,9 @@ def test_lite2_and_two_networks_side_by_side() -> None:
     tower = registry.build_image_tower(
         PretrainedImageConfig(kind="efficientnet-lite0+lite2", image_size=65)
     )
-    assert isinstance(tower, efficientnet.ConcatTower)
+    assert isinstance(tower, ConcatImageTower)
     for part, size, theirs in zip(
-        (tower.first, tower.second), (efficientnet.LITE0, efficientnet.LITE2), weights, strict=True
+        tower.parts, (efficientnet.LITE0, efficientnet.LITE2), weights, strict=True
     ):
         part.load_state_dict(efficientnet.from_efficientnet(theirs, size))
     pixels = torch.randn(2, 3, 65, 65)
@@ -133,7 +134,7 @@ def test_lite2_and_two_networks_side_by_side() -> None:
         smaller = plain_efficientnet(weights[0], F.interpolate(pixels, (56, 56), mode="bilinear"))
         larger = plain_efficientnet(weights[1], pixels, efficientnet.LITE2)
     assert features.shape == (2, tower.width)
-    first = features[:, : tower.first.width]
+    first = features[:, : tower.parts[0].width]
     torch.testing.assert_close(
         first[:, -efficientnet.HEAD_CHANNELS :], smaller, atol=1e-4, rtol=1e-4
     )

@@ -54,7 +54,7 @@ def tokenizer_json() -> str:
 
 @pytest.fixture
 def towers(tmp_path: Path) -> tuple[Path, Path]:
-    """A ViT and a BERT as transformers saves them."""
+    """A ViT and an ELECTRA as transformers saves them; m1clip builds neither itself."""
     torch.manual_seed(0)
     vit = transformers.ViTModel(
         transformers.ViTConfig(image_size=32, patch_size=16, **SMALL), add_pooling_layer=False
@@ -66,10 +66,12 @@ def towers(tmp_path: Path) -> tuple[Path, Path]:
         "size": {"height": 32, "width": 32},
     }
     (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(seen))
-    bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(PIECES), **SMALL))
-    bert.save_pretrained(tmp_path / "bert")
-    (tmp_path / "bert" / "tokenizer.json").write_text(tokenizer_json())
-    return tmp_path / "vit", tmp_path / "bert"
+    electra = transformers.ElectraModel(
+        transformers.ElectraConfig(vocab_size=len(PIECES), embedding_size=16, **SMALL)
+    )
+    electra.save_pretrained(tmp_path / "electra")
+    (tmp_path / "electra" / "tokenizer.json").write_text(tokenizer_json())
+    return tmp_path / "vit", tmp_path / "electra"
 
 
 def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
@@ -83,7 +85,7 @@ def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
 
 def test_frozen_run_with_transformers_towers(towers: tuple[Path, Path], tmp_path: Path) -> None:
     train_config(config_of(towers, tmp_path), tmp_path / "run")
-    text = transformers.BertModel.from_pretrained(towers[1]).eval()
+    text = transformers.ElectraModel.from_pretrained(towers[1]).eval()
     for folder in towers:
         shutil.rmtree(folder)  # the saved model is complete
     bundle = m1clip.load(tmp_path / "run")

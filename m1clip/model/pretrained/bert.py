@@ -1,16 +1,21 @@
-"""MiniLM, a BERT text tower: its layers, and the tensors of Hugging Face under our names."""
+"""BERT text towers such as MiniLM: their layers, and the tensors of Hugging Face under our names."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from m1clip.errors import UserError
 from m1clip.model.layers import linear
 from m1clip.model.towers import Tower, embedding
 from m1clip.model.weights import Tensors
+from m1clip.schema import check_limits
+
+MAX_BERT_POSITIONS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +28,43 @@ class BertSize:
     hidden: int = 1536
     positions: int = 512
     norm_eps: float = 1e-12
+    pooled: int = 0  # how many of the last layers give features; 0: all, and the embeddings
+
+    def __post_init__(self) -> None:
+        check_limits(self, "the text tower: ")
+        sizes = (self.width, self.layers, self.heads, self.hidden, self.positions)
+        is_possible = min(sizes) >= 1 and 0 <= self.pooled <= self.layers
+        if not is_possible or self.width % self.heads or self.positions > MAX_BERT_POSITIONS:
+            raise UserError(f"the text tower: impossible sizes ({self})")
 
 
 MINILM = BertSize()
+POOLED_LAYERS = 4  # of a BERT that is not MiniLM: the last layers, as measured on gte-small
+
+
+def bert_size(config: dict[str, Any]) -> BertSize | None:
+    """The sizes in a config.json of transformers; None if it is not a BERT with these layers."""
+    usual = {
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+    }
+    if any(config.get(name, value) != value for name, value in usual.items()):
+        return None
+    names = {
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "intermediate_size": "hidden",
+        "max_position_embeddings": "positions",
+    }
+    values = {ours: config.get(theirs) for theirs, ours in names.items()}
+    if not all(type(value) is int for value in values.values()):
+        return None
+    norm_eps = float(config.get("layer_norm_eps", 1e-12))
+    pooled = min(POOLED_LAYERS, values["layers"])
+    return BertSize(**values, norm_eps=norm_eps, pooled=pooled)
 
 
 class BertLayer(nn.Module):
@@ -81,12 +120,16 @@ def _bert_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 
 class BertTower(Tower):
-    """Token ids to the mean over the tokens of the embeddings and of each layer, side by side."""
+    """Token ids to the mean over the tokens of some outputs, side by side.
+
+    Those of the last layers; where all of them are pooled, that of the embeddings comes first.
+    """
 
     def __init__(self, vocab_size: int, pad_id: int = 0, size: BertSize = MINILM) -> None:
         super().__init__()
         self.pad_id = pad_id
-        self.width = (size.layers + 1) * size.width
+        self.pooled = size.pooled or size.layers + 1
+        self.width = self.pooled * size.width
         self.tokens = embedding(vocab_size, size.width)
         self.positions = nn.Parameter(torch.zeros(size.positions, size.width))
         self.norm = nn.LayerNorm(size.width, size.norm_eps)
@@ -125,10 +168,12 @@ class BertTower(Tower):
                 ]
             )
 
-        means = [mean(x)]
-        for block in self.blocks:
+        skipped = len(self.blocks) + 1 - self.pooled
+        means = [mean(x)] if skipped == 0 else []
+        for number, block in enumerate(self.blocks, start=1):
             x = block(x, groups, mask)
-            means.append(mean(x))
+            if number >= skipped:
+                means.append(mean(x))
         return torch.cat(means, dim=1)
 
 
@@ -144,7 +189,8 @@ BERT_LAYER = {
 
 
 def from_bert(weights: Tensors, layers: int = MINILM.layers) -> Tensors:
-    """Hugging Face's tensors under our names; the one token type is added to the positions."""
+    """Hugging Face's tensors under our names; the first token type is added to the positions."""
+    weights = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
     token_type = weights["embeddings.token_type_embeddings.weight"][0]
     ours = {
         "tokens.weight": weights["embeddings.word_embeddings.weight"],

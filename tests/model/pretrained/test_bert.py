@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from m1clip.data.captions import drop_tokens
-from m1clip.model.pretrained import minilm
+from m1clip.model.pretrained import bert
 from model.pretrained.plain_result import assert_inference_matches
 
-SMALL = minilm.BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
+SMALL = bert.BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
 
 
 def test_unpadded_texts_give_the_plain_result() -> None:
     torch.manual_seed(0)
-    tower = minilm.BertTower(50, size=SMALL)
+    tower = bert.BertTower(50, size=SMALL)
     torch.nn.init.normal_(tower.positions)
     ids = torch.randint(1, 50, (6, 8))
     for row, length in enumerate((3, 3, 8, 5, 5, 1)):
@@ -36,8 +36,8 @@ def test_bert_matches_transformers() -> None:
     theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tower = minilm.BertTower(50, size=SMALL).eval()
-    tower.load_state_dict(minilm.from_bert(theirs.state_dict(), 2))
+    tower = bert.BertTower(50, size=SMALL).eval()
+    tower.load_state_dict(bert.from_bert(theirs.state_dict(), 2))
     ids = torch.tensor([[5, 9, 7, 2], [8, 3, 0, 0]])
     mask = (ids != 0).float()
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def test_bert_matches_transformers() -> None:
 @torch.inference_mode()
 def test_bert_ignores_padding_and_dropped_tokens() -> None:
     torch.manual_seed(0)
-    tower = minilm.BertTower(50, size=SMALL).eval()
+    tower = bert.BertTower(50, size=SMALL).eval()
     torch.nn.init.normal_(tower.positions)
     shorter = torch.tensor([[2, 5, 7, 3], [2, 9, 10, 3]])
     expected = tower(shorter)
