@@ -199,6 +199,11 @@ class DataConfig(Section):
         "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, "
         "--tokenizer char and --init."
     )
+    cutmix: Fraction | None = None
+    (
+        "Probability that a training image gets a box of another one (CutMix), up to half of its area. "
+        "Default: 0; up to 0.5 in long runs from random weights."
+    )
 
     def check(self) -> None:
         """Require names that config.toml can store, or the run could not be resumed."""

@@ -23,7 +23,7 @@ from m1clip.config import Config, LossName, TrainConfig, from_dict
 from m1clip.errors import UserError
 from m1clip.losses import fused, run_loss
 from m1clip.losses.fused import true_positions
-from m1clip.losses.positives import own_captions, same_image_or_caption
+from m1clip.losses.positives import own_captions, same_image_or_caption, targets
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES, Array, Ids, Loss, Ops
 from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
@@ -630,3 +630,36 @@ def test_loss_of_guessing_is_that_of_the_glossary(captions: int) -> None:
         encoding="utf-8"
     )
     assert f"({expected:.2f} for 64" in glossary
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_targets])
+def test_targets_of_mixed_images(name: str) -> None:
+    """Partners share their captions by the parts of the image, in every form of the loss."""
+    torch.manual_seed(0)
+    n, m = 5, 11
+    mixed = torch.tensor([0.0, 0.3, 0.5, 0.1, 0.4])
+    ids = Ids(torch.tensor([0, 1, 2, 3, 2]), torch.arange(m) % 9, torch.arange(m) % n, mixed)
+    positives = LOSSES[name].positives
+    plain = positives(ids, ALL, ALL).float()
+    expected = plain.clone()
+    for row, partner in enumerate((1, 0, 3, 2, 4)):
+        expected[row] = (1 - mixed[row]) * plain[row] + mixed[row] * plain[partner]
+    torch.testing.assert_close(targets(positives, ids), expected)
+    for rows in (slice(0, 3), slice(1, 2), slice(3, 5), slice(4, 5)):
+        torch.testing.assert_close(targets(positives, ids, rows), expected[rows])
+        captions = slice(2, 9)
+        torch.testing.assert_close(targets(positives, ids, ALL, captions), expected[:, captions])
+    image, text = (F.normalize(torch.randn(k, 8), dim=1) for k in (n, m))
+    losses = []
+    for is_fused in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (image, text)]
+        scale = torch.tensor(9.0, requires_grad=True)
+        loss = RunLoss(LOSSES[name], fused=is_fused).value(Features(*leaves, scale, None), ids)
+        loss.backward()
+        losses.append([loss.detach(), *(leaf.grad for leaf in (*leaves, scale))])
+    for one, other in zip(*losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    logits = 9.0 * image @ text.T
+    by_row = -(expected / expected.sum(1, keepdim=True) * logits.log_softmax(1)).sum(1).mean()
+    by_column = -(expected.T / expected.T.sum(1, keepdim=True) * logits.T.log_softmax(1)).sum(1)
+    torch.testing.assert_close(losses[0][0], (by_row + by_column.mean()) / 2)

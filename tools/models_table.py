@@ -6,7 +6,7 @@ python tools/models_table.py
 from __future__ import annotations
 
 from m1clip.formatting import size
-from m1clip.model.catalog import CATALOG, FLOAT32, FROM_SIZES
+from m1clip.model.catalog import CATALOG, FLOAT32, FROM_SIZES, TOWERS
 
 HEAD = ("name", "repository", "pixels", "parameters", "weights", "ImageNet", "languages", "license")
 SOURCES = {FLOAT32: "~", FROM_SIZES: "~"}  # computed, not listed
@@ -34,5 +34,27 @@ def markdown() -> str:
     return "\n".join([*lines, "", f"ImageNet: {'; '.join(used)}."])
 
 
+TOWERS_HEAD = ("tower", "repository", "of", "parameters", "weights", "license", "what it is")
+
+
+def towers_markdown() -> str:
+    """The table of towers."""
+    rows = [TOWERS_HEAD, ("---",) * len(TOWERS_HEAD)]
+    for tower in TOWERS.values():
+        rows.append(
+            (
+                f"`{tower.name}`",
+                tower.repository,
+                f"{tower.side}s",
+                f"{SOURCES.get(tower.parameters_source, '')}{tower.parameters:.0f} M",
+                f"{SOURCES.get(tower.megabytes_source, '')}{size(tower.megabytes * 1e6)}",
+                tower.license,
+                tower.note,
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 if __name__ == "__main__":
     print(markdown())
+    print(f"\n{towers_markdown()}")

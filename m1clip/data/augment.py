@@ -15,6 +15,9 @@ from torch import Tensor
 
 from m1clip.data import randomness as rnd
 from m1clip.data.images import Preprocess
+from m1clip.losses.positives import partners
+
+MAX_BOX_AREA = 0.5  # of a box of another image
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Augmentation:
     color_jitter: float = 0.0  # brightness and contrast between 1 - this and 1 + this
     patch_dropout: float = 0.0  # fraction of patches dropped
     word_dropout: float = 0.0  # fraction of caption tokens dropped
+    cutmix: float = 0.0  # probability that an image gets a box of its partner in the batch
 
 
 def draw_views(
@@ -63,6 +67,38 @@ def draw_patches(
     kept = max(1, round(count * (1 - dropout)))
     draws = rnd.bits(seed, epoch, samples[:, None] * count + np.arange(count), rnd.PATCH)
     return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
+
+
+def draw_boxes(cutmix: float, seed: int, epoch: int, samples: np.ndarray) -> Tensor:
+    """(n, 4) float32: left, top, right and bottom of a box in each image, in fractions of the side.
+
+    Its area is uniform up to `MAX_BOX_AREA`, and what is outside of the image is cut off. The box of
+    an image is a function of (seed, epoch, sample); empty without one.
+    """
+
+    def u(stream: int) -> np.ndarray:
+        return rnd.uniform(seed, epoch, samples, stream)
+
+    half_side = np.sqrt(MAX_BOX_AREA * u(rnd.MIX_AREA)) / 2 * (u(rnd.MIX) < cutmix)
+    x, y = u(rnd.MIX_X), u(rnd.MIX_Y)
+    edges = np.stack([x - half_side, y - half_side, x + half_side, y + half_side], 1)
+    return torch.from_numpy(edges.clip(0, 1).astype(np.float32))
+
+
+def box_areas(boxes: Tensor) -> Tensor:
+    """(n,) the part of each image that its box covers."""
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def paste_boxes(images: Tensor, boxes: Tensor) -> Tensor:
+    """(n, 3, size, size) images with boxes of their partners; the first row is an even one of its batch."""
+    size = images.shape[2]
+    centers = (torch.arange(size, device=images.device) + 0.5) / size
+    left, top, right, bottom = boxes[:, :, None].unbind(1)  # (n, 1) each
+    across = (centers >= left) & (centers < right)
+    down = (centers >= top) & (centers < bottom)
+    inside = down[:, None, :, None] & across[:, None, None, :]
+    return torch.where(inside, images[partners(len(images), images.device)], images)
 
 
 def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tensor:

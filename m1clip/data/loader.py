@@ -28,7 +28,7 @@ from torch import Tensor
 from m1clip import console
 from m1clip.data import randomness as rnd
 from m1clip.data.array_view import ArrayView
-from m1clip.data.augment import Augmentation, draw_patches, draw_views
+from m1clip.data.augment import Augmentation, box_areas, draw_boxes, draw_patches, draw_views
 from m1clip.data.captions import CaptionTable, LazyCaptions, drop_tokens
 from m1clip.data.decoding import Images, LazyImages, read_or_replace
 from m1clip.data.failures import Failure
@@ -59,6 +59,8 @@ class Batch:
         None  # (n, 7) crop, flip and color of each image (see `draw_views`); None: complete images
     )
     kept_patches: Tensor | None = None  # (n, kept) patches that the image tower sees; None: all
+    # (n, 4) box of each image that shows its partner (see `draw_boxes`); None: no image has one
+    boxes: Tensor | None = None
     lengths: tuple[
         int, ...
     ] = ()  # of each caption, on the host; empty: every caption has the full length
@@ -78,6 +80,11 @@ class Batch:
         assert self.cached_images is not None, "this batch has features, not images"
         assert self.rows is not None
         return self.cached_images[self.rows[rows]]
+
+    @property
+    def mixed(self) -> Tensor | None:
+        """(n,) the part of each image that shows its partner; None without CutMix."""
+        return None if self.boxes is None else box_areas(self.boxes)
 
     def texts(self, rows: slice) -> Tensor:
         """Tokens of some captions, truncated to the longest of them."""
@@ -154,6 +161,11 @@ class BatchPlan:
         return epoch, rnd.permutation(self.seed, epoch, self.images)[first:last]
 
 
+def pairs_stay_together(batch: int, ranks: int) -> bool:
+    """Whether rows 2 k and 2 k + 1 of every batch are on the same rank: CutMix mixes them."""
+    return all(batch * rank // ranks % 2 == 0 for rank in range(ranks))
+
+
 @dataclass
 class TrainingSet:
     """Makes the batch of a step, from `image_features`, `device_images` or `images`.
@@ -217,6 +229,8 @@ class TrainingSet:
         if self.patches and dropout:
             kept = draw_patches(dropout, self.patches, seed, epoch, members)
             fields["kept_patches"] = torch.from_numpy(kept)
+        if self.augmentation.cutmix:
+            fields["boxes"] = draw_boxes(self.augmentation.cutmix, seed, epoch, members)
         return members, fields
 
     def _tokens(

@@ -17,7 +17,11 @@ import numpy as np
     REPLACEMENT,
     PATCH,
     WORD,
-) = range(11)
+    MIX,
+    MIX_AREA,
+    MIX_X,
+    MIX_Y,
+) = range(15)
 
 SHUFFLE_WINDOW = 65_536  # samples that are shuffled together
 

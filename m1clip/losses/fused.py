@@ -18,7 +18,7 @@ FLAGS_PER_WORD = 8  # bools in an int64
 
 
 def infonce(features: Any, positive: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d).
+    """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d); `positive` may have weights.
 
     Matmuls and exponentials are in `dtype`, by default that of the features; sums are in the dtype
     of the scale. The gradient overwrites the logits.
@@ -38,11 +38,12 @@ class _FusedInfoNCE(torch.autograd.Function):
             text = text.to(dtype)
             logits = scaled @ text.T
         n, m = positive.shape
-        rows, columns = true_positions(positive)
-        per_row = torch.bincount(rows, minlength=n).to(scale.dtype)
-        per_column = torch.bincount(columns, minlength=m).to(scale.dtype)
+        rows, columns = true_positions(positive if positive.dtype == torch.bool else positive > 0)
+        weight = positive[rows, columns].to(scale.dtype)
+        per_row = torch.bincount(rows, weight, minlength=n).to(scale.dtype)
+        per_column = torch.bincount(columns, weight, minlength=m).to(scale.dtype)
         # The target of each positive, both directions together.
-        target = 0.5 / (n * per_row[rows]) + 0.5 / (m * per_column[columns])
+        target = weight * (0.5 / (n * per_row[rows]) + 0.5 / (m * per_column[columns]))
         # The largest float16 is 65,504, the exponential of a logit of 11.
         shared = float(scale) <= MAX_SHARED_SCALE and dtype != torch.float16
         softmax = _softmax_shared if shared else _softmax_by_row

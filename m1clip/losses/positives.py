@@ -1,12 +1,44 @@
-"""Which pairs of a batch match: positives of a loss as (images, captions) tables of bools."""
+"""Which pairs of a batch match: positives of a loss as (images, captions) tables of bools.
+
+With CutMix, rows 2 k and 2 k + 1 of a batch are partners: each image may have a box of the other.
+The last of an odd number of rows is its own partner.
+"""
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from m1clip.losses.registry import Ids
+from m1clip.losses.registry import Ids, Positives
 
 ALL = slice(None)
+
+
+def partners(count: int, device: torch.device) -> Tensor:
+    """(count,) the row of each row's partner, among rows of which the first is even."""
+    return (torch.arange(count, device=device) ^ 1).clamp(max=count - 1)
+
+
+def with_partners(rows: slice, count: int) -> slice:
+    """Some rows of a batch of `count`, and their partners."""
+    start, stop, _ = rows.indices(count)
+    return slice(start - start % 2, min(count, stop + stop % 2))
+
+
+def targets(positives: Positives, ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
+    """Which pairs match, or to which degree where images are mixed: (rows, columns) from 0 to 1.
+
+    The captions of an image and of its partner count by the parts that show each.
+    """
+    if ids.mixed is None:
+        return positives(ids, images, captions)
+    count = len(ids.sample_ids)
+    start, stop, _ = images.indices(count)
+    wide = with_partners(images, count)
+    table = positives(ids, ALL if wide == slice(0, count) else wide, captions)
+    table = table.to(ids.mixed.dtype)
+    swapped = table[partners(len(table), table.device)]
+    mixed = table.lerp(swapped, ids.mixed[wide, None])
+    return mixed[start - wide.start : stop - wide.start]
 
 
 def own_captions(ids: Ids, images: slice = ALL, captions: slice = ALL) -> Tensor:
@@ -43,7 +75,7 @@ def _compare_without_sync(ids: Ids, images: slice, captions: slice) -> Tensor:
 
 def _compare_repeats(ids: Ids) -> Tensor:
     """Compare only images and captions that occur twice: on the CPU, reading values is free."""
-    sample_ids, caption_ids, image_index = ids
+    sample_ids, caption_ids, image_index = ids.sample_ids, ids.caption_ids, ids.image_index
     positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)
     positive[image_index, torch.arange(len(caption_ids))] = True
     repeats = _indices_of_repeats(sample_ids)

@@ -59,9 +59,11 @@ class Ids(NamedTuple):
     sample_ids: Tensor  # (n,) of the images
     caption_ids: Tensor  # (m,) equal for equal texts
     image_index: Tensor  # (m,) the row of each caption's image
+    mixed: Tensor | None = None  # (n,) the part of each image that shows its partner (CutMix)
 
 
-# (ops, logits (rows, columns), positive (rows, columns) bool) -> the summed loss of the rows
+# (ops, logits (rows, columns), positive (rows, columns) bool, or targets from 0 to 1 for a loss that
+# takes them) -> the summed loss of the rows
 RowTerm = Callable[[Ops, Array, Array], Array]
 # (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
 Positives = Callable[[Ids, slice, slice], "Tensor"]
@@ -102,6 +104,7 @@ class Loss:
     positives: Positives
     pairwise: bool = False
     needs_bias: bool = False  # the logits include the model's bias
+    takes_targets: bool = False  # numbers from 0 to 1 instead of bools, as CutMix needs
     # An optimization, never needed: the same loss of a batch in one pass, faster on the CPU.
     fused: FusedLoss | None = None
 
@@ -123,7 +126,7 @@ class Loss:
 
 
 def infonce_rows(ops: Ops, logits: Array, positive: Array) -> Array:
-    """Cross-entropy; the target of a row is spread evenly over its positives."""
+    """Cross-entropy; the target of a row is spread over its positives, by their weights."""
     target = ops.cast(positive, logits)
     target = target / target.sum(axis=1, keepdims=True)
     return -(target * ops.log_softmax(logits)).sum()
@@ -140,6 +143,7 @@ LOSSES: dict[str, Loss] = {
         help="CLIP's loss, where each image matches only its own captions",
         row_term=infonce_rows,
         positives=OWN_CAPTIONS,
+        takes_targets=True,
         fused=Imported("fused", "infonce"),
     ),
     "sigmoid": Loss(
@@ -154,6 +158,7 @@ LOSSES: dict[str, Loss] = {
         "match the images of each other",
         row_term=infonce_rows,
         positives=SAME_IMAGE_OR_CAPTION,
+        takes_targets=True,
         fused=Imported("fused", "infonce"),
     ),
 }

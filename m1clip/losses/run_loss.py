@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from m1clip.losses import fused
-from m1clip.losses.positives import ALL, captions_with_positives
+from m1clip.losses.positives import ALL, captions_with_positives, targets
 from m1clip.losses.registry import Ids, Loss, text_contrast_rows
 from m1clip.model.backward import backward_from
 from m1clip.model.clip import Features
@@ -151,7 +151,7 @@ class RunLoss:
 
     def value(self, features: Features, ids: Ids, autocast: Context = nullcontext) -> Tensor:
         """Return the loss of a batch, with a graph; for the precision see `loss_and_grads`."""
-        positive = self.objective.positives(ids, ALL, ALL)
+        positive = targets(self.objective.positives, ids)
         with autocast():
             dtype = _matmul_dtype(features.image, positive.numel())
         with without_autocast(features.image.device):
@@ -219,7 +219,7 @@ class RunLoss:
         n = len(ids.sample_ids)
         m = len(ids.caption_ids)
         logits = similarity(features.scale * features.image[rows], features.text)  # (rows, m)
-        positive = self.objective.positives(ids, rows, ALL)
+        positive = targets(self.objective.positives, ids, rows, ALL)
         biased = self._with_bias(logits, features)
         term: Tensor = self.objective.image_rows(TORCH, biased, positive, n, m)
         if self.teacher is not None:
@@ -238,7 +238,7 @@ class RunLoss:
             return term
         logits = similarity(features.scale * features.text[rows], features.image)  # (rows, n)
         if not self.objective.pairwise:
-            positive = self.objective.positives(ids, ALL, rows).T
+            positive = targets(self.objective.positives, ids, ALL, rows).T
             biased = self._with_bias(logits, features)
             term = term + self.objective.caption_rows(TORCH, biased, positive, m)
         if self.teacher is not None:

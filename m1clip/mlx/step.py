@@ -69,6 +69,7 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
         "a model with a logit bias": model_init.config.logit_bias,
         "--teacher": transfer.teacher is not None,
         "--lora": transfer.lora > 0,
+        "--cutmix": bool(config.data.cutmix),
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
     }

@@ -101,9 +101,10 @@ def hub_repository(model: str | Path) -> str | None:
 
 def catalog_name(repository: str) -> str:
     """The short name of a repository, or the repository itself if the catalog does not list it."""
-    for entry in (*CATALOG.values(), *TOWERS.values()):
-        if entry.repository == repository:
-            return entry.name
+    repositories = {entry.repository: name for name, entry in CATALOG.items()}
+    repositories |= {tower.repository: name for name, tower in TOWERS.items()}
+    if repository in repositories:
+        return repositories[repository]
     return repository
 
 

@@ -17,6 +17,7 @@ class Strength(NamedTuple):
 
     crop_min: float  # minimum area fraction of random crops
     word_dropout: float  # fraction of caption tokens dropped
+    cutmix: float = 0.0  # probability of a box of another image
 
 
 MILD = Strength(crop_min=0.6, word_dropout=0.3)
@@ -24,19 +25,25 @@ MILD = Strength(crop_min=0.6, word_dropout=0.3)
 STRENGTHS = {
     12.0: MILD,
     18.0: Strength(crop_min=0.5, word_dropout=0.4),
-    74.0: Strength(crop_min=0.35, word_dropout=0.45),
+    37.0: Strength(crop_min=0.42, word_dropout=0.42, cutmix=0.5),
+    74.0: Strength(crop_min=0.35, word_dropout=0.45, cutmix=0.5),
 }
 # Passes over the images, by recipe, after which more time does not give a better model.
-MAX_EPOCHS = {"scratch": 18.0, "frozen": 8.0, "finetune": 20.0}
+MAX_EPOCHS = {"scratch": 37.0, "frozen": 8.0, "finetune": 20.0}
+MAX_EPOCHS_WITHOUT_CUTMIX = 18.0  # from random weights
 # From random weights, fewer steps are too few however often each image is seen; with 1,500 images,
 # 500 were as good as 18 epochs, and with fewer images more than 18 epochs were not measured.
 ENOUGH_STEPS = 500
 
 
-def max_epochs(recipe: str, steps_per_epoch: int) -> float:
-    """The passes over the images after which more time does not give a better model."""
+def max_epochs(recipe: str, steps_per_epoch: int, can_mix: bool = True) -> float:
+    """The passes over the images after which more time does not give a better model.
+
+    `can_mix`: whether a run from random weights can have CutMix.
+    """
     epochs = MAX_EPOCHS[recipe]
     if recipe == "scratch":
+        epochs = epochs if can_mix else MAX_EPOCHS_WITHOUT_CUTMIX
         epochs = max(epochs, round(ENOUGH_STEPS / steps_per_epoch, 1))
     return epochs
 

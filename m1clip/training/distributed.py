@@ -61,6 +61,7 @@ class JointBatch(NamedTuple):
     image_index: Tensor
     images: slice
     texts: slice
+    mixed: Tensor | None = None  # (n,) the part of each image that shows its partner
 
 
 @dataclass
@@ -140,14 +141,16 @@ class Ranks:
         first_image, first_text = sum(images[: self.rank]), sum(texts[: self.rank])
         encoded = [feature.detach() for feature in features]
         ids = [batch.sample_ids, batch.caption_ids, batch.image_index + first_image]
+        mixed = batch.mixed
         if self.size > 1:
             encoded, ids = (
                 self._rows(encoded, [images, texts]),
                 self._rows(ids, [images, texts, texts]),
             )
+            mixed = None if mixed is None else self._rows([mixed], [images])[0]
         own_images = slice(first_image, first_image + images[self.rank])
         own_texts = slice(first_text, first_text + texts[self.rank])
-        return JointBatch(encoded, ids[0], ids[1], ids[2], own_images, own_texts)
+        return JointBatch(encoded, ids[0], ids[1], ids[2], own_images, own_texts, mixed)
 
     def reduce_scatter(self, gradients: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """This rank's rows of the gradients of all features, added over all ranks."""

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import render
+from m1clip.data.augment import paste_boxes, render
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.formatting import ceil_div
 from m1clip.hardware.device import Autocast, Device, Precision, autocast
+from m1clip.losses.positives import with_partners
 from m1clip.model.backward import backward_from
 from m1clip.model.clip import CLIP
 from m1clip.model.heads import Head, hash64
@@ -317,9 +318,17 @@ def split(rows: slice, size: int) -> list[slice]:
 
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
     """(n, 3, size, size): the input of the image tower."""
-    return render(
-        batch.pixels(rows), None if batch.views is None else batch.views[rows], preprocess
-    )
+    if batch.boxes is None:
+        return _rendered(batch, preprocess, rows)
+    start, stop, _ = rows.indices(len(batch))
+    wide = with_partners(rows, len(batch))
+    pasted = paste_boxes(_rendered(batch, preprocess, wide), batch.boxes[wide])
+    return pasted[start - wide.start : stop - wide.start]
+
+
+def _rendered(batch: Batch, preprocess: Preprocess, rows: slice) -> Tensor:
+    views = None if batch.views is None else batch.views[rows]
+    return render(batch.pixels(rows), views, preprocess)
 
 
 def has_dropout(model: CLIP) -> bool:

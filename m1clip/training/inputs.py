@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import TrainingSet
+from m1clip.data.loader import TrainingSet, pairs_stay_together
 from m1clip.data.prepare import Split
 from m1clip.data.types import Source
 from m1clip.hardware.device import Device, Precision, autocast, choose_precision
@@ -131,6 +131,12 @@ class RunInputs:
             name = self.device.name
             ranks.abort(
                 f"--device {name}: two devices train in one process; use one process, or one device"
+            )
+        batch = self.config.train.batch_size
+        if self.config.data.cutmix and not pairs_stay_together(batch, ranks.size):
+            ranks.abort(
+                f"--cutmix mixes pairs of images, and {ranks.size} ranks would separate some of a"
+                f" batch of {batch}: use a multiple of {2 * ranks.size}"
             )
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         training = dataclasses.replace(self.training, plan=plan)

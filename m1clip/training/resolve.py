@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from m1clip import console
 from m1clip.config import NAMES, Config, TransferConfig, read_recipe
 from m1clip.data.augment import Augmentation
-from m1clip.data.loader import BatchPlan
+from m1clip.data.loader import BatchPlan, pairs_stay_together
 from m1clip.data.prepare import choose_augmentation, is_synthetic
 from m1clip.errors import UserError
 from m1clip.formatting import plural
@@ -191,12 +191,19 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_memory(draft, dataset, machine, measured)
     undecided = {name for name in Strength._fields if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
+    if draft.config.data.crop_min == 1:  # a part of the image would make its caption false
+        undecided.discard("cutmix")
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
     _limit_batch(draft, settings.config, images)
     _decide_heads(draft, model, machine, measured)
     _decide_fsdp(draft, machine)
-    _decide_length(draft, images, machine)
+    obstacle = cutmix_obstacle(draft.config, model, machine.ranks)
+    if obstacle is not None and draft.config.data.cutmix:
+        raise UserError(f"--cutmix does not work with {obstacle}: remove one of them")
+    if obstacle is not None:
+        undecided.discard("cutmix")
+    _decide_length(draft, images, machine, undecided)
     _decide_strength(draft, images, model, undecided)
     if settings.changed_run is not None:
         console.print(describe_changes(settings.changed_run, draft))
@@ -571,6 +578,21 @@ def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) 
     return dataclasses.replace(usual, patch_dropout=patch_dropout, word_dropout=word_dropout)
 
 
+def cutmix_obstacle(config: Config, model: InitialModel, ranks: int) -> str | None:
+    """What keeps a run from CutMix; None if it can have it."""
+    loss = config.train.loss
+    obstacles = {
+        "a frozen image tower": not model.trainable.image,
+        f"--loss {loss}": not LOSSES[loss].takes_targets,
+        "--teacher": config.transfer.teacher is not None,
+        "--device mlx": config.train.device == "mlx",
+        f"{ranks} ranks and an odd number of images on one of them": not pairs_stay_together(
+            config.train.batch_size_or(0), ranks
+        ),
+    }
+    return next((name for name, applies in obstacles.items() if applies), None)
+
+
 def _decide_shape(draft: Draft, model: InitialModel) -> None:
     """Write the sizes of the model into the settings."""
     values = dataclasses.asdict(model_config(draft.config.model, model.shape))
@@ -648,8 +670,11 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
     draft.decide("measurement" if shard else "rule", fsdp="on" if shard else "off")
 
 
-def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
-    """Convert the duration to steps, and decide the number of evaluations."""
+def _decide_length(draft: Draft, images: int, machine: Machine, undecided: set[str]) -> None:
+    """Convert the duration to steps, and decide the number of evaluations.
+
+    `undecided` are settings of the augmentation that follow from the length.
+    """
     train = draft.config.train
     origin: Origin = "rule"
     if train.steps is not None:
@@ -657,7 +682,7 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
     elif train.minutes is not None:
         origin = "measurement"
         length = machine.measure.steps_in_time(draft.config)
-        length = _limit_length(draft, length, images)
+        length = _limit_length(draft, length, images, undecided)
     else:
         if draft.chosen_by.get("epochs") not in ("user", "preset"):
             origin = "recipe"  # nobody asked for a duration
@@ -672,14 +697,15 @@ def _decide_length(draft: Draft, images: int, machine: Machine) -> None:
         draft.chosen_by.pop(name, None)
 
 
-def _limit_length(draft: Draft, length: Length, images: int) -> Length:
+def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]) -> Length:
     """No more steps than help: the rest of the time of --minutes is given back."""
     train = draft.config.train
     steps_per_epoch = images // train.batch_size_or(1)
     if train.max_epochs is None:
         if is_synthetic(draft.config.data):
             return length  # not measured
-        limit = max_epochs(draft.config.transfer.recipe, steps_per_epoch)
+        can_mix = "cutmix" in undecided or bool(draft.config.data.cutmix)
+        limit = max_epochs(draft.config.transfer.recipe, steps_per_epoch, can_mix)
         draft.decide("rule", max_epochs=limit)
     limit = draft.config.train.max_epochs or 0.0
     most = steps_of_epochs(limit, steps_per_epoch)
@@ -708,9 +734,10 @@ def _decide_strength(draft: Draft, images: int, model: InitialModel, undecided: 
     changes = {
         name: getattr(stronger, name)
         for name in Strength._fields
-        if name in undecided and getattr(usual, name) == getattr(MILD, name)
+        if name in undecided
+        and getattr(usual, name) == getattr(MILD, name) != getattr(stronger, name)
     }
-    if changes and stronger != MILD:
+    if changes:
         draft.decide("rule", **changes)
         shown = ", ".join(
             f"--{name.replace('_', '-')} {value:g}" for name, value in changes.items()

@@ -70,6 +70,7 @@ class DecidedData(DecidedSection, DataConfig):
     color_jitter: float = field()
     patch_dropout: float = field()
     word_dropout: float = field()
+    cutmix: float = field()
 
 
 @dataclass(frozen=True, kw_only=True)

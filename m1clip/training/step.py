@@ -134,7 +134,7 @@ def _loss_and_grads(
 
     image, text = gathered.features
     features = Features(image, text, parts.model.scale(), parts.model.logit_bias)
-    ids = Ids(gathered.sample_ids, gathered.caption_ids, gathered.image_index)
+    ids = Ids(gathered.sample_ids, gathered.caption_ids, gathered.image_index, gathered.mixed)
     rows = None if parts.world.is_single else Rows(gathered.images, gathered.texts)
     autocast = parts.encoder.loss_context(batch)
     loss_and_grads = parts.loss.loss_and_grads

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from m1clip.data.augment import Augmentation, draw_patches, draw_views, render
+from m1clip.data.augment import (
+    MAX_BOX_AREA,
+    Augmentation,
+    box_areas,
+    draw_boxes,
+    draw_patches,
+    draw_views,
+    paste_boxes,
+    render,
+)
 from m1clip.data.images import Preprocess
 
 PLAIN = Preprocess(image_size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -120,3 +129,35 @@ def test_patches_are_kept_equally_often() -> None:
     counts = np.bincount(kept.ravel(), minlength=16)
     assert (np.abs(counts - 2000) < 5 * np.sqrt(1000)).all()
     assert (draw_patches(0.5, 16, 0, 1, np.arange(4000)) != kept).any()
+
+
+def test_boxes_are_a_function_of_seed_epoch_and_sample() -> None:
+    samples = np.arange(4_000)
+    boxes = draw_boxes(0.5, 0, 3, samples)
+    assert torch.equal(draw_boxes(0.5, 0, 3, samples[100:200]), boxes[100:200])
+    assert not torch.equal(draw_boxes(0.5, 0, 4, samples), boxes)
+    assert not torch.equal(draw_boxes(0.5, 1, 3, samples), boxes)
+    areas = box_areas(boxes)
+    assert float((areas > 0).float().mean()) == pytest.approx(0.5, abs=0.03)
+    assert 0.45 < float(areas.max()) <= MAX_BOX_AREA
+    assert float(boxes.min()) >= 0
+    assert float(boxes.max()) <= 1
+    assert not box_areas(draw_boxes(0.0, 0, 3, samples)).any()
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_boxes_show_the_partner(count: int) -> None:
+    """Rows 0 and 1, 2 and 3, ...; the last of an odd number stays as it is."""
+    shown = torch.arange(count).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8).contiguous()
+    boxes = torch.tensor([[0.25, 0.5, 1.0, 1.0]]).repeat(count, 1)
+    boxes[0] = torch.tensor([0.3, 0.3, 0.3, 0.3])  # empty
+    found = paste_boxes(shown, boxes)
+    assert torch.equal(found[0], shown[0])
+    for row in range(1, count):
+        partner = min(row ^ 1, count - 1)
+        assert (found[row, :, 4:, 2:] == partner).all()
+        assert (found[row, :, :4] == row).all()
+        assert (found[row, :, :, :2] == row).all()
+        pasted = (found[row, 0] == partner).float().mean()
+        if partner != row:
+            assert float(pasted) == pytest.approx(float(box_areas(boxes)[row]))

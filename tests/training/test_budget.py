@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from m1clip.config import RECIPES, DataConfig, read_recipe
 from m1clip.data.prepare import choose_augmentation
 from m1clip.training.budget import (
+    MAX_EPOCHS,
     MILD,
     STRENGTHS,
     augmentation_strength,
@@ -24,6 +25,7 @@ def test_more_epochs_never_weaken_the_augmentation(first: float, second: float) 
     fewer, more = (augmentation_strength(epochs) for epochs in sorted((first, second)))
     assert more.crop_min <= fewer.crop_min
     assert more.word_dropout >= fewer.word_dropout
+    assert more.cutmix >= fewer.cutmix
 
 
 def test_augmentation_is_the_measured_one_at_measured_epochs() -> None:
@@ -35,7 +37,7 @@ def test_augmentation_is_the_measured_one_at_measured_epochs() -> None:
 
 def test_short_runs_have_the_default_augmentation() -> None:
     usual = choose_augmentation(DataConfig(source=("photos",)))
-    assert (usual.crop_min, usual.word_dropout) == MILD
+    assert (usual.crop_min, usual.word_dropout, usual.cutmix) == MILD
     default_epochs = read_recipe("scratch").settings["train"]["epochs"]
     assert augmentation_strength(default_epochs) == MILD
 
@@ -48,7 +50,10 @@ def test_time_allows_at_least_the_default_epochs_of_a_recipe(recipe: str) -> Non
 
 
 def test_few_images_are_seen_more_often_from_random_weights() -> None:
-    assert [max_epochs("scratch", steps) for steps in (5, 15, 93, 5_000)] == [100, 33.3, 18, 18]
+    found = [max_epochs("scratch", steps, can_mix=False) for steps in (5, 15, 93, 5_000)]
+    assert found == [100, 33.3, 18, 18]
+    with_cutmix = [max_epochs("scratch", steps) for steps in (5, 15, 93, 5_000)]
+    assert with_cutmix == [100, *[MAX_EPOCHS["scratch"]] * 3]
     assert max_epochs("frozen", 5) == max_epochs("frozen", 93)
 
 

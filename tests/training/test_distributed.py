@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
 
 from m1clip.config import NAMES
+from m1clip.errors import UserError
 from m1clip.hardware.memory import MemoryPressure
 from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
@@ -60,6 +61,11 @@ CASES: dict[str, dict[str, Any]] = {
         for number, name in enumerate(LOSSES)
     },
     "text-text": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
+    "cutmix": {"data.cutmix": 0.7, "train.batch_size": 20, "data.captions_per_step": 3},
+    "cutmix in micro-batches": {
+        **{"data.cutmix": 0.7, "train.batch_size": 20, "train.micro_batch": 3},
+        **{"train.loss": "infonce", "train.text_contrast": 0.3, "data.captions_per_step": 3},
+    },
     "distillation": {"train.text_contrast": 0.2, "teacher": True},
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
@@ -77,7 +83,12 @@ def make(inputs: RunInputs, ranks: Ranks, changes: dict[str, Any]) -> tuple[RunI
         device="cpu", **{flat_names[name]: value for name, value in changes.items()}
     )
     training = dataclasses.replace(
-        inputs.training, captions_per_image=config.data.captions_per_step or 1
+        inputs.training,
+        captions_per_image=config.data.captions_per_step or 1,
+        plan=dataclasses.replace(inputs.training.plan, batch=config.train.batch_size),
+        augmentation=dataclasses.replace(
+            inputs.training.augmentation, cutmix=config.data.cutmix or 0.0
+        ),
     )
     start = inputs.model.init.config
     start = dataclasses.replace(
@@ -167,6 +178,7 @@ def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, A
         found[name] = {
             "ids": [batch.sample_ids for batch in batches],
             "views": [batch.views for batch in batches],
+            "boxes": [batch.boxes for batch in batches],
             "gradients": gradients,
             "figures": figures_of(results),
             "weights": {key: p.detach() for key, p in step.model.named_parameters()},
@@ -199,9 +211,9 @@ def test_ranks_train_like_one_process(
     results = on_ranks(size, train, cases, cache)
     for name in cases:
         wanted = one_process[name]
-        for key in ("ids", "views"):
+        for key in ("ids", "views", "boxes"):
             for step, whole in enumerate(wanted[key]):
-                if whole is None:  # features have no views
+                if whole is None:  # features have no views, and most cases no boxes
                     continue
                 assert torch.equal(
                     torch.cat([result[name][key][step] for result in results]), whole
@@ -218,6 +230,19 @@ def test_ranks_train_like_one_process(
                 assert torch.equal(found["weights"][parameter], value), (
                     f"{name}: ranks differ in {parameter}"
                 )
+
+
+def test_ranks_that_would_separate_a_pair_of_cutmix_are_rejected() -> None:
+    inputs = prepared(small_config(TINY | {"data.cutmix": 0.5}))
+    with pytest.raises(UserError, match="2 ranks would separate some of a batch of 18"):
+        inputs.for_rank(SeparateRank(rank=1, size=2))
+
+
+class SeparateRank(Ranks):
+    """One of several ranks, without the others."""
+
+    def abort(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 def both_paths(ranks: Ranks, cases: list[str], folder: Path) -> tuple[Any, Any, list[str], Tensor]:

@@ -640,13 +640,47 @@ def test_time_that_would_not_help_is_given_back() -> None:
     assert by_steps.config.train.steps == 10**6, "the user's own number is never limited"
 
 
+def augmented(spec: RunSpec) -> tuple[float, float, float]:
+    data = spec.config.data
+    return data.crop_min, data.word_dropout, data.cutmix
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"loss": "sigmoid"}, "--loss sigmoid"),
+        ({"teacher": "a"}, "--teacher"),
+        ({"recipe": "frozen"}, "a frozen image tower"),
+    ],
+)
+def test_what_cannot_have_cutmix_is_rejected_or_does_without(
+    options: dict[str, Any], obstacle: str
+) -> None:
+    spec, printed = limited(1_000, **options)
+    assert spec.config.data.cutmix == 0
+    assert "--cutmix" not in printed
+    if "recipe" not in options:
+        assert spec.config.train.max_epochs == max_epochs("scratch", 1_000 // 64, can_mix=False)
+    with pytest.raises(UserError, match=f"--cutmix does not work with {obstacle}"):
+        limited(1_000, cutmix=0.5, **options)
+
+
+def test_cutmix_of_the_user_stays() -> None:
+    chosen, _ = limited(1, cutmix=0.7)
+    assert chosen.config.data.cutmix == 0.7
+    without, _ = limited(1_000, cutmix=0.0)
+    assert without.config.data.cutmix == 0
+    assert without.config.train.max_epochs == max_epochs("scratch", 1_000 // 64, can_mix=False)
+
+
 def test_long_runs_from_random_weights_are_augmented_more() -> None:
     short, printed = limited(1)
-    assert (short.config.data.crop_min, short.config.data.word_dropout) == MILD
+    assert augmented(short) == MILD
     assert "augment" not in printed
     long, printed = limited(1_000)
     strength = augmentation_strength(max_epochs("scratch", 1_000 // 64))
-    assert (long.config.data.crop_min, long.config.data.word_dropout) == strength
+    assert augmented(long) == strength
+    assert "--cutmix 0.5" in printed
     assert "because each image is seen" in printed
     assert long.chosen_by["crop_min"] == "rule"
 

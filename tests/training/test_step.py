@@ -79,6 +79,27 @@ def test_micro_batches_give_gradient_of_full_batch(
     assert_close(found, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 5, 8])
+@pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
+def test_cutmix_in_micro_batches_and_blocks_gives_the_same_gradient(
+    micro_batch: int, max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"data.cutmix": 0.8, "train.text_contrast": 0.3}
+    inputs, full = make(changes)
+    batch = inputs.training[0]
+    assert batch.mixed is not None
+    assert float(batch.mixed.max()) > 0.1
+    loss, wanted = gradients(full, batch)
+    plain_loss, _ = gradients(full, replace(batch, boxes=None))
+    assert abs(float(plain_loss - loss)) > 1e-3
+    monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
+    _, micro_batched = make({**changes, "train.micro_batch": micro_batch})
+    found_loss, found = gradients(micro_batched, batch)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=0)
+    assert_close(found, wanted, 1e-4)
+
+
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_new_loss_works_in_micro_batches_and_blocks(
     pairwise: bool, monkeypatch: pytest.MonkeyPatch

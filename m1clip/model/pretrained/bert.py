@@ -59,7 +59,7 @@ def bert_size(config: dict[str, Any]) -> BertSize | None:
         "intermediate_size": "hidden",
         "max_position_embeddings": "positions",
     }
-    values = {ours: config.get(theirs) for theirs, ours in names.items()}
+    values: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in names.items()}
     if not all(type(value) is int for value in values.values()):
         return None
     norm_eps = float(config.get("layer_norm_eps", 1e-12))

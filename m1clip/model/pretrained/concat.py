@@ -1,6 +1,7 @@
 """Towers side by side: their features, one after the other."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class ConcatTower(Tower):
     def reset_buffers(self) -> None:
         """Fill the buffers of every part."""
         for part in self.parts:
-            part.reset_buffers()
+            cast("Tower", part).reset_buffers()
 
 
 class ConcatImageTower(ConcatTower):

@@ -123,7 +123,7 @@ def dino_size(config: dict[str, Any]) -> DinoSize | None:
         "num_attention_heads": "heads",
         "patch_size": "patch_size",
     }
-    values = {ours: config.get(theirs) for theirs, ours in names.items()}
+    values: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in names.items()}
     values["registers"] = config.get("num_register_tokens", 4) if has_registers else 0
     if not all(type(value) is int for value in values.values()):
         return None

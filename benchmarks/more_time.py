@@ -1,0 +1,183 @@
+"""Recall of m1clip from random weights after more and more steps, by the rules for long runs.
+
+    python benchmarks/more_time.py DATA --json OUT/more_time.json --seconds 330 --processes 10
+
+Each run is `m1clip train --recipe scratch --batch-size 64 --steps N`, several at a time on one GPU,
+so augmentation and CutMix are what m1clip/training/budget.py decides for its number of epochs. 115
+steps are a minute of two CPU cores (docs/recipe.md). The rows of the table `JOBS` come first that
+matter most; a run that would not end in time is not started. Scores are of the validation split;
+--test also scores the test split, with the model that is best on validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recipe_study import start_mps
+from sides import machine, write
+from speedrun import write_splits
+
+from m1clip.runlog import read_log
+from m1clip.training.spec import read_spec
+
+BATCH = 64
+RECALLS = ("text_to_image/recall@10", "image_to_text/recall@10")
+STEPS_BY_MINUTES = {5: 575, 10: 1150, 15: 1725, 20: 2300, 30: 3450, 60: 6900}
+FIRST_STEP_SECONDS = 45.0  # imports, checks and the first evaluation
+GUESSED_STEP_SECONDS = 0.02  # when all processes run, until one has ended
+MARGIN = 1.1
+
+
+class Job(NamedTuple):
+    """A run: its length in minutes of two CPU cores, its images (0: all), and other options."""
+
+    minutes: int
+    seed: int = 0
+    images: int = 0
+    options: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return STEPS_BY_MINUTES[self.minutes]
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.minutes}min", f"{self.images or 'all'}", f"s{self.seed}", *self.options]
+        return "-".join(word.strip("-").replace(".", "") for word in words)
+
+
+def mix(part: float) -> tuple[str, ...]:
+    return ("--cutmix", f"{part:g}")
+
+
+LADDER = (60, 30, 20, 15, 10, 5)
+JOBS = {
+    "rule": [Job(minutes, seed) for seed in (0, 1) for minutes in LADDER],
+    "third": [Job(minutes, 2) for minutes in LADDER],
+    "halves": [Job(minutes, 0, 3000) for minutes in (60, 30, 15, 10, 5)],
+    "halves again": [Job(minutes, 1, 3000) for minutes in (60, 30, 15, 10, 5)],
+    "choice": [
+        *(Job(60, seed, 0, mix(1)) for seed in (0, 1)),
+        *(Job(minutes, seed, 0, mix(0.5)) for seed in (0, 1) for minutes in (20, 15)),
+        *(Job(20, seed, 0, mix(0)) for seed in (0, 1)),
+        *(Job(30, seed, 0, mix(1)) for seed in (0, 1)),
+    ],
+    "test": [Job(60), Job(10)],
+}
+
+
+class Study:
+    """Runs jobs, several at a time, and writes what they found after each."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options = options
+        self.scratch = scratch
+        self.deadline = time.time() + options.seconds
+        self.step_seconds = GUESSED_STEP_SECONDS
+        self.runs: list[dict[str, Any]] = []
+        write_splits(str(options.data), scratch)
+
+    def table(self, job: Job) -> Path:
+        """The table of a run: its training images, validation, and test only where it is scored."""
+        path = self.scratch / f"{job.name}.jsonl"
+        lines = (self.scratch / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
+        if job.images:
+            lines = random.Random(job.seed).sample(lines, job.images)
+        for split in ("val", "test") if self.options.test else ("val",):
+            lines += (self.scratch / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(True)
+        path.write_text("".join(lines), encoding="utf-8")
+        return path
+
+    def run(self, job: Job) -> None:
+        """One run, if it would end in time."""
+        expected = FIRST_STEP_SECONDS + job.steps * self.step_seconds
+        if time.time() + MARGIN * expected > self.deadline:
+            print(f"{job.name}: skipped, would take {expected:.0f} s", flush=True)
+            return
+        out = self.scratch / job.name
+        words = [sys.executable, "-m", "m1clip", "train", "--data", str(self.table(job))]
+        words += ["--recipe", "scratch", "--device", self.options.device, "--workers", "0"]
+        words += ["--batch-size", str(BATCH), "--steps", str(job.steps), "--seed", str(job.seed)]
+        words += ["--evaluations", "4", "--out", str(out), "--cache-dir", str(self.scratch / "c")]
+        begin = time.time()
+        done = subprocess.run(
+            [*words, *job.options, *self.options.options],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.time() - begin
+        if done.returncode:
+            print(f"{job.name}: {done.stdout[-800:]}{done.stderr[-800:]}", flush=True)
+            return
+        self.step_seconds = max(0.001, (seconds - FIRST_STEP_SECONDS) / job.steps)
+        self.runs.append(record(job, out, seconds))
+        shown = " ".join(f"{point[1]:.1f}" for point in self.runs[-1]["validation"])
+        test = self.runs[-1].get("test")
+        at = self.options.seconds - (self.deadline - time.time())
+        print(f"{at:4.0f} s  {job.name}: {shown} {test or ''} ({seconds:.0f} s)", flush=True)
+        write(self.options.json, {"machine": machine(), "runs": self.runs})
+
+
+def record(job: Job, out: Path, seconds: float) -> dict[str, Any]:
+    """What a run found, with the settings that the rules decided."""
+    log = read_log(out)
+    data = read_spec(out).config.data
+    decided = {name: getattr(data, name) for name in ("crop_min", "word_dropout", "cutmix")}
+    curve = [
+        [entry["step"], both(entry)] for entry in log if entry["kind"] == "eval" and entry["step"]
+    ]
+    found = {**job._asdict(), "steps": job.steps, "settings": decided, "validation": curve}
+    end = next((entry for entry in log if entry["kind"] == "end"), {})
+    if end.get("split") == "test":
+        found["test"] = both(end)
+    return found | {"seconds": round(seconds, 1)}
+
+
+def both(entry: dict[str, Any]) -> float:
+    """The mean of both recall@10 in percent."""
+    return round(50 * sum(float(entry[name]) for name in RECALLS), 2)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, help="a folder or table with the splits of Flickr8k")
+    parser.add_argument(
+        "--jobs", nargs="+", choices=JOBS, default=[name for name in JOBS if name != "test"]
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--test", action="store_true")
+    parser.add_argument(
+        "--options", nargs=argparse.REMAINDER, default=[], help="last: more for m1clip train"
+    )
+    options = parser.parse_args()
+    if options.device == "cuda":
+        start_mps()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        study = Study(options, Path(folder))
+        jobs = [job for name in options.jobs for job in JOBS[name]]
+        # The first run alone would decode the images for all; each has its own copy in memory.
+        with ThreadPoolExecutor(options.processes) as pool:
+            for _ in pool.map(study.run, jobs):
+                pass
+    print(f"{len(study.runs)} of {len(jobs)} runs", flush=True)
+
+
+if __name__ == "__main__":
+    main()
