@@ -199,7 +199,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_heads(draft, model, machine, measured)
     _decide_fsdp(draft, machine)
     obstacle = cutmix_obstacle(draft.config, model, machine.ranks)
-    if obstacle is not None and draft.config.data.cutmix:
+    if obstacle is not None and settings.config.data.cutmix:
         raise UserError(f"--cutmix does not work with {obstacle}: remove one of them")
     if obstacle is not None:
         undecided.discard("cutmix")

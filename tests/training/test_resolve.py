@@ -640,7 +640,7 @@ def test_time_that_would_not_help_is_given_back() -> None:
     assert by_steps.config.train.steps == 10**6, "the user's own number is never limited"
 
 
-def augmented(spec: RunSpec) -> tuple[float, float, float]:
+def strength_of(spec: RunSpec) -> tuple[float, float, float]:
     data = spec.config.data
     return data.crop_min, data.word_dropout, data.cutmix
 
@@ -675,11 +675,11 @@ def test_cutmix_of_the_user_stays() -> None:
 
 def test_long_runs_from_random_weights_are_augmented_more() -> None:
     short, printed = limited(1)
-    assert augmented(short) == MILD
+    assert strength_of(short) == MILD
     assert "augment" not in printed
     long, printed = limited(1_000)
     strength = augmentation_strength(max_epochs("scratch", 1_000 // 64))
-    assert augmented(long) == strength
+    assert strength_of(long) == strength
     assert "--cutmix 0.5" in printed
     assert "because each image is seen" in printed
     assert long.chosen_by["crop_min"] == "rule"
