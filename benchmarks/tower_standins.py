@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m1clip.model.catalog import TOWERS
+from m1clip.model.catalog import TOWER_CATALOG
 
 DINO_CONFIG = {
     "model_type": "dinov2_with_registers",
@@ -104,7 +104,7 @@ def bert(content: bytes) -> dict[str, Tensor]:
 
 def snapshot(home: Path, name: str) -> Path:
     """A folder of the cache of Hugging Face, as if it had been downloaded."""
-    repository = TOWERS[name].repository.replace("/", "--")
+    repository = TOWER_CATALOG[name].repository.replace("/", "--")
     folder = home / "hub" / f"models--{repository}" / "snapshots" / COMMIT
     folder.mkdir(parents=True, exist_ok=True)
     refs = folder.parents[1] / "refs"

@@ -6,7 +6,7 @@ python tools/models_table.py
 from __future__ import annotations
 
 from m1clip.formatting import size
-from m1clip.model.catalog import CATALOG, FLOAT32, FROM_SIZES, TOWERS
+from m1clip.model.catalog import CATALOG, FLOAT32, FROM_SIZES, TOWER_CATALOG
 
 HEAD = ("name", "repository", "pixels", "parameters", "weights", "ImageNet", "languages", "license")
 SOURCES = {FLOAT32: "~", FROM_SIZES: "~"}  # computed, not listed
@@ -40,7 +40,7 @@ TOWERS_HEAD = ("tower", "repository", "of", "parameters", "weights", "license", 
 def towers_markdown() -> str:
     """The table of towers."""
     rows = [TOWERS_HEAD, ("---",) * len(TOWERS_HEAD)]
-    for tower in TOWERS.values():
+    for tower in TOWER_CATALOG.values():
         rows.append(
             (
                 f"`{tower.name}`",

@@ -204,7 +204,7 @@ def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     update
         Look for a newer version, even if the model is here.
     """
-    from m1clip.model.catalog import TOWERS
+    from m1clip.model.catalog import TOWER_CATALOG
     from m1clip.model.hub import fetch, find_checked, plan_download, repository_of
     from m1clip.model.named import catalog_name
 
@@ -222,7 +222,7 @@ def download(name: str, /, *, yes: Flag = False, update: Flag = False) -> None:
     else:
         console.print(f"{shown} is on this computer; --update looks for a newer version")
     console.print(f"folder     {folder}")
-    use = "train FOLDER" if shown in TOWERS else f"index ~/Pictures --model {shown}"
+    use = "train FOLDER" if shown in TOWER_CATALOG else f"index ~/Pictures --model {shown}"
     console.print(f"use it     m1clip {use}")
 
 

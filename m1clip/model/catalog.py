@@ -60,7 +60,7 @@ class CatalogTower:
     megabytes_source: str = FLOAT32
 
 
-TOWERS: dict[str, CatalogTower] = {
+TOWER_CATALOG: dict[str, CatalogTower] = {
     tower.name: tower
     for tower in (
         CatalogTower(

@@ -27,7 +27,7 @@ from m1clip.errors import UserError, first_line
 from m1clip.extras import require
 from m1clip.formatting import did_you_mean, one_line, size
 from m1clip.io import write_text
-from m1clip.model.catalog import CATALOG, TOWERS
+from m1clip.model.catalog import CATALOG, TOWER_CATALOG
 from m1clip.model.hub_files import (
     COMMIT,
     HUB_NAME,
@@ -136,13 +136,13 @@ def download(name: str, update: bool = False) -> Path:
 def repository_of(name: str) -> str:
     """owner/name for a name of the catalog or of the Hub; UserError for anything else."""
     text = name.removeprefix(HUB_PREFIX)
-    entry = CATALOG.get(text) or TOWERS.get(text)
+    entry = CATALOG.get(text) or TOWER_CATALOG.get(text)
     if entry is not None:
         return entry.repository
     if HUB_NAME.fullmatch(text):
         return text
     hint = (
-        did_you_mean(text, [*CATALOG, *TOWERS])
+        did_you_mean(text, [*CATALOG, *TOWER_CATALOG])
         or ": give one of m1clip models, or owner/name of the Hub"
     )
     raise UserError(f"{one_line(text[:100])}: not a model that can be downloaded{hint}")

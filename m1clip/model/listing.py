@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from m1clip.formatting import one_line
 from m1clip.io import read_small, user_cache, write_json
-from m1clip.model.catalog import CATALOG, ENGLISH, TOWERS
+from m1clip.model.catalog import CATALOG, ENGLISH, TOWER_CATALOG
 from m1clip.model.hub_files import cached_snapshot
 from m1clip.model.named import BOXED, GENERAL
 
@@ -87,7 +87,7 @@ class ListedTower:
 def list_towers() -> list[ListedTower]:
     """List the pretrained towers of the Hub that training accepts by name."""
     listed = []
-    for tower in TOWERS.values():
+    for tower in TOWER_CATALOG.values():
         folder = cached_snapshot(tower.repository)
         listed.append(
             ListedTower(

@@ -15,7 +15,7 @@ from pathlib import Path
 from m1clip.errors import UserError
 from m1clip.formatting import did_you_mean
 from m1clip.io import read_small
-from m1clip.model.catalog import CATALOG, TOWERS
+from m1clip.model.catalog import CATALOG, TOWER_CATALOG
 from m1clip.model.hub_files import HUB_NAME, HUB_PREFIX, cached_snapshot
 
 GENERAL = "general"  # the model of `m1clip index` and `m1clip classify` if there is no other
@@ -90,7 +90,7 @@ def hub_repository(model: str | Path) -> str | None:
     name = text.removeprefix(HUB_PREFIX)
     if os.path.lexists(text):
         return None
-    entry = CATALOG.get(name) or TOWERS.get(name)
+    entry = CATALOG.get(name) or TOWER_CATALOG.get(name)
     if entry is not None:
         return entry.repository
     owner = name.partition("/")[0]
@@ -102,7 +102,7 @@ def hub_repository(model: str | Path) -> str | None:
 def catalog_name(repository: str) -> str:
     """The short name of a repository, or the repository itself if the catalog does not list it."""
     repositories = {entry.repository: name for name, entry in CATALOG.items()}
-    repositories |= {tower.repository: name for name, tower in TOWERS.items()}
+    repositories |= {tower.repository: name for name, tower in TOWER_CATALOG.items()}
     if repository in repositories:
         return repositories[repository]
     return repository
@@ -128,7 +128,7 @@ def resolve(model: str | Path) -> Path:
         return folder
     path = Path(model)
     if not os.path.lexists(path) and path.name == str(model) and boxed_name(model) is None:
-        similar = did_you_mean(str(model), [*CATALOG, *TOWERS, *BOXED])
+        similar = did_you_mean(str(model), [*CATALOG, *TOWER_CATALOG, *BOXED])
         if similar:
             raise UserError(f"{model}: no such file, folder or model{similar} (m1clip models)")
     return path

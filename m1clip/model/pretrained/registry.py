@@ -7,7 +7,7 @@ from typing import Any
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.io import read_small
-from m1clip.model.catalog import TOWERS
+from m1clip.model.catalog import TOWER_CATALOG
 from m1clip.model.named import resolve
 from m1clip.model.presets import (
     PretrainedImageConfig,
@@ -115,8 +115,8 @@ def tower_image_size(name: str) -> int:
 def _part_image_size(part: str) -> int:
     if part in LITE:
         return max(size.image_size for size in LITE[part])
-    if part in TOWERS:
-        return TOWERS[part].image_size
+    if part in TOWER_CATALOG:
+        return TOWER_CATALOG[part].image_size
     folder = Path(part)
     is_native = folder.is_dir() and isinstance(native_size(folder), DinoSize)
     return trained_image_size(folder) if is_native else LITE0.image_size
