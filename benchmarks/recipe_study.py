@@ -41,8 +41,8 @@ from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import flops_per_pair, preset, with_fields
 from m1clip.model.towers import VisionTower, whitening_filters
 from m1clip.optimizers import is_hidden_matrix
-from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS, AdamW
 from m1clip.training.muon import Muon
+from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS, AdamW
 
 IMAGE_SIZE = 112
 CAPTIONS = 5

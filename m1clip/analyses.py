@@ -48,7 +48,10 @@ class Analysis:
     unit: str = ""  # after a value on the page
     report_title: str = ""  # of its curve in the report; empty: none
     report_part: str = ""  # for "curves": the one that is in the report
-    verdict: str = ""  # "module:function" of the newest value: list of problems, one sentence each
+    # "module:function" of the newest value: list of problems, one sentence each, shown as warnings.
+    # It belongs in m1clip/monitor, without torch. A rule that needs more, such as older values or
+    # the learning rate, or that is an error, is a check in monitor/diagnostics.py.
+    verdict: str = ""
 
     @property
     def record_kind(self) -> str:

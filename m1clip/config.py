@@ -223,12 +223,12 @@ class OptimConfig(Section):
     lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = (
         5e-4
     )
-    "Peak learning rate of AdamW. The matrices that Muon trains use --muon-lr."
+    "Peak learning rate; the matrices that Muon trains use --muon-lr."
     muon_lr: Positive = 0.01
     "Peak learning rate of Muon. Its weight decay is always 0.3."
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
     (
-        "Weight decay of AdamW; not applied to norms, biases, the temperature, and the matrices "
+        "Weight decay; not applied to norms, biases, the temperature, and the matrices "
         "that Muon trains."
     )
     warmup: NotNegative = 0.05

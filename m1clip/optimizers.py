@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-MUON_WEIGHT_DECAY = 0.3  # of the matrices that Muon trains; --wd is AdamW's
+MUON_WEIGHT_DECAY = 0.3  # of the matrices that Muon trains; --wd is for the others
 
 
 class Parameter(Protocol):
@@ -26,7 +26,11 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One torch optimizer and the parameters that it trains; most optimizers have one part."""
+    """One torch optimizer and the parameters that it trains; most optimizers have one part.
+
+    Write a new part with all that it can do: a copy of another one (`replace(ADAMW, ...)`) would
+    also claim `skips_on_device` and `in_mlx`.
+    """
 
     name: str  # as in the keys of a checkpoint: name/parameter/state
     trains: Callable[[str, Parameter], bool]  # by name and parameter
@@ -39,6 +43,7 @@ class Part:
     # its build options means that the learning rate of each group is a 0-d tensor on the device,
     # which `step` never reads on the host (float(lr), lr > 0). With False, the host looks at the
     # gradients before each step, which waits for the device, and CUDA graphs are off.
+    # `SkippableOptimizer` (training/torch_optimizers.py) has what an own optimizer needs for it.
     skips_on_device: bool = False
     in_mlx: bool = False  # whether mlx/step.py can train it; else --device mlx rejects it
 
@@ -49,8 +54,8 @@ class OptimizerEntry:
 
     help: str
     parts: tuple[Part, ...]  # a parameter belongs to the first part that trains it
-    # Relative to the learning rate and the weight decay of the recipe, which are AdamW's; a user's
-    # are not changed.
+    # Relative to the learning rate and weight decay of a recipe, which were found with AdamW; those
+    # of a user are not changed.
     lr_factor: float = 1.0
     wd_factor: float = 1.0
 

@@ -180,7 +180,7 @@ def _by_name(*fields: LogField) -> dict[str, LogField]:
     return {field.name: field for field in fields}
 
 
-# A phase of the loss (monitor/epochs.py), in the record of the end.
+# A phase of the loss (m1clip/epochs.py), in the record of the end.
 LOSS_PHASE = {"first_step": int, "last_step": int, "slope": float, "trend": str}
 
 # All fields that readers use. Plots are shown in this order. The default schema, `figure`, also

@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modules", nargs="+", type=Path, help="such as m1clip/losses.py")
+    parser.add_argument("modules", nargs="+", type=Path, help="such as m1clip/losses/registry.py")
     parser.add_argument("--count", type=int, default=10, help="mutants per module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

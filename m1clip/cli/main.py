@@ -121,3 +121,7 @@ def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
 
 def _one_line(error: Exception | str) -> str:
     return one_line(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

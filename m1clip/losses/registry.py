@@ -30,6 +30,9 @@ class Ops(Protocol):
     and read no values. Nor may a row term (no `if` on a value, no `.item()`): on an accelerator it
     would wait for the device, and MLX compiles the step.
 
+    An operation that is missing, such as a log-sum-exp, is added to this class, to `TorchOps`
+    (run_loss.py) and to `MLXOps` (mlx/step.py).
+
     Logits are float32, whatever the precision of the towers; float64 in some tests.
     """
 

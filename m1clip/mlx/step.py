@@ -31,7 +31,6 @@ from m1clip.model.blocks import model_layers
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS
 from m1clip.training.analyses import LazyTensors, Probe, StepView
 from m1clip.training.compose import GradientCheck, TrainStep, drop_gradients
 from m1clip.training.encode import DONE, Mark, ignore_mark, normalized_pixels, split
@@ -39,6 +38,7 @@ from m1clip.training.muon import MUON_EPS, QUINTICS
 from m1clip.training.oom import StepAttempts
 from m1clip.training.optim import Optimizer
 from m1clip.training.step import StepParts, StepResult, parts_for_check
+from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS
 from m1clip.training.transfer import ModelInit
 from m1clip.training.update import GRAD_CLIP_NORM
 
@@ -184,6 +184,7 @@ def orthogonalize(x: Array) -> Array:
 class GroupUpdate:
     """What the update of a parameter group reads, and the weights and moments that it replaces."""
 
+    part: str  # its name
     names: list[str]
     weights: Arrays
     moments: Arrays  # part/parameter/moment, as in Optimizer.tensors
@@ -193,6 +194,15 @@ class GroupUpdate:
     corrections: tuple[Array, Array]  # of AdamW's moments, which begin at 0
     dtype: Any  # of Muon's matmuls
 
+    def key(self, name: str, moment: str) -> str:
+        """Return the key of a moment of a parameter."""
+        return moment_key(self.part, name, moment)
+
+
+def moment_key(part: str, name: str, moment: str) -> str:
+    """Return the key of a moment as in Optimizer.tensors, which are the keys of a checkpoint."""
+    return f"{part}/{name}/{moment}"
+
 
 def adamw(group: GroupUpdate) -> None:
     """Update weights and moments as torch.optim.AdamW, after the weight decay."""
@@ -201,8 +211,8 @@ def adamw(group: GroupUpdate) -> None:
     moments = group.moments
     for name in group.names:
         grad = group.grads[name]
-        mean = f"adamw/{name}/exp_avg"
-        square = f"adamw/{name}/exp_avg_sq"
+        mean = group.key(name, "exp_avg")
+        square = group.key(name, "exp_avg_sq")
         moments[mean] = moments[mean] + (1 - first) * (grad - moments[mean])
         moments[square] = second * moments[square] + (1 - second) * grad * grad
         denominator = mx.sqrt(moments[square] / group.corrections[1]) + ADAMW_EPS
@@ -217,7 +227,7 @@ def muon(group: GroupUpdate) -> None:
     momentum = group.options["momentum"]
     stacks: dict[tuple[int, ...], list[tuple[str, Array]]] = {}
     for name in group.names:
-        key = f"muon/{name}/momentum_buffer"
+        key = group.key(name, "momentum_buffer")
         grad = group.grads[name]
         moments[key] = moments[key] + (1 - momentum) * (grad - moments[key])
         update = (grad + momentum * (moments[key] - grad)).reshape(len(grad), -1)
@@ -339,7 +349,7 @@ class MLXStep:
             for part, _, options in self._groups():
                 if UPDATES[part].counts_steps:
                     for name in options["param_names"]:
-                        values[f"{part}/{name}/step"] = torch.tensor(float(self._updates))
+                        values[moment_key(part, name, "step")] = torch.tensor(float(self._updates))
             self.parts.update.optimizer.load_tensors(values)
             return
         with torch.no_grad():
@@ -358,7 +368,7 @@ class MLXStep:
             for part, _, options in [] if self._only_gradients else self._groups():
                 kinds = UPDATES[part].moments
                 for name, kind in itertools.product(options["param_names"], kinds):
-                    key = f"{part}/{name}/{kind}"
+                    key = moment_key(part, name, kind)
                     moments[key] = (
                         to_mlx(saved[key]) if key in saved else mx.zeros_like(weights[name])
                     )
@@ -400,11 +410,10 @@ class MLXStep:
     def _view(self, step: int) -> StepView:
         """Return a view of the gradients and current weights, each copied to torch when read."""
         grads = self._grads
-        weights = self._state()["weights"]
         return StepView(
             step,
             LazyTensors(grads, lambda name: to_torch(grads[name])),
-            LazyTensors(grads, lambda name: to_torch(weights[name])),
+            LazyTensors(grads, lambda name: to_torch(self._state()["weights"][name])),
             model_layers(self.parts.model),
         )
 
@@ -588,7 +597,7 @@ class MLXStep:
             for name in names:
                 weights[name] = weights[name] * (1 - lr * options["weight_decay"])
             group = GroupUpdate(
-                names, weights, moments, grads, lr, options, corrections, self.dtype
+                part, names, weights, moments, grads, lr, options, corrections, self.dtype
             )
             UPDATES[part].apply(group)
         weights[LOGIT_SCALE] = mx.clip(weights[LOGIT_SCALE], 0.0, MAX_LOGIT_SCALE)

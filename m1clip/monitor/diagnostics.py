@@ -104,13 +104,18 @@ def learning(history: History) -> Diagnostic | None:
         times = f", {value / chance:,.0f} times chance" if chance else ""
         return Diagnostic("good", f"the model is learning: {label} {percent(value)}{times}")
     losses = numbers(history.steps, "loss")
-    if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (
-        then := statistics.mean(losses[:3])
-    ):
-        return Diagnostic(
-            "good", f"the loss is falling: {number(then)} at first, {number(now)} now"
-        )
-    return None
+    if len(losses) < 6:
+        return None
+    then = statistics.mean(losses[:3])
+    now = statistics.mean(losses[-3:])
+    if not _has_fallen(then, now, 0.02):
+        return None
+    return Diagnostic("good", f"the loss is falling: {number(then)} at first, {number(now)} now")
+
+
+def _has_fallen(before: float, after: float, fraction: float) -> bool:
+    """Whether a loss, which may be below 0, has fallen by a fraction of its size."""
+    return before - after > fraction * abs(before)
 
 
 def loss_rises(history: History) -> Diagnostic | None:
@@ -123,7 +128,8 @@ def loss_rises(history: History) -> Diagnostic | None:
         for i in range(len(losses) % part, len(losses) - part + 1, part)
     ]
     now, lowest = means[-1], min(means)
-    if now <= 1.1 * lowest or now - lowest <= 2 * statistics.pstdev(losses[-part:]):
+    is_noise = now - lowest <= 2 * statistics.pstdev(losses[-part:])
+    if is_noise or not _has_fallen(-lowest, -now, 0.1):
         return None
     return Diagnostic(
         "error", f"the loss is rising: {number(now)} now, {number(lowest)} before; try a lower --lr"
@@ -135,7 +141,9 @@ def no_longer_better(history: History) -> Diagnostic | None:
     if not best or (stale := history.evaluations.count_after(best["step"])) < 3:
         return None
     since = numbers((row for row in history.steps if row["step"] >= best["step"]), "loss")
-    overfits = len(since) > 5 and statistics.mean(since[-3:]) < 0.9 * statistics.mean(since[:3])
+    overfits = len(since) > 5 and _has_fallen(
+        statistics.mean(since[:3]), statistics.mean(since[-3:]), 0.1
+    )
     message = (
         f"{SELECTION[history.metric]} has not improved for {stale} evaluations (best at step"
         f" {best['step']:,})"

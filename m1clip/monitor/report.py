@@ -88,7 +88,7 @@ def plot(
 
     The curve with the name `reference` is dashed and gray.
     """
-    shown = [(name, points) for name, points in curves if any(y > 0 or not log for _, y in points)]
+    shown = [(name, points) for name, points in curves if points]
     if not shown:
         return ""
     from matplotlib import rc_context
@@ -116,10 +116,11 @@ def plot(
             axes.plot(
                 xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style
             )
-        if log:
-            axes.set_yscale("log", nonpositive="mask")
+        heights = [y for _, points in shown for _, y in points]
+        # A logarithmic axis has no place for a loss at or below 0.
+        if log and min(heights) > 0:
+            axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
-            heights = [y for _, points in shown for _, y in points if y > 0]
             is_wide = max(heights) > WIDE_LOG_RANGE * min(heights)
             # Labels between powers of ten would overlap on a wide range.
             minor = (lambda value, _: "") if is_wide else (lambda value, _: number(value))

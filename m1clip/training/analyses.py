@@ -41,7 +41,8 @@ class StepView:
     Gradients are those of the complete batch: of all micro-batches, summed over the ranks, without
     the loss scale of fp16, and not clipped yet. Weights are those that gave the gradients. Both are
     torch tensors by parameter name, only of parameters that have a gradient, and must not be
-    changed.
+    changed. Weights are those of the model, not copies: read after the update, they are the new
+    ones, on torch and in MLX.
 
     With FSDP a rank has its rows of the tensors of towers: use `sums` and `norms`, which are right
     for one process, for ranks, with FSDP and in MLX. They communicate, so all ranks must call them

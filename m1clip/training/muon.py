@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m1clip.training.adamw import EagerOptimizer
 from m1clip.training.distributed import Ranks, rows_of_rank
+from m1clip.training.torch_optimizers import SkippableOptimizer
 
 MUON_EPS = 1e-7
 MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)
@@ -71,7 +71,7 @@ def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
     return factor
 
 
-class Muon(EagerOptimizer):
+class Muon(SkippableOptimizer):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
 
     `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). Its steps can
@@ -109,18 +109,11 @@ class Muon(EagerOptimizer):
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         lr, momentum = group["lr"], group["momentum"]
-        skip: Tensor | None = getattr(self, "found_inf", None)
+        skip = self.skip
         grads = [p.grad for p in params if p.grad is not None]
-        buffers = [self._momentum(p) for p in params]
-        if skip is None:
-            torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        else:
-            # The same with a weight on the device that is 0 if the step is skipped; gradients are
-            # then 0.
-            torch._foreach_mul_(buffers, 1 - (1 - momentum) * (1 - skip))
-            torch._foreach_add_(buffers, grads, alpha=1 - momentum)
-        decay = lr * group["weight_decay"]
-        torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
+        buffers = [self.moment(p, "momentum_buffer") for p in params]
+        self.update_means(buffers, grads, momentum)
+        torch._foreach_mul_(params, 1 - self.unless_skipped(lr * group["weight_decay"]))
 
         # A convolution is a matrix from its receptive field to its output channels.
         weights, grads, buffers = (
@@ -229,12 +222,6 @@ class Muon(EagerOptimizer):
         return [
             row.t() if turned else row for row, turned in zip(orthogonalize(x), tall, strict=True)
         ]
-
-    def _momentum(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return state["momentum_buffer"]
 
 
 def _cost(shape: Shape) -> int:

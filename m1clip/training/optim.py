@@ -1,4 +1,4 @@
-"""Builds the optimizers of m1clip.optimizers: Muon for hidden matrices, AdamW for the rest."""
+"""Builds the optimizers of m1clip.optimizers from torch optimizers, one for each part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from m1clip.config import OptimConfig
 from m1clip.model.blocks import layer_lr_factors
 from m1clip.optimizers import OPTIMIZERS, Part
-from m1clip.training.adamw import ADAMW_BETAS, ADAMW_EPS, AdamW
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
+from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS, AdamW
 
 NamedParameter = tuple[str, Tensor]
 Groups = list[dict[str, Any]]  # as torch's optimizers take them: params, lr, weight_decay

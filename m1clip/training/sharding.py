@@ -131,7 +131,7 @@ class Shards:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise UserError(
-                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --fsdp a"
+                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --fsdp on a"
                     " step cannot be repeated: use --micro-batch, --grad-checkpointing or more"
                     " ranks"
                 ) from None

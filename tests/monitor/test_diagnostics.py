@@ -75,6 +75,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [*STEADY, analysis(20), analysis(39, **{"image/block 1": 1e-7})],
         "the gradients of the image tower vanish towards its input: 1e-7 in block 1",
     ),
+    "rising below 0": (
+        [step(n, loss=-2.0 if n < 60 else -1.0) for n in range(1, 80)],
+        "the loss is rising: -1 now, -2 before",
+    ),
+    "falls below 0": (
+        [step(n, loss=1.0 - n / 10) for n in range(1, 40)],
+        "the loss is falling: 0.8 at first, -2.8 now",
+    ),
+    "overfit below 0": (
+        [step(n, loss=-1.0 - n / 10) for n in range(1, 60)] + PEAKED,
+        "the model overfits the training images",
+    ),
     "falls": (STEADY, "the loss is falling: "),
 }
 

@@ -141,7 +141,12 @@ def test_report_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 @needs_matplotlib
 def test_plots_of_extreme_values() -> None:
-    assert plot("x", [("a", [(2, -1.0)])], log=True) == plot("x", []) == ""
+    assert plot("x", []) == ""
+    # Points at or below 0 are drawn, on a linear axis.
+    below = plot("x", [("a", [(1, 2.0), (2, -1.0), (3, 0.0)])], log=True)
+    svg = base64.b64decode(re.search(r"base64,([^'\"]+)", below)[1]).decode()  # type: ignore[index]
+    labels = re.findall(r">(\S+)</text>", svg)
+    assert {"0.0", "\N{MINUS SIGN}1.0", "2.0"} <= set(labels)
     single = plot("$x^{$", [("$", [(1, 2.0)]), ("huge", [(1, 1e100), (2, 1e-100)])], log=True)
     many = plot("x", [("a", [(n, 1.0 + n % 7) for n in range(2000)])])
     assert all(500 < len(each) < 300_000 for each in (single, many))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,9 +169,10 @@ def test_run_with_and_without_analyses_has_the_same_weights_and_log(
     ]
     evaluated = [each for each in read_log(tmp_path / "with") if each["kind"] == "eval"]
     assert all(each["analysis"]["validation_images"] >= 8 for each in evaluated)
-    with monkeypatch.context() as patch:
+    # Restores also the order of the table, which other tests compare.
+    with mock.patch.dict(ANALYSES):
         for analysis in analyses_that_need("step"):
-            patch.delitem(ANALYSES, analysis.name)
+            del ANALYSES[analysis.name]
         run_small(tmp_path / "without", {"train.eval_every": 5})
     assert analyses_in(tmp_path / "without") == []
     assert weights_sha256(tmp_path / "with") == weights_sha256(tmp_path / "without")

@@ -22,6 +22,7 @@ from small_run import (
 )
 
 from m1clip import console
+from m1clip.analyses import ANALYSES, RECORD
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
@@ -367,5 +368,7 @@ def test_purpose_of_a_step_is_known_before_it() -> None:
     assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
     assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]
     assert long.purpose(10_000)[:3] == (True, True, True)
-    assert [each.name for each in long.purpose(10_000).analyses] == ["layer_grad_norms"]
+    assert [each.name for each in long.purpose(10_000).analyses] == [
+        *(each.name for each in ANALYSES.values() if each.record_kind == RECORD)
+    ]
     assert long.purpose(50).analyses == (), "nothing looks at the gradients of other steps"

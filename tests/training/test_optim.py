@@ -1,19 +1,22 @@
 """Optimizer groups, learning rates, and state round trip."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import m1clip
 from m1clip.config import OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.optimizers import ADAMW, MUON, MUON_WEIGHT_DECAY, OPTIMIZERS, OptimizerEntry
-from m1clip.training.adamw import ADAMW_EPS
 from m1clip.training.logger import logged_learning_rates
 from m1clip.training.optim import BUILDERS, BuildOptions, Optimizer
+from m1clip.training.torch_optimizers import ADAMW_EPS
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -145,6 +148,20 @@ def test_every_optimizer_of_the_settings_is_built_from_parts() -> None:
             ).keys()
             == trained
         )
+
+
+def test_every_part_that_mlx_trains_has_its_update() -> None:
+    """Read from the source: most machines have no MLX."""
+    tree = ast.parse((Path(m1clip.__file__).parent / "mlx/step.py").read_text())
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "UPDATES"
+    )
+    assert isinstance(table, ast.Dict)
+    updates = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    parts = {part for entry in OPTIMIZERS.values() for part in entry.parts}
+    assert {part.name for part in parts if part.in_mlx} == updates
 
 
 class SignSGD(torch.optim.Optimizer):

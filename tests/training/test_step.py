@@ -258,17 +258,22 @@ def test_micro_batched_steps_match_full_batch(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer}
     inputs, full = make(changes)
     _, micro_batched = make({**changes, "train.micro_batch": 4})
-    start = {name: p.detach().clone() for name, p in full.model.named_parameters()}
+    gradients = [dict[str, Tensor](), dict[str, Tensor]()]
+
+    def keep(view: StepView, kept: dict[str, Tensor]) -> None:
+        kept.update({name: gradient.clone() for name, gradient in view.gradients.items()})
+
     for step in range(3):
+        # Gradients are compared, not updates: an optimizer may amplify their rounding.
+        micro_batched.model.load_state_dict(full.model.state_dict())
         batch = inputs.training[step]
-        loss, norm, _ = full.run(batch, step)
-        micro_batched_loss, micro_batched_norm, _ = micro_batched.run(batch, step)
-        torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-4, atol=0)
-        torch.testing.assert_close(micro_batched_norm, norm, rtol=1e-3, atol=0)
-    for name, value in full.model.named_parameters():
-        # Muon in bf16 amplifies rounding; a wrong gradient would give a much larger difference.
-        other = micro_batched.model.get_parameter(name)
-        assert (other - value).norm() < 0.05 * (value - start[name]).norm(), name
+        loss, norm, _ = full.run(batch, step, partial(keep, kept=gradients[0]))
+        other_loss, other_norm, _ = micro_batched.run(batch, step, partial(keep, kept=gradients[1]))
+        torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=0)
+        torch.testing.assert_close(other_norm, norm, rtol=1e-3, atol=0)
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, gradient in gradients[0].items():
+            assert (gradients[1][name] - gradient).norm() <= 1e-3 * norm, name
 
 
 def test_only_one_micro_batch_of_activations_is_alive() -> None:

@@ -68,6 +68,8 @@ class Plot {
   /* series: [{name, index, x, y, dots}]; log: logarithmic scale */
   set(series, { log = false, unit = "" } = {}) {
     this.series = series.filter((each) => each.x.length > 0);
+    // A logarithmic axis has no place for a loss at or below 0.
+    log &&= series.every((each) => each.y.every((v) => v === null || v === undefined || v > 0));
     this.log = log; this.unit = unit;
     const key = JSON.stringify([this.series.map((each) => [each.name, each.index, each.dash]), log, dark()]);
     const data = this.data();
