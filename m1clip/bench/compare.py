@@ -187,7 +187,8 @@ def configurations(
 
 
 def second_round(first: Sequence[Configuration]) -> list[Configuration]:
-    """All configurations again in reverse order, so a machine that becomes slower affects all of them alike.
+    """All configurations again in reverse order, so a machine that becomes slower affects all of
+    them alike.
 
     Compiling takes too long to be repeated.
     """
@@ -211,7 +212,9 @@ def unsupported_precisions(
 
 
 def thread_counts(facts: MachineInfo) -> list[int]:
-    """Numbers of threads to try beside the default of one per performance core: all cores, and half."""
+    """Numbers of threads to try beside the default of one per performance core: all cores, and
+    half.
+    """
     tried = {facts.cores, max(1, facts.performance_cores // 2)}
     return sorted(tried - {facts.performance_cores}, reverse=True)
 

@@ -1,4 +1,6 @@
-"""m1clip doctor: the machine is read in one place, so that every check is a pure function of one record."""
+"""m1clip doctor: the machine is read in one place, so that every check is a pure function of one
+record.
+"""
 
 import os
 import re

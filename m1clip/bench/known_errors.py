@@ -1,4 +1,6 @@
-"""Known errors of torch on Apple GPUs as small reproductions, which must pass on every other device."""
+"""Known errors of torch on Apple GPUs as small reproductions, which must pass on every other
+device.
+"""
 
 import subprocess
 import sys
@@ -71,7 +73,9 @@ def _linear_with_bias(device: torch.device, *shape: int) -> bool:
 
 
 class KnownError(NamedTuple):
-    """One error: its issue in pytorch/pytorch, how m1clip avoids it, and whether a device has it."""
+    """One error: its issue in pytorch/pytorch, how m1clip avoids it, and whether a device
+    has it.
+    """
 
     issue: int
     what: str

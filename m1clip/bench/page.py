@@ -168,7 +168,9 @@ def _speedup_plot(results: Sequence[Result], model: str) -> str:
 
 
 def stage_bars(results: Sequence[Result]) -> str:
-    """A bar for each model and variant at its largest batch size, divided by the stages of a step."""
+    """A bar for each model and variant at its largest batch size, divided by the stages
+    of a step.
+    """
     by_batch_size = sorted(results, key=lambda r: r.configuration.batch_size)
     largest = {
         (r.configuration.model, r.configuration.variant): r for r in by_batch_size if r.stages

@@ -150,7 +150,9 @@ def _rank_count(ranks: int | None, connected: int, bandwidth: str | None) -> int
 def sent_bytes(
     parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str
 ) -> float:
-    """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's updates."""
+    """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's
+    updates.
+    """
     # Of images and captions: gathered, and their gradients added.
     features = 2 * 2 * 4 * batch_size * embed_dim
     has_muon = MUON in OPTIMIZERS[optimizer].parts
@@ -159,7 +161,9 @@ def sent_bytes(
 
 
 def step_time(c: Configuration, facts: MachineInfo, device: Device) -> tuple[float, str]:
-    """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM rate."""
+    """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM
+    rate.
+    """
     if found := predict(c, load_measured(facts)):
         return found[0], f"{found[1]} on this machine"
     rate = _gemm_rate(device, c.precision)
@@ -194,21 +198,25 @@ def plan_text(plan: dict[str, Any]) -> str:
         if by_ranks["measured_ranks"]:
             source = f"measured between {by_ranks['measured_ranks']} ranks"
         lines = (
-            f"\nranks      {n}, PREDICTED: {plan['batch_size'] / plan['step_seconds']:,.0f} images/s, "
-            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --fsdp auto: {by_ranks['fsdp']}{unsharded}\n"
+            f"\nranks      {n}, PREDICTED:"
+            f" {plan['batch_size'] / plan['step_seconds']:,.0f} images/s,"
+            f" {by_ranks['efficiency']:.0%} of {n} times one rank;"
+            f" --fsdp auto: {by_ranks['fsdp']}{unsharded}\n"
             f"           {duration(by_ranks['compute_seconds'])} to compute, then "
             f"{duration(by_ranks['exchange_seconds'])} to send {size(by_ranks['sent_bytes'])} at "
             f"{size(by_ranks['bandwidth'])}/s ({source})"
         )
     return (
         f"{reasons}"
-        f"model      {plan['model']}: {plan['parameters']:,} parameters, {plan['flops_per_image'] / 1e9:,.1f} GFLOP "
-        f"per image and caption of {plan['text_tokens']} tokens\n"
-        f"memory     {size(plan['memory_bytes'])} at batch {batch}{how} in {plan['precision']} with "
-        f"{plan['optimizer']}: {fits} in {size(plan['memory_limit'])}\n"
-        f"           {most} {plan['max_batch_size']:,}, {plan['max_batch_size_checkpointing']:,} with gradient "
-        "checkpointing, any with --micro-batch\n"
-        f"time       {duration(plan['step_seconds'])} per step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
-        f"({plan['time_source']}){lines}\n"
+        f"model      {plan['model']}: {plan['parameters']:,} parameters,"
+        f" {plan['flops_per_image'] / 1e9:,.1f} GFLOP per image and caption"
+        f" of {plan['text_tokens']} tokens\n"
+        f"memory     {size(plan['memory_bytes'])} at batch {batch}{how}"
+        f" in {plan['precision']} with {plan['optimizer']}: {fits} in {size(plan['memory_limit'])}\n"
+        f"           {most} {plan['max_batch_size']:,},"
+        f" {plan['max_batch_size_checkpointing']:,} with gradient checkpointing,"
+        " any with --micro-batch\n"
+        f"time       {duration(plan['step_seconds'])} per step,"
+        f" {plan['steps']:,} steps: {clock(plan['seconds'])} ({plan['time_source']}){lines}\n"
         f"decided    {', '.join(plan['decided'])}"
     )

@@ -159,7 +159,8 @@ def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
 
 
 def rows(results: Sequence[Result], skipped: Mapping[str, str] = {}) -> list[list[str]]:
-    """All results as table rows with the columns `COLUMN_TITLES`, the fastest of each model and batch size first.
+    """All results as table rows with the columns `COLUMN_TITLES`, the fastest of each model and
+    batch size first.
 
     What was not measured follows, with the reason as its note.
     """
@@ -333,7 +334,9 @@ def _use(group: Sequence[Result]) -> str:
 
 
 def shared(facts: MachineInfo, results: Sequence[Result]) -> dict[str, Any]:
-    """The results for docs/machines.md, with chip and versions but without names, paths or settings of the user."""
+    """The results for docs/machines.md, with chip and versions but without names, paths or settings
+    of the user.
+    """
     return {
         "chip": facts.cuda or facts.cpu,
         "cores": facts.cores,

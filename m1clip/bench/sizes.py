@@ -1,4 +1,6 @@
-"""m1clip plan --sizes: each model size with its parameters, predicted memory and a recommended device."""
+"""m1clip plan --sizes: each model size with its parameters, predicted memory and a recommended
+device.
+"""
 
 from __future__ import annotations
 

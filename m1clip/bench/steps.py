@@ -1,4 +1,6 @@
-"""Training steps that `compare` measures: configurations, results, and the cost model fitted to them."""
+"""Training steps that `compare` measures: configurations, results, and the cost model fitted to
+them.
+"""
 
 import functools
 import hashlib
@@ -64,7 +66,9 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """Whether this is the default configuration of its model, batch size, device and precision."""
+        """Whether this is the default configuration of its model, batch size, device and
+        precision.
+        """
         return all(
             getattr(self, name) == value
             for name, value in _how(Config(), self.device, self.precision).items()
@@ -125,13 +129,17 @@ class Result:
 
     @property
     def gradient_is_right(self) -> bool:
-        """Whether the gradient matches the CPU's in fp32 within the precision's tolerance, or was not checked."""
+        """Whether the gradient matches the CPU's in fp32 within the precision's tolerance, or was
+        not checked.
+        """
         return (self.gradient_difference or 0.0) <= TOLERANCE[self.configuration.precision]
 
 
 @functools.cache
 def model_shape(model: str) -> tuple[CLIPConfig, int]:
-    """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
+    """The model with the vocabulary of its tokenizer, and the length of the longest synthetic
+    caption in tokens.
+    """
     kind = "clip-bpe-pruned" if model == "tiny" else "bpe"
     if preset(model).vocab_size == len(LETTERS) + 4:
         kind = "char"
@@ -237,7 +245,9 @@ def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] |
 def save_measured(
     facts: MachineInfo, results: Sequence[Result], folder: Path | None = None
 ) -> None:
-    """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one.
+    """Save steps measured on this machine.
+
+    A newer measurement of the same configuration replaces the older one.
 
     What was measured while other programs were busy is not saved.
     """

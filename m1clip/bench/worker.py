@@ -1,4 +1,6 @@
-"""Worker processes that measure training steps: peak memory, thread counts and crashes are per process."""
+"""Worker processes that measure training steps: peak memory, thread counts and crashes are per
+process.
+"""
 
 import contextlib
 import copy
@@ -176,7 +178,8 @@ class Measurement:
 
 
 def measure(c: Configuration, seconds: float, least: int, check: bool) -> Measurement:
-    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least` steps.
+    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least`
+    steps.
 
     With `check`, also compare the gradient with the CPU's and measure the stages of a step.
     """

@@ -43,7 +43,9 @@ DISK_MARGIN = 1.05
 
 
 class RowWriter:
-    """The rows that are to be written: any number of processes may write, each to rows of its own."""
+    """The rows that are to be written: any number of processes may write, each to rows of
+    its own.
+    """
 
     def __init__(self, file: int, row_bytes: int, dtype: np.dtype, rows: Sequence[int]) -> None:
         """For a file descriptor; `rows` are the rows of the wanted items, by place."""
@@ -66,7 +68,9 @@ class RowWriter:
 
 
 class _KeySaver:
-    """Syncs rows to disk, then writes their keys: in a thread, so that computing does not wait for the disk."""
+    """Syncs rows to disk, then writes their keys: in a thread, so that computing does not wait for
+    the disk.
+    """
 
     def __init__(self, writer: RowWriter, key_file: int, keys: Sequence[bytes]) -> None:
         self.writer = writer

@@ -1,4 +1,5 @@
-"""Read and change captions.csv: what is not changed stays, and two programs cannot lose each other's captions.
+"""Read and change captions.csv: what is not changed stays, and two programs cannot lose each
+other's captions.
 
 A row has the name of an image and a caption. `source` says who wrote it: `person` (or nothing), or
 `model:NAME`.
@@ -128,7 +129,9 @@ class CaptionFile:
         self._index()
 
     def images(self) -> list[str]:
-        """The names of all images, also of those with an empty caption, in the order of the table."""
+        """The names of all images, also of those with an empty caption, in the order of
+        the table.
+        """
         return list(self._places)
 
     def of(self, name: str) -> list[Caption]:

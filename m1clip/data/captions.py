@@ -68,7 +68,9 @@ class CaptionTable:
     def pick(
         self, images: np.ndarray, draws: np.ndarray, count: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `count` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
+        """Up to `count` different captions of each image from 64-bit draws: (rows of `images`,
+        captions).
+        """
         counts = (self.first[1:] - self.first[:-1])[images]
         taken = np.minimum(counts, count)
         rows = np.repeat(np.arange(len(images)), taken)

@@ -1,4 +1,6 @@
-"""How images look: a hash and a small gray thumbnail, and the pairs of images that are near-duplicates."""
+"""How images look: a hash and a small gray thumbnail, and the pairs of images that are
+near-duplicates.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -86,7 +86,9 @@ def stream_images(
 def cache_split(
     source: Source, split: str, side: int, resize: str, config: DataConfig, options: DecodeOptions
 ) -> tuple[Images, Sequence[Sample], tuple[Failure, ...], Kind]:
-    """Cache the images of a split as asked: (images, samples that can be read, failures, where they are cached)."""
+    """Cache the images of a split as asked: (images, samples that can be read, failures, where they
+    are cached).
+    """
     samples, folders = source.cached(split), data_folders(source)
     refs = [sample.image for sample in samples]
     synthetic = all(isinstance(ref, SyntheticImage) for ref in refs)

@@ -100,7 +100,9 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class BadImage(ValueError):
-    """An image that cannot be used: where, why, and the kind of fault. Picklable, for worker processes.
+    """An image that cannot be used: where, why, and the kind of fault.
+
+    Picklable, for worker processes.
 
     Kinds: missing, empty, truncated, not-an-image, no-decoder, too-large, broken.
     """
@@ -125,7 +127,9 @@ def failure_reason(error: Exception) -> str:
 def decode(
     data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None
 ) -> Image.Image:
-    """8-bit RGB, upright, first frame; `want` is the short side needed, so that JPEG may decode smaller.
+    """8-bit RGB, upright, first frame.
+
+    `want` is the short side needed, so that JPEG may decode smaller.
 
     A JPEG of more than MAX_PIXELS is always decoded smaller.
     """
@@ -158,7 +162,8 @@ ORIENTATIONS = {
 
 
 def _decode_jpeg(image: JpegImageFile, data: bytes | None) -> Image.Image | None:
-    """The image as Pillow decodes it, by a binding of the same libjpeg-turbo that is faster and needs no GIL.
+    """The image as Pillow decodes it, by a binding of the same libjpeg-turbo that is faster and
+    needs no GIL.
 
     None where simplejpeg is not installed, or reports anything unusual: Pillow decides what a
     damaged image is.
@@ -198,7 +203,9 @@ def _simplejpeg() -> Any:
 
 
 def _reduce(image: JpegImageFile, want: int | None) -> None:
-    """Let a JPEG be decoded at a fraction of its size: not below the short side `want`, unless it is too large."""
+    """Let a JPEG be decoded at a fraction of its size: not below the short side `want`, unless it
+    is too large.
+    """
     width, height = image.size
     least = next(scale for scale in JPEG_SCALES if width * height <= MAX_PIXELS * scale**2)
     largest = (max(1, width // least), max(1, height // least))
@@ -367,7 +374,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8bit(values: np.ndarray) -> np.ndarray:
-    """16-bit, 32-bit or float gray to 8 bits: the range is that of the type, or of the values if that is unknown."""
+    """16-bit, 32-bit or float gray to 8 bits: the range is that of the type, or of the values if
+    that is unknown.
+    """
     if values.dtype.itemsize == 2:
         return np.rint(values * np.float32(255 / 65535)).astype(np.uint8)
     real = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
@@ -379,7 +388,9 @@ def _to_8bit(values: np.ndarray) -> np.ndarray:
 
 
 class ImageRef:
-    """An image that is not yet decoded: hashable, picklable for worker processes, and as a string its place."""
+    """An image that is not yet decoded: hashable, picklable for worker processes, and as a string
+    its place.
+    """
 
     __slots__ = ()
     # Whether another process can read it as fast as this one; else its file may be read again for
@@ -474,7 +485,9 @@ class Preprocess:
             raise UserError(f"preprocessing: std must be above 0, not {self.std}")
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """A PIL image -> (3, image_size, image_size) normalized pixels, as the model expects them."""
+        """A PIL image -> (3, image_size, image_size) normalized pixels, as the model
+        expects them.
+        """
         import torch
 
         from m1clip.data.augment import render
@@ -501,7 +514,9 @@ class Preprocess:
 
 
 def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:
-    """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, center crop."""
+    """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`,
+    center crop.
+    """
     squashes = resize.startswith("squash")
     filtering = Image.Resampling.BICUBIC
     if resize.endswith(BILINEAR):
@@ -559,7 +574,9 @@ def map_with_timeout(
     threads: int = 1,
     ahead: int = READS_AHEAD,
 ) -> Generator[Result | None]:
-    """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
+    """Run `work` in threads.
+
+    Yields results in order, None for an item that takes longer than `timeout` seconds.
 
     Each thread works on up to `ahead` items before they are used. A thread that hangs in a read
     cannot be stopped: it is abandoned and replaced.

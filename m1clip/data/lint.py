@@ -1,4 +1,6 @@
-"""Check a dataset before training: broken images, bad captions, duplicates and leakage between splits."""
+"""Check a dataset before training: broken images, bad captions, duplicates and leakage between
+splits.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ WORKER_AHEAD = 4  # batches that worker processes prepare in advance
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch of one step: n images (or features), m captions (or features), and which belong together."""
+    """The batch of one step: n images (or features), m captions (or features), and which belong
+    together.
+    """
 
     sample_ids: Tensor  # (n,) int64; copies of one image have the same id
     caption_ids: Tensor  # (m,) int64; equal captions have the same id
@@ -189,7 +191,9 @@ class TrainingSet:
         return self.join([self.piece(step)])
 
     def piece(self, step: int, number: int = 0, pieces: int = 1) -> Batch:
-        """One of several consecutive pieces of a batch, for `join`: captions in order, with the full length."""
+        """One of several consecutive pieces of a batch, for `join`: captions in order, with the
+        full length.
+        """
         epoch, members = self.plan.members(step)
         first, last = (len(members) * bound // pieces for bound in (number, number + 1))
         members, fields = self._images(epoch, members[first:last])
@@ -320,7 +324,8 @@ def batches(
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would receive a copy of all images, which are already decoded
     if data.device_images is not None:
-        workers = 0  # only rows and tokens remain to be prepared, and other processes cannot access device memory
+        # Only rows and tokens remain to be prepared, and other processes cannot access device memory.
+        workers = 0
     if workers and data.images is not None and data.images.in_processes:
         feed = _decoded_ahead(data, start, stop, workers, pin, on_restart, interruptible)
     elif workers:
@@ -376,7 +381,9 @@ def _decoded_ahead(
     on_restart: Callable[[str], None],
     interruptible: Interruptible,
 ) -> Feed:
-    """Batches whose images are decoded by light processes, while a thread puts the next ones together."""
+    """Batches whose images are decoded by light processes, while a thread puts the next ones
+    together.
+    """
     assert isinstance(data.images, LazyImages)
     first, slots = data.plan.members(start)[1], AHEAD + 1
     images = ReadAhead(data.images, processes, len(first), slots, on_restart)
@@ -412,7 +419,9 @@ def _from_workers(
     stop: int,
     on_restart: Callable[[str], None],
 ) -> Feed:
-    """Batches from worker processes, which are restarted if one is killed: a batch depends only on its step."""
+    """Batches from worker processes, which are restarted if one is killed: a batch depends only on
+    its step.
+    """
     step, deaths = start, 0
     while step < stop:
         workers = start_workers(step)

@@ -1,4 +1,6 @@
-"""Write any source as webdataset shards: train-000000.tar with key.jpg, key.txt and key.json for each image."""
+"""Write any source as webdataset shards: train-000000.tar with key.jpg, key.txt and key.json for
+each image.
+"""
 
 import errno
 import io

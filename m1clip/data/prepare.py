@@ -66,7 +66,9 @@ class Split:
 
 
 def is_synthetic(config: DataConfig) -> bool:
-    """Whether all images are synthetic: their captions mention colors and sides, which augmentation must not change."""
+    """Whether all images are synthetic: their captions mention colors and sides, which augmentation
+    must not change.
+    """
     return all(name == "synthetic" for name in config.source)
 
 
@@ -94,7 +96,9 @@ def choose_augmentation(
 
 
 def often_mention_sides(captions: Iterable[str]) -> bool:
-    """Whether many captions mention left and right, which a mirrored or cropped image would make false."""
+    """Whether many captions mention left and right, which a mirrored or cropped image would make
+    false.
+    """
     mentions = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
     return sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions)
 
@@ -140,7 +144,9 @@ def load_split(
     margin: float,
     options: DecodeOptions,
 ) -> Split:
-    """Cache the images of a split, `margin` larger than the model's images, and tokenize its captions."""
+    """Cache the images of a split, `margin` larger than the model's images, and tokenize its
+    captions.
+    """
     side = round(preprocess.image_size * margin)
     images, samples, failures, cache = cache_split(
         source, split, side, preprocess.resize, config, options
@@ -210,7 +216,9 @@ def with_classes(captions: CaptionTable, source: Source, others: CaptionTable) -
 
 
 def quick_check(source: Source, context_length: int) -> dict[str, Any]:
-    """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""
+    """The quick check before each run: prints the first findings, returns all warnings and problems
+    for the log.
+    """
     for note in source.notes:
         console.print(f"note       {note}")
     report = lint(source, QUICK, context_length=context_length)

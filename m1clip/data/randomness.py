@@ -37,7 +37,8 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Samples first .. last - 1 of an epoch in which neighbours stay near each other, for data that is streamed.
+    """Samples first .. last - 1 of an epoch in which neighbours stay near each other, for data that
+    is streamed.
 
     `blocks` are sizes of groups of neighbours. The blocks are shuffled, then the samples in each
     window of WINDOW of them: each sample comes once, and memory does not grow with the number of

@@ -1,4 +1,6 @@
-"""The preview in a RAW file: DNG, CR2, NEF, ARW and the like are TIFF containers with one or more JPEG images."""
+"""The preview in a RAW file: DNG, CR2, NEF, ARW and the like are TIFF containers with one or more
+JPEG images.
+"""
 
 import io
 import struct

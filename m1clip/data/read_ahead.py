@@ -86,7 +86,9 @@ class ReadAhead:
             self._block_count += 1
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """(n, side, side, 3) uint8, and the failures by position: of the oldest requested batch, or read here."""
+        """(n, side, side, 3) uint8, and the failures by position: of the oldest requested batch, or
+        read here.
+        """
         if not self.requests or not np.array_equal(self.requests[0].members, indices):
             return self.images.try_read(indices)
         request = self.requests.popleft()

@@ -105,7 +105,9 @@ class Source:
         return self.samples(split)
 
     def cached(self, split: str) -> list[Sample]:
-        """The samples of a split that are to be cached: all of them, or an evaluation's share of a streamed one."""
+        """The samples of a split that are to be cached: all of them, or an evaluation's share of a
+        streamed one.
+        """
         return list(self.samples(split))
 
     def caption_count(self) -> int:

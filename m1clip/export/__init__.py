@@ -38,7 +38,9 @@ class _CallablePackage(ModuleType):
         precision: Precision = "fp32",
         force: bool = False,
     ) -> Path:
-        """Write a model in the format of another program, like the command `m1clip export`; returns the new folder.
+        """Write a model in the format of another program, like the command `m1clip export`.
+
+        Returns the new folder.
 
         `model` is a run, a model folder or a checkpoint. `out` is the new folder, by default
         MODEL-onnx for to="onnx", and so on. The result is compared with the original on the val

@@ -30,7 +30,9 @@ LARGEST_DIFFERENCE = 1e-4  # of the exported program and the model, both in floa
 
 
 class PixelGraph(nn.Module):
-    """(1, 3, size, size) pixels from 0 to 255, as Core ML gives an image -> (1, embed_dim) unit vectors."""
+    """(1, 3, size, size) pixels from 0 to 255, as Core ML gives an image -> (1, embed_dim) unit
+    vectors.
+    """
 
     def __init__(self, clip: CLIP, preprocess: Preprocess) -> None:
         super().__init__()
@@ -92,7 +94,9 @@ def _exported(module: nn.Module, example: Tensor) -> Any:
 
 
 def write_coreml(folder: Path, saved: SavedModel) -> list[str]:
-    """Two packages, what they must compute for an example, and a script that compares it on a Mac."""
+    """Two packages, what they must compute for an example, and a script that compares it
+    on a Mac.
+    """
     if find_spec("coremltools") is None:
         raise UserError("--to coreml needs coremltools: pip install 'm1clip[coreml]'")
     clip, side, context = saved.build(), saved.preprocess.image_size, saved.config.context_length

@@ -110,7 +110,9 @@ def convert(
     folder: Path,
     check: Callable[[Path], None] = lambda partial: None,
 ) -> None:
-    """Write a model to a new folder, which appears when it is complete and `check` did not raise."""
+    """Write a model to a new folder, which appears when it is complete and `check` did
+    not raise.
+    """
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
     with atomic_folder(folder) as partial:
@@ -128,7 +130,8 @@ def export(
     precision: Precision = "fp32",
     force: bool = False,
 ) -> Path:
-    """Convert a model, compare the result with the original and write the comparison to export.json.
+    """Convert a model, compare the result with the original and write the comparison to
+    export.json.
 
     Returns the folder: `out`, or one next to the model. UserError, and no folder, if the result
     differs, unless `force`.
@@ -228,7 +231,9 @@ def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[st
 
 
 def with_learned_positions(saved: SavedModel) -> SavedModel:
-    """Fixed positions written out as learned ones: the same model in a form that other formats support."""
+    """Fixed positions written out as learned ones: the same model in a form that other formats
+    support.
+    """
     tower = saved.config.image_tower
     if tower.kind != "vit" or tower.positions == "learned":
         return saved
@@ -331,7 +336,9 @@ def _check_siglip(saved: SavedModel, to: str) -> None:
 
 
 def _write_sentence_transformers(folder: Path, saved: SavedModel) -> list[str]:
-    """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and custom code."""
+    """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and
+    custom code.
+    """
     try:
         if is_siglip(saved.config):
             raise UserError("sentence-transformers has no module for SigLIP")
@@ -392,7 +399,9 @@ def _write_tokenizer(folder: Path, saved: SavedModel, pad_id: int | None = None)
 
 
 def _write_transformers_js(folder: Path, saved: SavedModel) -> list[str]:
-    """The graphs for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of transformers.js."""
+    """The graphs for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of
+    transformers.js.
+    """
     saved, notes = with_full_vocabulary(saved)
     write_graphs(folder, saved, TRANSFORMERS_JS)
     _write_tokenizer(folder, saved)
@@ -404,7 +413,9 @@ def _write_transformers_js(folder: Path, saved: SavedModel) -> list[str]:
 
 
 def _write_pipeline_files(folder: Path, precision: Precision) -> None:
-    """What pipeline('zero-shot-image-classification') needs: one graph with logits, and the default dtype."""
+    """What pipeline('zero-shot-image-classification') needs: one graph with logits, and the default
+    dtype.
+    """
     dtype, ending = TRANSFORMERS_JS_TYPES[precision]
     if folder_bytes(folder / "onnx") > MAX_GRAPH_BYTES:
         console.print(

@@ -46,7 +46,9 @@ ONNX = Layout(
 
 
 class ImageGraph(nn.Module):
-    """(n, size, size, 3) uint8, or (n, 3, size, size) normalized pixels -> (n, width) unit vectors."""
+    """(n, size, size, 3) uint8, or (n, 3, size, size) normalized pixels -> (n, width)
+    unit vectors.
+    """
 
     def __init__(self, clip: CLIP, preprocess: Preprocess | None, width: int) -> None:
         super().__init__()
@@ -75,7 +77,9 @@ class TextGraph(nn.Module):
 
 
 def with_eot(tokens: Tensor, eot_id: int) -> Tensor:
-    """End rows without an EOT token with one: transformers.js truncates after it has added the token."""
+    """End rows without an EOT token with one: transformers.js truncates after it has added the
+    token.
+    """
     count = (tokens == eot_id).long().sum(dim=1, keepdim=True)  # (n, 1)
     last = torch.where(count > 0, tokens[:, -1:], torch.full_like(count, eot_id))
     return torch.cat([tokens[:, :-1], last], dim=1)
@@ -157,7 +161,9 @@ def write_graphs(folder: Path, saved: SavedModel, layout: Layout, width: int | N
 
 
 def write_combined(folder: Path, ending: str = "") -> Path:
-    """One graph of both graphs of a folder and their logits, as transformers' CLIPModel; returns its path.
+    """One graph of both graphs of a folder and their logits, as transformers' CLIPModel.
+
+    Returns its path.
 
     Ready-made pipelines of transformers.js look for this file. It has its own copy of the weights.
     """

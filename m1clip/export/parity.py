@@ -1,4 +1,6 @@
-"""Whether an exported model does what the original does: token ids, pixels, vectors, recall, size and speed."""
+"""Whether an exported model does what the original does: token ids, pixels, vectors, recall, size
+and speed.
+"""
 
 import runpy
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +119,9 @@ def open_examples(path: Path, data: tuple[str, ...], model: Model) -> Examples:
 
 
 def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dict[str, float]]:
-    """For each k: recall of both (the mean of both directions), the change, and its 95% interval over images."""
+    """For each k: recall of both (the mean of both directions), the change, and its 95% interval
+    over images.
+    """
     index, found = before.image_index, [ranks(*each[:4]) for each in (before, after)]
     captioned = found[0].captioned
     changes = {}
@@ -155,7 +159,9 @@ def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
 def vector_differences(
     before: SplitFeatures, after: SplitFeatures, texts: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """For images and `texts`: smallest and mean cosine, and the largest difference of a coordinate."""
+    """For images and `texts`: smallest and mean cosine, and the largest difference of a
+    coordinate.
+    """
     found = {}
     for name, kept in (("image", slice(None)), ("text", texts)):
         one, other = (getattr(each, name).astype(np.float64)[kept] for each in (before, after))
@@ -214,7 +220,9 @@ def library_tokens(folder: Path, model: Model) -> Callable[[Sequence[str]], np.n
 
 
 def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
-    """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation on all cores."""
+    """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation
+    on all cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads(0, read_machine_info()))
     block = split.images.read(np.arange(THROUGHPUT_BATCH) % len(split.images))
@@ -247,7 +255,9 @@ def _call(model: Model, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[]
 def compare(
     runtimes: dict[str, Runtime], folder: Path, examples: Examples, exact: bool
 ) -> dict[str, Any]:
-    """The contents of export.json. The first model is the original, the last one was exported to `folder`.
+    """The contents of export.json.
+
+    The first model is the original, the last one was exported to `folder`.
 
     `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are
     only timed.

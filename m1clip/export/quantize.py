@@ -34,7 +34,9 @@ BOUNDS = ("Clip", "Relu")
 def quantize(
     folder: Path, precision: Precision, encoder: OnnxEncoder, pixels: np.ndarray, ending: str = ""
 ) -> list[str]:
-    """Convert the graphs of a folder in place; `encoder` runs their float version. Returns notes for the user.
+    """Convert the graphs of a folder in place; `encoder` runs their float version.
+
+    Returns notes for the user.
 
     `pixels` calibrate int8. `ending` is added to the names of the graphs.
     """
@@ -66,7 +68,9 @@ def _outputs(path: Path, inputs: np.ndarray) -> list[np.ndarray]:
 
 
 def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]:
-    """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine is high enough."""
+    """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine
+    is high enough.
+    """
     kept: list[str] = []
     reached = cosine(kept)
     if reached >= ENOUGH_COSINE:
@@ -97,7 +101,9 @@ def _to_fp16(path: Path) -> None:
 
 
 def _graph(path: Path) -> Any:
-    """The graph without torch's annotations of shapes, some of which are wrong after its optimizations."""
+    """The graph without torch's annotations of shapes, some of which are wrong after its
+    optimizations.
+    """
     import onnx
 
     model = onnx.load(str(path))
@@ -106,7 +112,8 @@ def _graph(path: Path) -> Any:
 
 
 def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
-    """Quantize the layers that are not `left` to int8, with one scale per block of weights and of a row's activations.
+    """Quantize the layers that are not `left` to int8, with one scale per block of weights and of a
+    row's activations.
 
     With one scale for all activations of a batch, a few large ones would leave little of the range
     for the others.
@@ -245,7 +252,9 @@ def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str
 
 
 def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) -> Any:
-    """Add to the biases what the mean outputs lose by rounding the weights: it is most of the error of int8."""
+    """Add to the biases what the mean outputs lose by rounding the weights: it is most of the error
+    of int8.
+    """
     from onnx import numpy_helper
 
     model = deepcopy(source)

@@ -20,7 +20,9 @@ SHORTEST = 1e-24  # squared length below which a vector stays shorter than 1
 
 
 class Features(NamedTuple):
-    """Unit vectors of a batch, and the scale (and bias) that turn their dot products into logits."""
+    """Unit vectors of a batch, and the scale (and bias) that turn their dot products into
+    logits.
+    """
 
     image: Tensor
     text: Tensor

@@ -92,7 +92,9 @@ def straggler(history: History) -> Diagnostic | None:
 
 
 def learning(history: History) -> Diagnostic | None:
-    """How far the selection metric is above chance or, before the first evaluation, whether the loss is falling."""
+    """How far the selection metric is above chance or, before the first evaluation, whether the
+    loss is falling.
+    """
     row, metric = history.evaluations.last or {}, history.metric
     if f"{metric}/chance" in row:
         value, chance, label = row[metric], row[f"{metric}/chance"], SELECTION[metric]

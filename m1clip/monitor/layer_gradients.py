@@ -14,7 +14,9 @@ BLOCK = re.compile(r"(image|text)/block (\d+)")
 
 
 def judge(norms: Mapping[str, float | str]) -> list[str]:
-    """Name the towers whose gradients vanish or explode from block to block; [] for a healthy model.
+    """Name the towers whose gradients vanish or explode from block to block.
+
+    [] for a healthy model.
 
     A norm is a number, or "nan" or "inf" as the log writes them.
     """

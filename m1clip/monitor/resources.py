@@ -1,4 +1,5 @@
-"""What a run used of its machine, as rows of text for the page and the report: time, memory, cores, energy, heat.
+"""What a run used of its machine, as rows of text for the page and the report: time, memory, cores,
+energy, heat.
 
 What was not measured is a row too, with the reason that the run has logged.
 """

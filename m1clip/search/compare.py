@@ -1,4 +1,6 @@
-"""What training on labels gained: recall of two models on the labels that were held out, among the same photos."""
+"""What training on labels gained: recall of two models on the labels that were held out, among the
+same photos.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class ModelComparison:
 
 
 def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -> ModelComparison:
-    """Compare the model of an index with a new one on the labels of the test split, which neither was trained on.
+    """Compare the model of an index with a new one on the labels of the test split, which neither
+    was trained on.
 
     Candidates are the labelled photos and up to 500 others of the index.
     """

@@ -1,4 +1,5 @@
-"""Teach a new word from a few images: a direction in the space of the vectors, fitted in milliseconds.
+"""Teach a new word from a few images: a direction in the space of the vectors, fitted in
+milliseconds.
 
 Examples are user data, so they are in a database of their own beside the index, by the content of
 the images.
@@ -125,7 +126,9 @@ class Concepts:
             return sum(db.execute(query, values).rowcount for values in same)
 
     def rows(self) -> list[tuple[str, bytes, bytes, int]]:
-        """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the oldest first."""
+        """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the
+        oldest first.
+        """
         if not self.path.is_file():
             return []
         columns = "SELECT name, sha256, vector, positive FROM examples"
@@ -177,7 +180,8 @@ def fit_concept(
     text: np.ndarray,
     library: np.ndarray,
 ) -> tuple[np.ndarray, Choice]:
-    """((dim,) unit vector, the choice): a linear head on examples, or their prototype, with or without the text.
+    """((dim,) unit vector, the choice): a linear head on examples, or their prototype, with or
+    without the text.
 
     The head is linear discriminant analysis with the mean and covariance of the library
     (`library_stats`), more or less shrunk; with a shrinkage of 1e6 it is the difference of means.
@@ -209,7 +213,9 @@ def fit_concept(
         )
 
     def better_than_text(choice: Choice) -> bool:
-        """Whether examples left out are ranked better, positive ones higher and negative ones lower."""
+        """Whether examples left out are ranked better, positive ones higher and negative ones
+        lower.
+        """
         positive_heads = [
             head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
         ]
@@ -250,7 +256,9 @@ def _contained(rows: np.ndarray, examples: np.ndarray) -> np.ndarray:
 def _log_ranks(
     examples: np.ndarray, directions: Sequence[np.ndarray], library: np.ndarray
 ) -> np.ndarray:
-    """(n,) the logarithms of the ranks of examples in a library, each by a direction of its own; 0 is the top.
+    """(n,) the logarithms of the ranks of examples in a library, each by a direction of its own.
+
+    0 is the top.
 
     The logarithm: rank 20 instead of 1 matters to a search, rank 1020 instead of 1001 does not.
     """

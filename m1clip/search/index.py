@@ -372,7 +372,9 @@ def _model_files(path: str | Path) -> list[str]:
 
 
 def _resolved(model: str | Path) -> str:
-    """The name of a model, or the absolute path of a model folder or file: best/ or model/ of a run."""
+    """The name of a model, or the absolute path of a model folder or file: best/ or model/ of a
+    run.
+    """
     name = model_name(model)
     if name in BOXED:
         require_towers(name)
@@ -454,7 +456,9 @@ def _scan(root: Path, report: Report) -> tuple[dict[bytes, tuple[int, int]], lis
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A file that was read: its image unless the content is known already, or why it cannot be used."""
+    """A file that was read: its image unless the content is known already, or why it cannot be
+    used.
+    """
 
     path: bytes
     sha256: bytes = b""
@@ -465,7 +469,9 @@ class _Read:
 
 
 def _read(root: bytes, path: bytes, known: dict[bytes, int], model: Any) -> _Read:
-    """Read a file once: hash its bytes, then decode them, unless an image of this hash has a vector."""
+    """Read a file once: hash its bytes, then decode them, unless an image of this hash has a
+    vector.
+    """
     where = os.fsdecode(path)
     try:
         data = FileImage(os.fsdecode(os.path.join(root, path)), inside=os.fsdecode(root)).read()

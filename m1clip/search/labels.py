@@ -1,4 +1,5 @@
-"""Labels: the captions that a user gives to photos of an index, kept in captions.csv for `m1clip train`.
+"""Labels: the captions that a user gives to photos of an index, kept in captions.csv for `m1clip
+train`.
 
 The table is beside the photos if that folder is writable and has no other table of captions, else
 in the index folder. What a table of captions cannot say (skipped photos, and the content of
@@ -72,7 +73,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Label:
-    """The captions of a photo by a person, with a version by which a later change recognizes them."""
+    """The captions of a photo by a person, with a version by which a later change
+    recognizes them.
+    """
 
     captions: tuple[str, ...]
     skipped: bool = False
@@ -200,7 +203,9 @@ class Labels:
         return tuple(files)
 
     def _name(self, path: str) -> str:
-        """How the table names a photo: relative to its folder, or absolute if it is in the index folder."""
+        """How the table names a photo: relative to its folder, or absolute if it is in the index
+        folder.
+        """
         return path if self.path.parent == self.root else str(self.root / path)
 
     def _path(self, name: str) -> str:
@@ -270,7 +275,9 @@ class Labels:
 
 
 def labels_path(root: Path, place: Path) -> Path:
-    """Where the labels of a folder of photos are: beside them if possible, else in the index folder."""
+    """Where the labels of a folder of photos are: beside them if possible, else in the index
+    folder.
+    """
     beside = root / CAPTIONS_FILE
     if place.parent == root and place.name == INDEX_FOLDER and os.access(root, os.W_OK):
         others = [path for path in find_tables(root, nested=False) if path != beside]

@@ -15,7 +15,9 @@ HALF_SCALE = np.float32(2.0**112)  # the exponent of float16 is lower by 112
 def nearest(
     vectors: np.ndarray, query: np.ndarray, count: int, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, scores) with the largest products with a query in float64, the largest first; ties by row.
+    """(rows, scores) with the largest products with a query in float64, the largest first.
+
+    Ties by row.
 
     A fast pass computes every product up to a known error e. The row with the count-th largest fast
     score c has a true score of at least c - e, so each of the true nearest has a fast score of at
@@ -30,7 +32,8 @@ def nearest(
         fast = fast if rows is None else fast[rows]
         largest = np.abs(fast).max()
         if scorer is _fast_scores and not largest <= MAX_LENGTH * np.linalg.norm(query) + error:
-            continue  # not finite, or not unit vectors, for which the bound of the error does not hold
+            # Not finite, or not unit vectors, for which the bound of the error does not hold.
+            continue
         if not np.isfinite(largest):
             raise FloatingPointError("products that are not finite")
         candidates = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
@@ -65,7 +68,8 @@ def _fast_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, fl
 
 
 def _widen(halves: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return float16 divided by HALF_SCALE as float32, in the memory of `out` (int32), faster than `astype`.
+    """Return float16 divided by HALF_SCALE as float32, in the memory of `out` (int32), faster than
+    `astype`.
 
     The bits of a number move to where float32 has its sign, exponent and mantissa. Infinity and NaN
     become large.

@@ -1,4 +1,5 @@
-"""The order in which labels help most: photos that stand for many others, and of which the model is unsure.
+"""The order in which labels help most: photos that stand for many others, and of which the model is
+unsure.
 
 Each photo is weighted by how unsure the model is, and photos are chosen one by one so that every
 photo of the library is similar to one with a label (facility location). Near-duplicates of a chosen
@@ -17,7 +18,8 @@ DUPLICATE_GAIN = -np.inf
 
 
 def uncertainty(photos: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """(n,) from 0 to 1: the entropy of the words that a model gives each photo, as its rank in the library.
+    """(n,) from 0 to 1: the entropy of the words that a model gives each photo, as its rank in the
+    library.
 
     photos (n, d) and words (m, d) are unit vectors. Scores are compared with those of the same word
     for other photos: some words are near to every photo.

@@ -55,7 +55,8 @@ from m1clip.search.vectors import Vectors
 # the most correct answers.
 MATCH_WEIGHTS = (-4.08, 0.55)
 CUTOFF = 0.5  # results below it do not count as matches
-UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
+# Results above it are listed if there is no match: on validation, half of the top ones are correct.
+UNSURE = 0.2
 NOT_WEIGHT = -0.5
 RETRY_SECONDS = 0.01  # between two attempts to read a database that is locked
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
@@ -152,7 +153,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """The nearest images, the nearest first: a sequence of them, with `matches` and `possible` ones."""
+    """The nearest images, the nearest first: a sequence of them, with `matches` and `possible`
+    ones.
+    """
 
     nearest: list[Result]
     searched: int  # images
@@ -183,7 +186,9 @@ class Results:
 
 
 class Photo(NamedTuple):
-    """An indexed file: its number, path in the folder of photos, content, and the row of its vector."""
+    """An indexed file: its number, path in the folder of photos, content, and the row of its
+    vector.
+    """
 
     id: int
     path: str
@@ -398,7 +403,8 @@ class Index:
         where: Filter | None = None,
         collapse: bool = True,
     ) -> Results:
-        """The k images nearest to a text, to several with weights, to images (`like`), and far from `exclude`.
+        """The k images nearest to a text, to several with weights, to images (`like`), and far from
+        `exclude`.
 
         An image is a path, a PIL image, its vector, or the id of a result. Near-duplicates of a
         result are listed with it, unless `collapse` is False.
@@ -461,7 +467,8 @@ class Index:
         positive: np.ndarray,
         negative: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Rows, scores and probabilities, with the rows marked as positive first, and those marked as negative last.
+        """Rows, scores and probabilities, with the rows marked as positive first, and those marked
+        as negative last.
 
         What the user has marked needs no estimate; the other images keep the order of their scores.
         """
@@ -478,7 +485,9 @@ class Index:
         return chosen[order], scores[order], chance
 
     def negatives(self, text: str, where: Filter | None = None) -> list[Result]:
-        """The images that are marked as wrong for a text, however far down a search would list them."""
+        """The images that are marked as wrong for a text, however far down a search would list
+        them.
+        """
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_weighted(text)[0])
         with self._reading() as db:
@@ -579,7 +588,8 @@ class Index:
         return len(rows)
 
     def duplicates(self) -> list[list[Copy]]:
-        """Groups of equal and near-equal images: the best of each first, the group with the most bytes to save first.
+        """Groups of equal and near-equal images: the best of each first, the group with the most
+        bytes to save first.
 
         The best has the most pixels, then the most bytes, then the shortest path.
         """
@@ -674,7 +684,9 @@ class Index:
     def _parts(
         self, text: Any, like: Iterable[Any], exclude: Sequence[str]
     ) -> tuple[list[tuple[float, np.ndarray]], bool]:
-        """(weight, unit vector) of each part of a query, and whether examples of taught words are among them."""
+        """(weight, unit vector) of each part of a query, and whether examples of taught words are
+        among them.
+        """
         examples = self.concepts.examples()
         parts = [(1.0, self.image_vector(image)) for image in like]
         taught = False
@@ -804,7 +816,9 @@ class Index:
         return self._entry(id_)[1]
 
     def image_vector(self, image: Any) -> np.ndarray:
-        """(dim,) unit vector of an image: a path, a PIL image, its vector, or the id of a result."""
+        """(dim,) unit vector of an image: a path, a PIL image, its vector, or the id of a
+        result.
+        """
         if isinstance(image, np.ndarray) and image.ndim == 1:
             if len(image) != self.dim:
                 raise UserError(
@@ -823,7 +837,8 @@ class Index:
             raise UserError(str(error)) from None
 
     def _combined(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
-        """(dim,) unit vector. In a sum, each part is divided by the spread of its scores over the library.
+        """(dim,) unit vector. In a sum, each part is divided by the spread of its scores over the
+        library.
 
         Otherwise an image would outweigh a text: cosines between images vary more than those with
         texts.
@@ -858,7 +873,8 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
-    """(n,) how far scores are above their mean over the library, in standard deviations of one of its dimensions.
+    """(n,) how far scores are above their mean over the library, in standard deviations of one of
+    its dimensions.
 
     The spread of the query's own scores would hide matching images, because it is larger if the
     library has some.

@@ -1,4 +1,5 @@
-"""Vectors for queries of one or two words, which models that were trained on sentences know less well.
+"""Vectors for queries of one or two words, which models that were trained on sentences know less
+well.
 
 The vector of "dog" is replaced by the mean of those of "dog" and "a dog", less half of what
 everyday words have in common: an image that is similar to every word is not a better result for

@@ -1,4 +1,6 @@
-"""Words for a photo: those of the vocabulary and of the user's own captions that a model finds nearest."""
+"""Words for a photo: those of the vocabulary and of the user's own captions that a model finds
+nearest.
+"""
 
 from __future__ import annotations
 

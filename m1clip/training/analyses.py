@@ -1,4 +1,5 @@
-"""Analyses of a training step: what they see of it, the probe that computes those that are due, and their functions.
+"""Analyses of a training step: what they see of it, the probe that computes those that are due, and
+their functions.
 
 A probe sees the gradients and weights of a step (`StepView`) between its backward pass and its
 update. The loop knows before a step which analyses are due (`Purpose.analyses`), and writes their
@@ -59,7 +60,9 @@ class StepView:
     def sums(
         self, function: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor], groups: Groups
     ) -> dict[str, float]:
-        """Sum `function(tensor)` over the complete tensors of each group; groups without a tensor are omitted.
+        """Sum `function(tensor)` over the complete tensors of each group.
+
+        Groups without a tensor are omitted.
 
         `function` gives a scalar that adds up over the rows of a tensor, such as the sum of its
         squares.
@@ -108,7 +111,9 @@ def _read(scalars: list[Tensor]) -> list[float]:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name that are converted when they are read, so that only one copy is in memory at a time."""
+    """Tensors by name that are converted when they are read, so that only one copy is in memory at
+    a time.
+    """
 
     def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self._names = dict.fromkeys(names)

@@ -1,4 +1,6 @@
-"""Closed-form initialization of two heads: canonical correlation analysis (CCA) of images and captions."""
+"""Closed-form initialization of two heads: canonical correlation analysis (CCA) of images and
+captions.
+"""
 
 from collections.abc import Iterator
 
@@ -157,7 +159,9 @@ def canonical(
 
 
 def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(features of images, features of their captions, the row of each caption's image), block by block."""
+    """(features of images, features of their captions, the row of each caption's image), block by
+    block.
+    """
     captions, images = train.captions, train.image_features
     assert images is not None
     assert captions.features is not None

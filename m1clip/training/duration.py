@@ -1,4 +1,5 @@
-"""How long a run is: its steps, and for `--minutes` a clock that corrects them while the run goes on.
+"""How long a run is: its steps, and for `--minutes` a clock that corrects them while the run goes
+on.
 
 A run has a `StepPlan`. With `--steps` or `--epochs` the plan never changes. With `--minutes` it is
 made from a short calibration and corrected whenever the machine turns out to be faster or slower,
@@ -200,7 +201,9 @@ class TimeBudget:
 
 @dataclass
 class Costs:
-    """What the rest of a run will take, in steps: other programs slow down everything by about as much as a step."""
+    """What the rest of a run will take, in steps: other programs slow down everything by about as
+    much as a step.
+    """
 
     evaluation: float = 0.0  # one evaluation with saving the best model
     closing: float = 0.0  # test evaluation and saving, after the last evaluation
@@ -225,7 +228,9 @@ def planned_steps(
 
 
 class Pacer:
-    """Keeps a run within its time budget: compares the clock with the plan and corrects the plan."""
+    """Keeps a run within its time budget: compares the clock with the plan and corrects
+    the plan.
+    """
 
     def __init__(
         self, budget: TimeBudget, costs: Costs, step: int, max_steps: int | None = None

@@ -1,4 +1,5 @@
-"""The first seam of a training step: encode a batch all at once, or in chunks with the exact gradient.
+"""The first seam of a training step: encode a batch all at once, or in chunks with the exact
+gradient.
 
 A contrastive loss needs all features of a batch at once, but only the towers' activations are
 large. In chunks (GradCache, arXiv 2101.06983) the batch is encoded without a graph, the loss is
@@ -157,7 +158,8 @@ class BatchEncoder:
         most_calls: Callable[[list[int]], list[int]] = lambda calls: calls,
         mark: Mark = ignore_mark,
     ) -> EncodedBatch:
-        """Encode a batch on the device: all at once with a graph, or `chunk` images at a time without one.
+        """Encode a batch on the device: all at once with a graph, or `chunk` images at a time
+        without one.
 
         `most_calls` gives the calls of each tower that all ranks must make, for those that this
         rank needs.
@@ -253,7 +255,9 @@ class BatchEncoder:
         return TowerCall(self.encode_text, (batch.texts(rows), *dropout))
 
     def dropout_keys(self, batch: Batch, step: int) -> list[Tensor | None]:
-        """A random number for each image and each caption, from which the masks of its head follow, on any rank."""
+        """A random number for each image and each caption, from which the masks of its head follow,
+        on any rank.
+        """
         if not self.has_dropout:
             return [None, None]
         word = int(rnd.bits(self.seed, step, np.array(0), DROPOUT_STREAM).astype(np.int64))
@@ -265,7 +269,9 @@ class BatchEncoder:
         ]
 
     def _seed_dropout(self, step: int, draw: int) -> None:
-        """Make the dropout of third-party towers a function of step, rank and position, the same in both passes."""
+        """Make the dropout of third-party towers a function of step, rank and position, the same in
+        both passes.
+        """
         if self.has_dropout:
             torch.manual_seed(
                 int(rnd.bits(self.seed, step, np.array(draw), DROPOUT_STREAM + self.rank))
@@ -332,7 +338,9 @@ def _rendered(batch: Batch, preprocess: Preprocess, rows: slice) -> Tensor:
 
 
 def has_dropout(model: CLIP) -> bool:
-    """Whether a forward pass of the model draws random numbers, in our own or in third-party modules."""
+    """Whether a forward pass of the model draws random numbers, in our own or in third-party
+    modules.
+    """
     values = (
         getattr(module, name, 0.0) for module in model.modules() for name in DROPOUT_ATTRIBUTES
     )

@@ -85,7 +85,9 @@ def open_general_data(config: Config) -> GeneralData | None:
 def measure_forgetting(
     config: Config, general: GeneralData, new: Evaluator, after: Metric, precision: Precision
 ) -> list[Change]:
-    """Scores before and after on the new data, where the latter is known already, and on the general set."""
+    """Scores before and after on the new data, where the latter is known already, and on the
+    general set.
+    """
     best = new.model
     start = load(
         Path(config.transfer.init or ""),

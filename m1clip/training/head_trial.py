@@ -1,4 +1,5 @@
-"""Choose how heads on cached features are trained, by trials on a held-out part of the training images.
+"""Choose how heads on cached features are trained, by trials on a held-out part of the training
+images.
 
 The images of the validation and test splits take no part. A trial is a short run of the real
 training step.
@@ -72,7 +73,9 @@ class HeadCandidate(NamedTuple):
 
 
 class HeadTrial(NamedTuple):
-    """The candidate to use and why, and the mean rank of each on held-out images, of the initial heads first."""
+    """The candidate to use and why, and the mean rank of each on held-out images, of the initial
+    heads first.
+    """
 
     chosen: HeadCandidate
     reason: str
@@ -110,7 +113,9 @@ def split_rows(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mean_log_rank(features: SplitFeatures) -> float:
-    """Mean logarithm of the rank of what is right, in both directions: smoother than recall on few images."""
+    """Mean logarithm of the rank of what is right, in both directions: smoother than recall on few
+    images.
+    """
     found = ranks(*features[:4])
     return float(np.log(found.text_to_image).mean() + np.log(found.image_to_text).mean()) / 2
 
@@ -175,7 +180,9 @@ def copy_with_own_heads(model: CLIP) -> CLIP:
 
 
 def fits_general(shape: CLIPConfig) -> bool:
-    """Whether heads of this shape can start from those of `general`: the same towers and embeddings."""
+    """Whether heads of this shape can start from those of `general`: the same towers and
+    embeddings.
+    """
     try:
         config = json.loads(boxed_files(GENERAL)[CONFIG])["model"]
     except (UserError, ValueError, KeyError):

@@ -131,7 +131,9 @@ def _feature_cache(
 def _features(
     cache: FeatureCache, samples: Sequence[Sample]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return features of the photos that can be read, of their captions, and each caption's photo."""
+    """Return features of the photos that can be read, of their captions, and each
+    caption's photo.
+    """
     _, images, readable, failures = cache.images(samples, "captioned", _MAX_UNREADABLE)
     if failures:
         console.warn(f"{len(failures):,} photos cannot be read; m1clip data lint lists them")

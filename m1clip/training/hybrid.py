@@ -1,4 +1,5 @@
-"""Two devices that train one model at the same time: the image tower is on one, the text tower on the other.
+"""Two devices that train one model at the same time: the image tower is on one, the text tower on
+the other.
 
 The step is the same function (training/step.py); only its encoder differs. Each tower has a thread,
 because torch releases the GIL while a kernel runs or is queued. Features and their gradients, (n,
@@ -57,7 +58,9 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
 
 @cache
 def _second_thread() -> ThreadPoolExecutor:
-    """Return the thread of the text tower: one for all steps, since a new one would start its own OpenMP threads."""
+    """Return the thread of the text tower: one for all steps, since a new one would start its own
+    OpenMP threads.
+    """
     return ThreadPoolExecutor(1, thread_name_prefix="text-tower")
 
 
@@ -135,7 +138,9 @@ class HybridEncoder(BatchEncoder):
         return EncodedOnTwoDevices(features, image_way, text_way, self.device.text_torch)
 
     def _with_texts_in_place(self, batch: Batch) -> Batch:
-        """The batch with its captions on the device of the text tower, before anything waits for the other device."""
+        """The batch with its captions on the device of the text tower, before anything waits for
+        the other device.
+        """
         device = self.device.text_torch
         tokens = None if batch.tokens is None else batch.tokens.to(device)
         features = None if batch.text_features is None else batch.text_features.to(device)

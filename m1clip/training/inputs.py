@@ -84,7 +84,9 @@ class RunInputs:
         )
 
     def build_model(self) -> CLIP:
-        """The initialized model on its device or devices, or on the CPU if only a part of it will be on the device."""
+        """The initialized model on its device or devices, or on the CPU if only a part of it will
+        be on the device.
+        """
         return self._placed(seeded_build(self.model.init, self.config.seed))
 
     def _placed(self, model: CLIP) -> CLIP:
@@ -96,7 +98,9 @@ class RunInputs:
         return model
 
     def make_step(self, model: CLIP | None = None) -> TrainStep:
-        """The training step of `model`, which is the initial model, built now if it was not before."""
+        """The training step of `model`, which is the initial model, built now if it was
+        not before.
+        """
         model = self.build_model() if model is None else self._placed(model)
         # Other machines may round differently.
         self.ranks.broadcast(list(model.state_dict().values()))
@@ -112,7 +116,9 @@ class RunInputs:
         return compose_step(parts)
 
     def complete_model(self, train_step: TrainStep) -> CLIP:
-        """The model with all its weights: a copy if they are divided among the ranks, which must all call this."""
+        """The model with all its weights: a copy if they are divided among the ranks, which must
+        all call this.
+        """
         shards = train_step.parts.world.shards
         if shards is None:
             return train_step.model

@@ -1,4 +1,5 @@
-"""How much more captions would help: a learning curve from the captions so far, and what it predicts.
+"""How much more captions would help: a learning curve from the captions so far, and what it
+predicts.
 
 Heads are fitted in closed form (CCA, as `--recipe frozen` starts) on parts of the captioned photos
 and tested on the others. A curve through the measured recalls is continued to more captions; it is

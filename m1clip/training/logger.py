@@ -1,4 +1,5 @@
-"""The log lines of training steps (loss, speed, time by stage, sensors), and the live display of a run.
+"""The log lines of training steps (loss, speed, time by stage, sensors), and the live display of a
+run.
 
 Values are read from the device only when a line is written.
 """
@@ -55,7 +56,9 @@ class StepLogger:
         self._data_seconds = 0.0
 
     def restart(self, run: RunContext) -> None:
-        """Discard everything since the last line, such as an evaluation, a checkpoint or rolled-back steps."""
+        """Discard everything since the last line, such as an evaluation, a checkpoint or
+        rolled-back steps.
+        """
         run.train_step.phases.take()
         self.telemetry.read(1.0)
         self._begin()
@@ -194,7 +197,9 @@ class Telemetry:
         return {**values, "not_measured": self._not_measured}
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature and the like."""
+        """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature
+        and the like.
+        """
         use = psutil.cpu_percent(percpu=True)
         values: dict[str, Any] = {"cores": [round(use[n]) for n in self._cpus if n < len(use)]}
         if self._meter is not None:
@@ -296,7 +301,9 @@ class TrainingDisplay:
     def evaluation(
         self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None
     ) -> None:
-        """Show the metric that selects the best model, and `best` (value, step) if an earlier one was better."""
+        """Show the metric that selects the best model, and `best` (value, step) if an earlier one
+        was better.
+        """
         low, high = 100 * metric.interval.low, 100 * metric.interval.high
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"

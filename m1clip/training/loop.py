@@ -1,4 +1,5 @@
-"""The training loop. Evaluate, save, log and recover are called by name with the context of the run.
+"""The training loop. Evaluate, save, log and recover are called by name with the context of the
+run.
 
 The state of a run (`RunContext.state`) is changed in this module only.
 """
@@ -180,7 +181,8 @@ def _out_of_patience(run: RunContext) -> bool:
 
 
 def _evaluates_first(run: RunContext) -> bool:
-    """Whether to evaluate before the first step: after an interrupted evaluation, or to score the --init model.
+    """Whether to evaluate before the first step: after an interrupted evaluation, or to score the
+    --init model.
 
     Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained
     model.

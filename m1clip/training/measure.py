@@ -1,4 +1,6 @@
-"""Measurements before a run: the fastest device and precision, the memory limit, the steps that fit in a time."""
+"""Measurements before a run: the fastest device and precision, the memory limit, the steps that fit
+in a time.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,9 @@ Option = tuple[Kind, Precision]
 
 @dataclass(frozen=True)
 class Measured:
-    """The candidates with their rounds, the batch size that was affordable, and the load of other programs."""
+    """The candidates with their rounds, the batch size that was affordable, and the load of other
+    programs.
+    """
 
     candidates: tuple[Candidate, ...]
     batch: int = 0
@@ -474,7 +478,8 @@ class Calibration:
 
 
 def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
-    """The number of steps that fit in the time, from a few steps and a part of an evaluation of a temporary model.
+    """The number of steps that fit in the time, from a few steps and a part of an evaluation of a
+    temporary model.
 
     This is a first estimate: the run compares it with the clock and corrects it.
     """
@@ -512,7 +517,9 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
 
 
 def closing_evaluations(inputs: RunInputs) -> float:
-    """What follows the last step, in evaluations of the validation split: the test split, and WiSE-FT's choice."""
+    """What follows the last step, in evaluations of the validation split: the test split, and
+    WiSE-FT's choice.
+    """
     if "val" not in inputs.splits:
         return 0.0
     test = (

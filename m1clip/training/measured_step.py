@@ -1,4 +1,5 @@
-"""Steps that measure themselves: the memory of one early step, and stages where they cannot be timed in flight.
+"""Steps that measure themselves: the memory of one early step, and stages where they cannot be
+timed in flight.
 
 Stages are timed in every step where that costs nothing: on the CPU, and with events on CUDA. On MPS
 and MLX the host only queues work, and a replayed CUDA graph has no stages: there one step now and
@@ -54,7 +55,9 @@ class StageTimer:
         self.stages = stages
 
     def take(self, elapsed: float) -> dict[str, Any]:
-        """Fields for the next line of the log: the stages since the last one, and the cost so far."""
+        """Fields for the next line of the log: the stages since the last one, and the
+        cost so far.
+        """
         if not self.stages:
             return {}
         stages = {name: round(value, 6) for name, value in self.stages.items()}

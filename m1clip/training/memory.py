@@ -1,4 +1,6 @@
-"""Predict the memory of a training step by running it on fake tensors, which allocate and compute nothing."""
+"""Predict the memory of a training step by running it on fake tensors, which allocate and compute
+nothing.
+"""
 
 import dataclasses
 import functools
@@ -100,7 +102,9 @@ def random_batch(
 
 @dataclass(frozen=True, eq=False)
 class MemoryEstimate:
-    """Predicted memory of the training step, as a function of the batch size and of activation checkpointing."""
+    """Predicted memory of the training step, as a function of the batch size and of activation
+    checkpointing.
+    """
 
     config: Config
     model_init: ModelInit
@@ -197,7 +201,9 @@ class MemoryEstimate:
 
 
 class _WithoutShapes(TorchDispatchMode):
-    """Provides the output shape of oneDNN's fused linear layer, a private operation without a shape rule in torch."""
+    """Provides the output shape of oneDNN's fused linear layer, a private operation without a shape
+    rule in torch.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().startswith("mkldnn::_linear_pointwise"):

@@ -38,7 +38,8 @@ class _Saved:
 
 
 class SavedTensors:
-    """Counts the bytes that autograd saves for the backward pass, each storage once: `now`, and their maximum `peak`.
+    """Counts the bytes that autograd saves for the backward pass, each storage once: `now`, and
+    their maximum `peak`.
 
     `known` tensors, such as weights and the batch, are not counted.
     """
@@ -172,7 +173,8 @@ class MemoryProbe:
         ]
 
     def record(self) -> dict[str, Any]:
-        """The bytes of each component, `peak`, and `not_measured` with the reasons of what is missing.
+        """The bytes of each component, `peak`, and `not_measured` with the reasons of what is
+        missing.
 
         Each component is at its own maximum. Gradients grow while activations are freed: `overlap`
         bytes of them are never in memory at the same time, so the components are that much more
@@ -237,7 +239,8 @@ def cpu_parts(
     tensor_peak: int | None,
     persistent: int,
 ) -> dict[str, int]:
-    """The components that only the CPU has, where tensors and everything else share the memory of the process.
+    """The components that only the CPU has, where tensors and everything else share the memory of
+    the process.
 
     `sizes` are those of tensors; `persistent` bytes of tensors are alive between two steps.
 

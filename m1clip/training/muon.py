@@ -32,7 +32,9 @@ QUINTICS: tuple[Quintic, ...] = (
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """(k, m, n) with m <= n -> each matrix with its singular values brought close to 1, in the dtype of `x`."""
+    """(k, m, n) with m <= n -> each matrix with its singular values brought close to 1, in the
+    dtype of `x`.
+    """
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=MUON_EPS)
     gram = _gram(x)
     square = torch.bmm(gram, gram)
@@ -72,7 +74,8 @@ def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
 
 
 class Muon(SkippableOptimizer):
-    """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
+    """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and
+    update.
 
     `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). Its steps can
     be skipped on the device, and captured (m1clip.optimizers.Part).
@@ -132,7 +135,9 @@ class Muon(SkippableOptimizer):
         def orthogonal(
             places: Sequence[int], given: Mapping[int, Tensor]
         ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
-            """The updates of some matrices, stack by stack: for all at once, momentum would need another gradient."""
+            """The updates of some matrices, stack by stack: for all at once, momentum would need
+            another gradient.
+            """
             for stack in _stacks(places, shapes, weights):
                 x = self._orthogonal(
                     [given[place] for place in stack] if given else nesterov(stack)
@@ -248,7 +253,9 @@ def _stacks(
 
 
 def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which matrices each rank orthogonalizes: the most expensive first, each to the rank with the least work."""
+    """Which matrices each rank orthogonalizes: the most expensive first, each to the rank with the
+    least work.
+    """
     parts, work = [list[int]() for _ in range(ranks)], [0] * ranks
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
         least = work.index(min(work))

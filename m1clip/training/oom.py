@@ -40,7 +40,8 @@ OOM_MESSAGES = (
     "attempting to allocate",  # MLX, beyond the largest buffer of a GPU
 )
 RETRY_STEPS = 50  # at least this many steps between two retries with an unchanged micro-batch
-USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction of the memory does not help
+# A smaller micro-batch that still uses more than this fraction of the memory does not help.
+USELESS = 0.98
 
 
 class Shortage(NamedTuple):
@@ -92,7 +93,8 @@ class OOMHandler:
         self._used_before = float("inf")
 
     def shrink(self, shortage: Shortage, rows: int, step: int) -> None:
-        """Prepare another attempt of a step with `rows` images, after its memory was freed: halve the micro-batch.
+        """Prepare another attempt of a step with `rows` images, after its memory was freed: halve
+        the micro-batch.
 
         Near the limit, freeing memory may be enough, so the first retry is unchanged.
         """
@@ -125,7 +127,8 @@ class OOMHandler:
 
 
 class StepAttempts:
-    """The attempts at a step: the first, and while memory runs out, more with a smaller micro-batch.
+    """The attempts at a step: the first, and while memory runs out, more with a smaller
+    micro-batch.
 
     The caller makes the step, so that nothing lies between the training loop and the step:
 
@@ -203,7 +206,9 @@ class StepAttempts:
 
 
 class Attempt:
-    """One attempt at a step: a block that may run out of memory, and the micro-batch to use in it."""
+    """One attempt at a step: a block that may run out of memory, and the micro-batch to
+    use in it.
+    """
 
     def __init__(self, attempts: StepAttempts) -> None:
         self._attempts = attempts
@@ -242,7 +247,9 @@ def make_oom_handler(inputs: RunInputs, micro_batch: int, report: Report) -> OOM
 
 @contextlib.contextmanager
 def oom_as_user_error() -> Iterator[None]:
-    """Turn out-of-memory errors into a UserError where a smaller micro-batch cannot help (optimizer, evaluation)."""
+    """Turn out-of-memory errors into a UserError where a smaller micro-batch cannot help
+    (optimizer, evaluation).
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

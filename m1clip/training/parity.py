@@ -48,7 +48,9 @@ MOST_ROUNDING = 0.5
 
 
 class Parity(NamedTuple):
-    """The largest relative difference found, and what was not compared and why ("" if everything was)."""
+    """The largest relative difference found, and what was not compared and why ("" if everything
+    was).
+    """
 
     difference: float
     skipped: str = ""
@@ -124,7 +126,8 @@ def check_causality(
 
 
 def size_difference(check: GradientCheck, batch: Batch) -> Parity:
-    """Difference of loss and gradients between a batch as the run computes it and the same in small slices.
+    """Difference of loss and gradients between a batch as the run computes it and the same in small
+    slices.
 
     0 for a batch that is one slice; not compared if a step takes too long to be repeated.
     """
@@ -173,7 +176,8 @@ def optimizer_difference(train_step: TrainStep) -> float:
 
 @torch.no_grad()
 def fill_zeros(model: Module) -> Module:
-    """The model with small random values in matrices that are all zero, such as zero-initialized residual branches.
+    """The model with small random values in matrices that are all zero, such as zero-initialized
+    residual branches.
 
     With such branches the class token is the same for every image: the true gradient is then almost
     zero, and the difference between devices is all rounding error.

@@ -1,4 +1,5 @@
-"""Recovery from non-finite losses and gradients: report the samples, roll back, or stop with a diagnosis.
+"""Recovery from non-finite losses and gradients: report the samples, roll back, or stop with a
+diagnosis.
 
 The update skips such a step before any weight changes, on CUDA without synchronization. The host
 detects it here, where it reads the losses anyway: after each step on CPU and MPS, else with each
@@ -95,7 +96,9 @@ class StepChecks:
         self.spikes = SpikeDetector()
 
     def read(self, run: RunContext) -> int:
-        """Check all steps since the last call in one transfer; returns the non-finite steps in a row.
+        """Check all steps since the last call in one transfer.
+
+        Returns the non-finite steps in a row.
 
         Raises Rollback after too many in a row.
         """

@@ -261,8 +261,8 @@ def _with_tuning(
         found = choose_tuning(data.images, config.train.minutes, *tuning(config))
     other = "--recipe finetune" if found.recipe == "frozen" else "--recipe frozen"
     console.print(
-        f"recipe     {found.recipe}, {found.what}: {found.reason} (to choose otherwise: {other}, --lora or "
-        f"--unfreeze-image and --unfreeze-text)"
+        f"recipe     {found.recipe}, {found.what}: {found.reason} (to choose otherwise:"
+        f" {other}, --lora or --unfreeze-image and --unfreeze-text)"
     )
     decided = settings.changed(recipe=found.recipe, **found.settings)
     decided.chosen_by.update(dict.fromkeys(("recipe", *found.settings), "rule"))
@@ -272,7 +272,9 @@ def _with_tuning(
 def choose_recipe(
     settings: Settings, dataset: Callable[[], Dataset], is_installed: Callable[[str], bool]
 ) -> tuple[str, str]:
-    """(recipe, reason): by the options that the user gave, else by the data, the installed towers and the time."""
+    """(recipe, reason): by the options that the user gave, else by the data, the installed towers
+    and the time.
+    """
     config = settings.config
     for recipe, names, reason in (
         ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
@@ -366,7 +368,8 @@ def _decide_towers(draft: Draft, dataset: Dataset, machine: Machine) -> None:
 
 
 def _decide_optimizer(draft: Draft) -> None:
-    """Adapt the learning rate and the weight decay of the recipe, which are AdamW's, to another optimizer.
+    """Adapt the learning rate and the weight decay of the recipe, which are AdamW's, to another
+    optimizer.
 
     Values of a user or a preset stay, and so do those that were decided here before.
     """
@@ -393,7 +396,9 @@ def _check_model(config: Config, model: InitialModel, dataset: Dataset) -> None:
 
 
 def _decide_loss(draft: Draft, model: InitialModel) -> None:
-    """A model with a logit bias, such as SigLIP, was trained with the sigmoid loss, and continues with it."""
+    """A model with a logit bias, such as SigLIP, was trained with the sigmoid loss, and continues
+    with it.
+    """
     if "loss" in draft.chosen_by or not (model.is_pretrained and model.shape.logit_bias):
         return
     loss = next(name for name, loss in LOSSES.items() if loss.needs_bias)
@@ -416,7 +421,9 @@ def _decide_batch(draft: Draft, dataset: Dataset, model: InitialModel) -> None:
 
 
 def largest_batch(images: int) -> int:
-    """The largest batch size for this many images: an epoch has several steps, unless the batch would be too small."""
+    """The largest batch size for this many images: an epoch has several steps, unless the batch
+    would be too small.
+    """
     return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS_PER_EPOCH)))
 
 
@@ -432,14 +439,18 @@ def default_batch(model: InitialModel, images: int) -> int:
 
 
 def card_batch(images: int) -> int:
-    """The largest batch size for a card: an epoch has enough steps, and the learning rate of the recipe still fits."""
+    """The largest batch size for a card: an epoch has enough steps, and the learning rate of the
+    recipe still fits.
+    """
     return min(MAX_AUTO_BATCH, power_of_two(images // CARD_STEPS_PER_EPOCH))
 
 
 def _grow_batch(
     draft: Draft, settings: Config, dataset: Dataset, model: InitialModel, machine: Machine
 ) -> None:
-    """A larger default batch on a CUDA card, whose cores a small one leaves idle; only for random weights.
+    """A larger default batch on a CUDA card, whose cores a small one leaves idle.
+
+    Only for random weights.
 
     The recipes of pretrained models have their own batch sizes, and few images keep a small one.
     """
@@ -456,8 +467,8 @@ def _grow_batch(
     if largest > batch:
         draft.decide("rule", batch_size=largest)
         console.print(
-            f"batch      {largest} images on this card, with at least {CARD_STEPS_PER_EPOCH} steps per epoch "
-            f"(--batch-size {batch} is that of smaller devices)"
+            f"batch      {largest} images on this card, with at least {CARD_STEPS_PER_EPOCH} steps per"
+            f" epoch (--batch-size {batch} is that of smaller devices)"
         )
 
 
@@ -510,7 +521,9 @@ class Fit:
 def _decide_memory(
     draft: Draft, dataset: Dataset, machine: Machine, measured: dict[str, Any]
 ) -> None:
-    """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be chosen."""
+    """Batch, micro-batch and gradient checkpointing that fit in memory, if one of them is to be
+    chosen.
+    """
     train = draft.config.train
     if train.batch_size_or(0) and not train.memory:
         return
@@ -529,7 +542,9 @@ def _decide_memory(
 
 
 def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> Fit | None:
-    """What fits: the configured settings, else with gradient checkpointing, else in micro-batches, else with both."""
+    """What fits: the configured settings, else with gradient checkpointing, else in micro-batches,
+    else with both.
+    """
     batch = config.train.batch_size_or(0)
     micro_batch = config.train.micro_batch
     configured = config.model.grad_checkpointing
@@ -563,7 +578,9 @@ def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: Mac
 
 
 def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) -> Augmentation:
-    """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
+    """Augmentation for the trainable towers: strong for our own towers trained from scratch, else
+    mild.
+    """
     image = model.shape.image_tower
     has_patches = bool(image.patches)  # third-party towers do not support patch dropout
     keep_patches = model.is_pretrained or not has_patches or getattr(image, "stem", "") == "conv"
@@ -712,8 +729,8 @@ def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]
     if length.steps <= most:
         return length
     console.print(
-        f"budget     {train.minutes:g} minutes are enough for {length.steps / steps_per_epoch:.0f} epochs of "
-        f"{plural(images, 'image')}; more than {limit:g} do not help, so the run will end early "
+        f"budget     {train.minutes:g} minutes are enough for {length.steps / steps_per_epoch:.0f}"
+        f" epochs of {plural(images, 'image')}; more than {limit:g} do not help, so the run will end early "
         f"(to choose otherwise: --max-epochs, or --epochs)"
     )
     return Length(most, length.evaluations)

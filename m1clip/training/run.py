@@ -98,7 +98,8 @@ def train_config(
     used_seconds: float = 0.0,
     source: Source | None = None,
 ) -> Run:
-    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset).
+    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's
+    preset).
 
     `used_seconds` of --minutes have passed already; `source` is the data if it is open already.
     """
@@ -157,7 +158,9 @@ def connect_same(device: str) -> Ranks:
 def resume(
     run: str | Path, on_log: Sink | None = None, device: str | None = None, fsdp: str | None = None
 ) -> Run:
-    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
+    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped.
+
+    On any number of ranks.
 
     On another `device` the batches are the same, and the numbers are the same up to rounding.
     `on_log` is called with each record of run.jsonl from here on, as in `train`.
@@ -308,7 +311,8 @@ def _train_and_finish(
         log.write("parity", gradient_difference=parity.difference, **skipped)
         note = f"; {parity.skipped}" if parity.skipped else ""
         console.print(
-            f"parity     gradients on {inputs.device.name} differ by at most {parity.difference:.2%}{note}"
+            f"parity     gradients on {inputs.device.name} differ by at most"
+            f" {parity.difference:.2%}{note}"
         )
     run = RunContext(inputs, train_step, folder, log, session.stop, state, pacer=pacer)
     try:
@@ -326,7 +330,9 @@ def _train_and_finish(
 
 
 def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
-    """Records each unreadable image once in the run log, starting with those found before training."""
+    """Records each unreadable image once in the run log, starting with those found before
+    training.
+    """
     records = read_log(folder) if inputs.ranks.rank == 0 else ()
     named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
     failures = FailureLog(
@@ -454,7 +460,8 @@ def _describe(inputs: RunInputs) -> None:
     shape, train = inputs.shape, inputs.config.train
     counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in inputs.splits.items())
     console.print(
-        f"data       {', '.join(inputs.config.data.source)}: {counts} images of {shape.image_size} px"
+        f"data       {', '.join(inputs.config.data.source)}: {counts} images"
+        f" of {shape.image_size} px"
     )
     console.print(f"model      {inputs.describe_model()}")
     epochs = train.steps / inputs.training.plan.steps_per_epoch
@@ -463,8 +470,8 @@ def _describe(inputs: RunInputs) -> None:
         f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
     )
     console.print(
-        f"training   {plural(train.steps, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
-        f"{inputs.config.optim.optimizer}"
+        f"training   {plural(train.steps, 'step')} of {train.batch_size} images{captions}"
+        f" ({epochs:.1f} epochs), {inputs.config.optim.optimizer}"
     )
 
 
@@ -519,7 +526,9 @@ def train(
     on_log: Sink | None = None,
     **options: Any,
 ) -> Run:
-    """Train in a new run folder: `out`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
+    """Train in a new run folder: `out`, or runs/NAME.
+
+    `options` are those of `m1clip train`, such as batch_size=64.
 
     `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is
     called with each record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an
@@ -595,13 +604,17 @@ def decide_recipe(settings: Settings) -> tuple[Settings, Source | None]:
 
 
 def first_stage(settings: Settings) -> Settings:
-    """Fine-tuning's first stage: the duration and learning rate of --recipe frozen, the rest as given."""
+    """Fine-tuning's first stage: the duration and learning rate of --recipe frozen, the rest as
+    given.
+    """
     options = {name: value for name, value in settings.flat.items() if is_for_first_stage(name)}
     return Settings(options | {"recipe": "frozen"})
 
 
 def is_for_first_stage(name: str) -> bool:
-    """Whether a setting applies to the first stage of fine-tuning: data, heads, towers, hardware."""
+    """Whether a setting applies to the first stage of fine-tuning: data, heads, towers,
+    hardware.
+    """
     if name in (*FINETUNE_OPTIONS, *INIT_OPTIONS):
         return False
     return NAMES[name][0] not in ("optim", "train") or name in BOTH_STAGES

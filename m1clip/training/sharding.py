@@ -93,7 +93,9 @@ class Shards:
     def complete(
         self, tensors: Mapping[str, Tensor], on_all_ranks: bool = False
     ) -> dict[str, Tensor]:
-        """Weights or optimizer state with all rows, on the CPU; {} on all ranks but 0, unless `on_all_ranks`.
+        """Weights or optimizer state with all rows, on the CPU.
+
+        {} on all ranks but 0, unless `on_all_ranks`.
 
         Keys are names of parameters, or part/name/key.
         """
@@ -107,7 +109,9 @@ class Shards:
         return found
 
     def own_rows(self, key: str, tensor: Tensor) -> Tensor:
-        """This rank's rows of a complete tensor, as a DTensor with the shape of the complete one."""
+        """This rank's rows of a complete tensor, as a DTensor with the shape of the
+        complete one.
+        """
         if _name(key) not in self._parameters or not tensor.ndim or isinstance(tensor, DTensor):
             return tensor
         rows = tensor[rows_of_rank(len(tensor), self.ranks.rank, self.ranks.size)].to(
@@ -125,7 +129,9 @@ class Shards:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Report a lost rank, or a lack of memory, which one rank cannot handle while the others exchange weights."""
+        """Report a lost rank, or a lack of memory, which one rank cannot handle while the others
+        exchange weights.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:

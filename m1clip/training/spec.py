@@ -167,7 +167,9 @@ class Settings:
 
     @cached_property
     def changed_run(self) -> Config | None:
-        """The settings of the run whose config.toml is the file, if the options change any of them."""
+        """The settings of the run whose config.toml is the file, if the options change
+        any of them.
+        """
         tables = self._all_tables
         if CHOSEN_BY not in tables:
             return None
@@ -239,7 +241,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class DecidedSettings(Settings):
-    """Complete settings, to which no recipe or preset adds anything: those of a saved run, or made in Python."""
+    """Complete settings, to which no recipe or preset adds anything: those of a saved run, or made
+    in Python.
+    """
 
     complete: Config = field(default_factory=Config)
     origins: Mapping[str, Origin] | None = None  # None: the user chose what is not a default

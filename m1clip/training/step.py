@@ -126,7 +126,9 @@ def compute_gradients(
 def _loss_and_grads(
     parts: StepParts, batch: Batch, gathered: JointBatch, mark: Mark
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The loss of this process's rows, its gradients by the features of all rows, and the accuracy of its rows."""
+    """The loss of this process's rows, its gradients by the features of all rows, and the accuracy
+    of its rows.
+    """
 
     def backward(loss: Tensor) -> None:
         mark("backward")

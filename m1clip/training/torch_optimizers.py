@@ -53,11 +53,16 @@ class SkippableOptimizer(EagerOptimizer):
         return flag
 
     def unless_skipped(self, factor: float | Tensor) -> Any:
-        """Return the factor, a number or a 0-d tensor, or 0 in a step that is skipped on the device."""
+        """Return the factor, a number or a 0-d tensor, or 0 in a step that is skipped on the
+        device.
+        """
         return factor if self.skip is None else factor * (1 - self.skip)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """Return a moment of a parameter; it begins at 0, and is saved in checkpoints by its name."""
+        """Return a moment of a parameter.
+
+        It begins at 0, and is saved in checkpoints by its name.
+        """
         state = self.state[p]
         if name not in state:
             state[name] = torch.zeros_like(p)

@@ -171,7 +171,9 @@ def fit_stem(config: CLIPConfig, train: Split, preprocess: Preprocess) -> Tensor
 
 
 def mean_and_std(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each feature over the rows `at`, subsampled if there are many."""
+    """Mean and standard deviation of each feature over the rows `at`, subsampled if there
+    are many.
+    """
     chosen = at[:: max(1, len(at) // STATISTICS_ROWS)]
     rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
     return rows.mean(dim=0), rows.std(dim=0, correction=0)
@@ -265,7 +267,9 @@ def _captions(
 
 @dataclass(frozen=True)
 class Teacher:
-    """Distillation: unit vectors of every training image and caption from another model, and its temperature."""
+    """Distillation: unit vectors of every training image and caption from another model, and its
+    temperature.
+    """
 
     image: np.ndarray  # (rows, d) float16
     image_rows: np.ndarray  # (images,) row of each sample id

@@ -1,4 +1,5 @@
-"""How to adapt a trained model: heads only, LoRA, the last blocks or all, by images, time and memory.
+"""How to adapt a trained model: heads only, LoRA, the last blocks or all, by images, time and
+memory.
 
 `choose_tuning` is a pure rule. Its numbers come from the study of docs/how-many-images.md, on small
 models.
@@ -65,7 +66,9 @@ def flops_per_second(device: Kind | str, cores: int) -> float:
 def choose_tuning(
     images: int, minutes: float | None, memory: float, speed: float, size: ModelSize
 ) -> Tuning:
-    """What to train of a model on `images`, in `minutes` (None: not limited), `memory` bytes, at `speed` FLOPs/s."""
+    """What to train of a model on `images`, in `minutes` (None: not limited), `memory` bytes, at
+    `speed` FLOPs/s.
+    """
     allowed = DEFAULT_MINUTES if minutes is None else minutes
     needed = LEAST_EPOCHS * images * size.flops_per_image / speed / 60
     heads = "heads on the cached features of both towers"

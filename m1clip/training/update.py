@@ -63,7 +63,9 @@ class Updater:
         return grad_norm
 
     def unscale(self) -> None:
-        """Remove the loss scale from the gradients, once in a step: a probe needs it before the update."""
+        """Remove the loss scale from the gradients, once in a step: a probe needs it before the
+        update.
+        """
         if self.scaler is None or self._is_unscaled:
             return
         for part in self.optimizer.parts.values():
@@ -117,7 +119,9 @@ def unscaled(loss: Tensor) -> Tensor:
 
 
 def skip_rule(kind: str, can_skip: bool) -> Literal["host", "device"]:
-    """Where to decide to skip a non-finite step: on CUDA on the device, to avoid synchronization."""
+    """Where to decide to skip a non-finite step: on CUDA on the device, to avoid
+    synchronization.
+    """
     # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host
     # decides. It also does for towers on two devices, since no flag is on both, and for optimizers
     # without `skips_on_device`.

@@ -1,4 +1,5 @@
-"""Everything that a run needs on this machine, for every recipe: opened data, initial model, device.
+"""Everything that a run needs on this machine, for every recipe: opened data, initial model,
+device.
 
 `Workbench` opens, loads and measures each thing once, when `resolve` or the run first needs it.
 """
@@ -280,7 +281,9 @@ class Workbench:
         return self._initial_saved
 
     def _tuning(self, config: Config) -> TuningFacts:
-        """The model of --init and this machine, as far as they decide what of the model is trained."""
+        """The model of --init and this machine, as far as they decide what of the model
+        is trained.
+        """
         device = self._device(config)
         shape = self._initial(config).config
         size = model_size(shape, count_parameters(shape))
@@ -521,7 +524,8 @@ class Workbench:
     def _fitted(
         self, model_init: ModelInit, train: Split, config: DecidedConfig, model: CLIP | None
     ) -> ModelInit:
-        """The initial model with heads or a stem that are fitted to the training images, or with adapters.
+        """The initial model with heads or a stem that are fitted to the training images, or with
+        adapters.
 
         `model` is the initial model, if it is built already.
         """
@@ -569,7 +573,9 @@ def prepare(config: Config) -> RunInputs:
 
 
 def head_starts(config: Config, shape: CLIPConfig, images: int) -> tuple[HeadStart, ...]:
-    """Where new heads may start: from CCA, and with few images on the same towers from the model general."""
+    """Where new heads may start: from CCA, and with few images on the same towers from the model
+    general.
+    """
     requested = config.transfer.heads
     if requested == "general" and not fits_general(shape):
         raise UserError(
@@ -738,7 +744,9 @@ def _from_towers(config: Config) -> ModelParts:
 
 
 def _check_memory(shape: CLIPConfig, facts: MachineInfo) -> None:
-    """Raise UserError, before reading the data, for a model that does not fit this machine at any batch size."""
+    """Raise UserError, before reading the data, for a model that does not fit this machine at any
+    batch size.
+    """
     count = count_parameters(shape)
     memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
     if count * BYTES_PER_PARAMETER > memory:

@@ -52,7 +52,9 @@ class World:
         return micro_batch if 0 < micro_batch < most_rows else 0
 
     def most_calls(self, calls: list[int]) -> list[int]:
-        """The calls of each tower that every rank makes: with sharded weights, all ranks call equally often."""
+        """The calls of each tower that every rank makes: with sharded weights, all ranks call
+        equally often.
+        """
         return calls if self.shards is None else self.ranks.all_reduce_max(*calls)
 
     @contextmanager

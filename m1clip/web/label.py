@@ -1,4 +1,5 @@
-"""The Label page: which photos to label next, suggestions, and saving, for any number of pages at once.
+"""The Label page: which photos to label next, suggestions, and saving, for any number of pages at
+once.
 
 A photo that one page shows is not given to another page until that page is silent for some minutes.
 """
@@ -46,7 +47,9 @@ NEW_WORDS = 16  # own words that are encoded with one request, as a request shou
 
 
 class Queue:
-    """The order of an index, for one state of it: a sample of the photos, and what it covers already."""
+    """The order of an index, for one state of it: a sample of the photos, and what it covers
+    already.
+    """
 
     def __init__(self, index: Index, suggester: Suggester) -> None:
         index.refresh()
@@ -119,7 +122,9 @@ class LabelPage:
         return self._known[1], self._known[2]
 
     def _ready(self, index: Index) -> tuple[Queue, Suggester]:
-        """The order and the words, made at the first request and when the index has changed much."""
+        """The order and the words, made at the first request and when the index has
+        changed much.
+        """
         if self._suggester is None:
             self._suggester = Suggester(index.encode_texts)
         index.refresh()
@@ -269,7 +274,8 @@ class LabelPage:
         )
 
     def _split_of_group(self, index: Index, photos: Sequence[Photo]) -> str | None:
-        """One split for photos that are labelled together, and for near-duplicates of labelled photos.
+        """One split for photos that are labelled together, and for near-duplicates of labelled
+        photos.
 
         Otherwise the model would be tested on photos that it was trained on in all but name.
         """
@@ -371,7 +377,9 @@ def _number(text: str, default: int, most: int) -> int:
 
 
 def _parsed(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, str]:
-    """(photos with the version of their label, captions, whether to skip, key of the page) of a request."""
+    """(photos with the version of their label, captions, whether to skip, key of the page) of a
+    request.
+    """
     try:
         asked = json.loads(data)
     except (ValueError, RecursionError):

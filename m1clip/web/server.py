@@ -1,4 +1,5 @@
-"""`m1clip serve` and `m1clip monitor --web`: a local page for search and runs, served by the standard library.
+"""`m1clip serve` and `m1clip monitor --web`: a local page for search and runs, served by the
+standard library.
 
 The page asks for new values of runs every second. This module reads runs only; requests about
 photos go to `photos`.
@@ -55,7 +56,9 @@ class Store:
         return history.run if history else None
 
     def update(self, cursors: dict[str, str]) -> dict[str, Any]:
-        """All runs, the newest last, and the rows after a cursor of the runs (key -> cursor) that a page shows."""
+        """All runs, the newest last, and the rows after a cursor of the runs (key -> cursor) that a
+        page shows.
+        """
         with self._lock:
             if time.monotonic() - self._scanned > SCAN_SECONDS or not self._runs:
                 self._scanned = time.monotonic()
@@ -145,7 +148,9 @@ ANALYSIS_NAMES = (
 
 
 def fields_script() -> bytes:
-    """The script that gives the page the fields of the steps and the analyses, in the order of their plots."""
+    """The script that gives the page the fields of the steps and the analyses, in the order of
+    their plots.
+    """
     fields = [_values(each, STEP_FIELD_NAMES) for each in plotted_fields("step")]
     analyses = [_values(each, ANALYSIS_NAMES) for each in ANALYSES.values()]
     lines = (
@@ -226,7 +231,9 @@ class Requests(Protocol):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves runs and photos, with a bounded number of connections: above it, a new one replaces the oldest."""
+    """Serves runs and photos, with a bounded number of connections: above it, a new one replaces
+    the oldest.
+    """
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
@@ -367,7 +374,8 @@ class Handler(BaseHTTPRequestHandler):
         return bytes(data)
 
     def _allowed(self) -> bool:
-        """Reject foreign host names (DNS rebinding) and scripts of other sites, also of this machine.
+        """Reject foreign host names (DNS rebinding) and scripts of other sites, also of this
+        machine.
 
         The port of `Host` may be another than ours, as in a tunnel over ssh, but `Origin` must be
         the same address.

@@ -1,4 +1,5 @@
-"""The Train button of the Label page: a background run on the labels, what it gained, and the switch to its model.
+"""The Train button of the Label page: a background run on the labels, what it gained, and the
+switch to its model.
 
 All that is remembered is in the folder of the run, so that closing the page or the server loses
 nothing.
@@ -59,7 +60,9 @@ class TrainPage:
         self._failure = ""  # of the last thing that was asked for
 
     def status(self, values: dict[str, str]) -> dict[str, Any]:
-        """The newest run on labels of this folder, what it gained, and whether its model is searched."""
+        """The newest run on labels of this folder, what it gained, and whether its model is
+        searched.
+        """
         index = self._opened()
         found = self._newest(index)
         state = {"work": self._work, "failure": self._failure, "progress": index.progress()}

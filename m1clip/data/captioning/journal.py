@@ -1,4 +1,6 @@
-"""The answers of a captioning run, one JSON line each: a killed run continues without asking twice."""
+"""The answers of a captioning run, one JSON line each: a killed run continues without
+asking twice.
+"""
 
 from __future__ import annotations
 

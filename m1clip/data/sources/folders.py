@@ -1,4 +1,6 @@
-"""Folders of images: a .txt file next to each image, or class folders or file names that become captions."""
+"""Folders of images: a .txt file next to each image, or class folders or file names that become
+captions.
+"""
 
 import os
 import re
@@ -67,7 +69,9 @@ def _text_file(root: Path, name: str) -> str | None:
 
 
 def is_class_folders(path: Path) -> bool:
-    """Images in at least two folders that are not splits; a single class has nothing to distinguish.
+    """Images in at least two folders that are not splits.
+
+    A single class has nothing to distinguish.
 
     Albums, such as 2023/, are not classes unless the user says so.
     """

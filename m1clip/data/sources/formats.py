@@ -72,7 +72,9 @@ def _first_match(
 
 
 def _datasets_below(path: Path, options: Options) -> list[Path]:
-    """Return the folders in a folder that are datasets themselves: with captions, or with splits."""
+    """Return the folders in a folder that are datasets themselves: with captions, or with
+    splits.
+    """
     folders = [folder for folder in sorted(path.glob("*")) if folder.is_dir()]
     visible = [folder for folder in folders if not folder.name.startswith(".")]
     return [

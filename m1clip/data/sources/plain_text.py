@@ -62,7 +62,9 @@ def binary_kind(path: Path) -> str | None:
 
 
 def check_is_text(path: Path) -> None:
-    """Raise UserError for a file whose bytes would be read as column names, such as a spreadsheet."""
+    """Raise UserError for a file whose bytes would be read as column names, such as a
+    spreadsheet.
+    """
     if kind := binary_kind(path):
         raise user_error(f"{path}: is {kind}")
 
@@ -113,7 +115,9 @@ def decode_text(data: bytes) -> tuple[str, str]:
 
 
 def _find_encoding(file: BinaryIO) -> str:
-    """UTF-8 (with or without BOM), UTF-16 by its BOM, else cp1252, which Excel writes on Windows."""
+    """UTF-8 (with or without BOM), UTF-16 by its BOM, else cp1252, which Excel writes on
+    Windows.
+    """
     if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
     file.seek(0)

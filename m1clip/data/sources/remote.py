@@ -40,7 +40,9 @@ def is_remote(path: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """A name or message without the user names, passwords and queries of the URLs in it, on one line."""
+    """A name or message without the user names, passwords and queries of the URLs in it, on one
+    line.
+    """
     text = re.sub(r"://[^/\s]*@", "://", text)
     return one_line(re.sub(r"(://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", text))
 
@@ -223,7 +225,9 @@ def _file_system(protocol: str, root: str, process: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _limited_response() -> type:
-    """A response of aiohttp that is never longer than what was asked for, whatever the server sends."""
+    """A response of aiohttp that is never longer than what was asked for, whatever the server
+    sends.
+    """
     aiohttp = require("aiohttp", "data at a URL", extra="remote")
 
     class LimitedResponse(aiohttp.ClientResponse):  # type: ignore[name-defined]

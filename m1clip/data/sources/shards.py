@@ -167,7 +167,9 @@ class TarImage(ImageRef):
 
 
 def is_shards(path: Path) -> bool:
-    """Whether a path is a .tar file, a pattern of them, or a folder with some, also in subfolders such as train/."""
+    """Whether a path is a .tar file, a pattern of them, or a folder with some, also in subfolders
+    such as train/.
+    """
     if path.is_dir():
         return bool(_in_folder(path))
     return path.suffix.lower() == ".tar" or (".tar" in path.name and "{" in path.name)
@@ -201,7 +203,9 @@ def split_of(path: str) -> str | None:
 def samples_in(
     path: str, file: BinaryIO, problem: Report
 ) -> Iterator[tuple[Place, Member, dict[str, Member]]]:
-    """(place, image, all members by suffix) of each sample: consecutive members with the same key."""
+    """(place, image, all members by suffix) of each sample: consecutive members with the
+    same key.
+    """
     for key, group in groupby(_named(path, file, problem), key=lambda item: item[0]):
         parts: dict[str, Member] = {}
         for _, suffix, member in group:
@@ -238,7 +242,9 @@ def _named(path: str, file: BinaryIO, problem: Report) -> Iterator[tuple[str, st
 
 
 class Texts(NamedTuple):
-    """Texts of a sample: captions, the member that contains them, and the split and id by `m1clip data pack`."""
+    """Texts of a sample: captions, the member that contains them, and the split and id by `m1clip
+    data pack`.
+    """
 
     captions: Captions
     member: Member | None

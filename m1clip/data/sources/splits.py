@@ -39,7 +39,9 @@ def from_folder(name: str) -> str | None:
 
 
 def from_path(name: str) -> str | None:
-    """train/cats/1.jpg -> train: the split of a relative path whose first folder is one, or None."""
+    """train/cats/1.jpg -> train: the split of a relative path whose first folder is one,
+    or None.
+    """
     top, slash, _ = name.partition("/")
     return from_folder(top) if slash else None
 
@@ -51,7 +53,9 @@ def from_file_name(name: str) -> str | None:
 
 
 def hash_unit(text: str) -> float:
-    """A number in [0, 1) that depends only on the text: validation images are the same for every training seed."""
+    """A number in [0, 1) that depends only on the text: validation images are the same for every
+    training seed.
+    """
     digest = blake2b(f"0:{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -114,7 +118,9 @@ def _by_hash(
 
 
 def _count_of_class(name: str, split: str, images: int, fraction: float, most: int) -> int:
-    """How many images of a class are held out for a split: at least one of ten; train keeps at least one.
+    """How many images of a class are held out for a split: at least one of ten.
+
+    Train keeps at least one.
 
     A count between two integers is rounded up or down by a hash of the name: small classes add up
     to the fraction.

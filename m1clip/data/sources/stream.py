@@ -1,4 +1,5 @@
-"""Shards that are streamed: any sample by number through a small index of each shard, read when it is needed.
+"""Shards that are streamed: any sample by number through a small index of each shard, read when it
+is needed.
 
 `train-000000.tar.index` lies next to its shard, or in the cache folder if the shard is remote or
 read-only: a line of JSON, a row of offsets for each sample, the names of the images. Memory does
@@ -259,7 +260,9 @@ def _threads(paths: Sequence[str]) -> int:
 
 
 class ShardSamples(Sequence[Sample]):
-    """The samples of some shards, or those of them `chosen` by number, or all but those `left_out` (sorted numbers)."""
+    """The samples of some shards, or those of them `chosen` by number, or all but those `left_out`
+    (sorted numbers).
+    """
 
     def __init__(
         self,

@@ -78,7 +78,9 @@ def table_format(path: Path) -> str | None:
 def find_tables(
     path: Path, options: Options = DEFAULT_OPTIONS, wanted: str | None = None, nested: bool = True
 ) -> list[Path]:
-    """The tables (in the wanted format) with the captions of a folder: a usual name, several parts, or the only one."""
+    """The tables (in the wanted format) with the captions of a folder: a usual name, several parts,
+    or the only one.
+    """
     if not path.is_dir():
         return [path] if path.is_file() and table_format(path) else []
 

@@ -1,4 +1,5 @@
-"""Captions that say everything a scene shows and nothing else, and wrong ones, which show what a model confuses.
+"""Captions that say everything a scene shows and nothing else, and wrong ones, which show what a
+model confuses.
 
 They use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens
 come first.
@@ -71,7 +72,9 @@ def captions(scene: Scene, count: int, seed: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Negative:
-    """A wrong scene, its caption, the attribute that was changed, and the true caption in the same wording."""
+    """A wrong scene, its caption, the attribute that was changed, and the true caption in the same
+    wording.
+    """
 
     scene: Scene
     caption: str
@@ -85,7 +88,9 @@ def _other(rng: np.random.Generator, choices: Sequence[Value], taken: Sequence[V
 
 
 def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) -> Scene:
-    """The scene with a wrong value of one attribute: of the thing at `index`, of the time, or of the positions."""
+    """The scene with a wrong value of one attribute: of the thing at `index`, of the time, or of
+    the positions.
+    """
     if attribute == "time":
         return replace(scene, time=_other(rng, VALUES["time"], [scene.time]))
     things = list(scene.things)
@@ -110,7 +115,9 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
 
 
 def negatives(scene: Scene, seed: int) -> list[Negative]:
-    """One negative per attribute, in the wording of one true caption, so that only that attribute differs."""
+    """One negative per attribute, in the wording of one true caption, so that only that attribute
+    differs.
+    """
     rng = generator(NEGATIVES, seed)
     wrong = [
         _change(scene, attribute, int(rng.integers(len(scene.things))), rng)

@@ -1,4 +1,7 @@
-"""What a synthetic image shows: one or two things at a time of day. scene.toml has the colors, shapes and words."""
+"""What a synthetic image shows: one or two things at a time of day.
+
+`scene.toml` has the colors, shapes and words.
+"""
 
 import math
 import tomllib

@@ -96,7 +96,9 @@ def scenes_available(split: str, things: int) -> int:
 
 
 def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
-    """`count` different scenes of a split, half of them with two things as far as there are enough."""
+    """`count` different scenes of a split, half of them with two things as far as there
+    are enough.
+    """
     singles, doubles = scenes_available(split, 1), scenes_available(split, 2)
     if count > singles + doubles:
         raise UserError(
