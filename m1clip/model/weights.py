@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from m1clip.errors import UserError
@@ -22,24 +21,66 @@ Tensors = dict[str, Tensor]
 POSITIONS = "image_tower.positions"
 TOKENS = "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
-SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+TYPE_NAMES = {  # of safetensors
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 # Where a training checkpoint keeps the weights.
 STATE_KEYS = ("state_dict", "model", "model_state_dict")
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file; a full disk raises OSError instead of the library's own error."""
-    try:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata
-        )
-    except SafetensorError as error:
-        number = SYSTEM_ERROR.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+) -> str:
+    """Write a safetensors file; returns its sha256.
+
+    Tensor by tensor, hashed meanwhile: the library's function needs all of them in main memory, and
+    the file would be read again for its hash.
+    """
+    # Types of more bytes come first, so that all tensors are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1, "sha256") as hashing:
+        header = _tensor_header(ordered, metadata)
+        hashed = hashing.submit(digest.update, header)
+        file.write(header)
+        for _, tensor in ordered:
+            data = _host_bytes(tensor)
+            hashed.result()  # at most two tensors are in main memory
+            hashed = hashing.submit(digest.update, data)
+            file.write(data)
+        hashed.result()
+    return digest.hexdigest()
+
+
+def _tensor_header(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None) -> bytes:
+    """The beginning of a safetensors file: its length, then types, shapes and places as JSON."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in main memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def read_tensors(path: Path, device: str = "cpu") -> Tensors:

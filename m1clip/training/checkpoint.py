@@ -99,13 +99,13 @@ def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
     """Write a checkpoint, then delete those of later steps and all but the newest `keep`."""
     target = checkpoint_folder(run, state.step)
     with atomic_folder(target) as folder, torch.no_grad():
+        hashes = {}
         for name, tensors in groups.items():
-            write_tensors(folder / f"{name}.safetensors", tensors)
+            file = folder / f"{name}.safetensors"
+            hashes[file.name] = write_tensors(file, tensors)
         write_json(folder / STATE, {"format": CHECKPOINT_FORMAT, **asdict(state)})
-        write_json(
-            folder / MANIFEST,
-            {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}},
-        )
+        hashes[STATE] = sha256(folder / STATE)
+        write_json(folder / MANIFEST, {"sha256": dict(sorted(hashes.items()))})
     steps = saved_steps(run)
     later = [step for step in steps if step > state.step]  # damaged, or undone by a rollback
     for step in [*later, *[step for step in steps if step <= state.step][:-keep]]:

@@ -29,7 +29,7 @@ CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5}
 PHASES: dict[str, tuple[str, float, float]] = {
     "training": ("m1clip.training.schedule.lr_fraction", 0.1, 1.5),
     "evaluation": ("m1clip.evaluation.retrieval.retrieval", 0.3, 0.25),
-    "saving": ("safetensors.torch.save_file", 0.3, 0.25),
+    "saving": ("m1clip.model.weights._tensor_header", 0.3, 0.25),
     "caching": ("m1clip.data.images.to_square", 0.05, 0.5),
 }
 

@@ -352,10 +352,10 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     good = finished_run()
     run, real = tmp_path / "run", checkpoint.write_tensors
 
-    def write(path: Path, group: dict[str, Any]) -> None:
+    def write(path: Path, group: dict[str, Any]) -> str:
         if "step-000008" in str(path) and path.stem == "optimizer":
             raise FULL
-        real(path, group)
+        return real(path, group)
 
     monkeypatch.setattr(checkpoint, "write_tensors", write)
     with pytest.raises(
