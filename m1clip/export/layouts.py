@@ -209,7 +209,8 @@ def default_folder(model: Path, to: Target, precision: Precision) -> Path:
 
 
 def _write_own(folder: Path, saved: SavedModel) -> list[str]:
-    write_model_files(folder, saved.build(), saved.tokenizer, saved.preprocess)
+    model = saved.build()
+    write_model_files(folder, model.config, model.state_dict(), saved.tokenizer, saved.preprocess)
     return []
 
 

@@ -144,21 +144,23 @@ def open_device(name: str | torch.device) -> torch.device:
 
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
     """Write a model folder; an older one there is replaced only when the new one is complete."""
+    write_weights(folder, model.config, merged_state(model), tokenizer, preprocess)
+
+
+def write_weights(
+    folder: Path, config: CLIPConfig, weights: Tensors, tokenizer: Tokenizer, preprocess: Preprocess
+) -> None:
+    """Write a model folder of the weights of a model, as `write_model` does."""
     with atomic_folder(folder) as partial:
-        write_model_files(partial, model, tokenizer, preprocess)
+        write_model_files(partial, config, weights, tokenizer, preprocess)
 
 
 def write_model_files(
-    folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess
+    folder: Path, config: CLIPConfig, weights: Tensors, tokenizer: Tokenizer, preprocess: Preprocess
 ) -> None:
-    weights = {name: tensor.detach().cpu() for name, tensor in merged_state(model).items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
-    config = {
-        "format": MODEL_FORMAT,
-        "model": model.config.to_dict(),
-        "preprocess": preprocess.to_dict(),
-    }
-    write_json(folder / CONFIG, config)
+    values = {"format": MODEL_FORMAT, "model": config.to_dict(), "preprocess": preprocess.to_dict()}
+    write_json(folder / CONFIG, values)
     tokenizer.save(folder)
 
 

@@ -268,18 +268,27 @@ def write_checkpoint(run: RunContext) -> None:
     run.save_timer.reset()
     if run.ranks.rank != 0:  # all ranks have the same state
         return
-    begin = time.monotonic()
     keep = run.config.train.save_total_limit
-    step = run.state.step
-    with disk_errors(run.log, run.folder / CHECKPOINT_FOLDER, step):
-        path = save(run.folder, run.state, groups, keep)
+    state = run.state
+    step = state.step
+    target = checkpoint_folder(run.folder, step)
+
+    def write(groups: TensorGroups) -> float:
+        """Save the tensors; returns the seconds."""
+        begin = time.monotonic()
+        with disk_errors(run.log, run.folder / CHECKPOINT_FOLDER, step):
+            save(run.folder, state, groups, keep)
+        return round(time.monotonic() - begin, 4)
+
+    def report(seconds: float) -> None:
+        nbytes = folder_bytes(target)
+        run.log.write("checkpoint", step=step, path=target.name, bytes=nbytes, seconds=seconds)
+        if not run.save_timer.announced:
+            run.save_timer.announced = True
+            console.print(f"checkpoint step {step:,}: {size(nbytes)}; keeping the newest {keep}")
+
+    run.saver.submit(target, groups, write, report)
     run.save_timer.reset()  # saving takes time
-    nbytes = folder_bytes(path)
-    seconds = round(time.monotonic() - begin, 4)
-    run.log.write("checkpoint", step=step, path=path.name, bytes=nbytes, seconds=seconds)
-    if not run.save_timer.announced:
-        run.save_timer.announced = True
-        console.print(f"checkpoint step {step:,}: {size(nbytes)}; keeping the newest {keep}")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from m1clip.training.measured_step import StepMeasurements
 from m1clip.training.memory_parts import MemoryProbe
 from m1clip.training.process import StopRequest
 from m1clip.training.recovery import StepChecks
+from m1clip.training.saving import Saver
 from m1clip.training.schedule import scheduled_lr_fraction
 from m1clip.training.spec import DecidedConfig, RunSpec
 
@@ -46,6 +47,7 @@ class RunContext:
     measurements: StepMeasurements = field(init=False)
     checks: StepChecks = field(default_factory=StepChecks)
     save_timer: SaveTimer = field(init=False)
+    saver: Saver = field(init=False)
     # On the clock of time.perf_counter, without evaluations.
     training_began: float = field(init=False)
 
@@ -58,6 +60,7 @@ class RunContext:
             self.inputs.training.plan.steps_per_epoch,
             large=is_large(self.train_step.model),
         )
+        self.saver = Saver(in_background=self.inputs.device.kind == "cuda")
         self.training_began = time.perf_counter() - self.state.seconds
 
     @property

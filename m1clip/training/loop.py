@@ -103,11 +103,13 @@ def _between_steps(run: RunContext) -> bool:
     if saves:
         _save(run)
         run.step_log.restart(run)
+    run.saver.poll()
     if run.pacer is not None and evaluates:
         run.pacer.evaluated(step, time.perf_counter() - began)
     elif run.pacer is not None and saves:
         run.pacer.restart(step)
     if signal and (not last or run.state.evaluation_due):
+        run.saver.wait()
         run.log.write("event", step=step, event=f"stopped by signal {signal}")
         raise Stopped(str(run.folder), step, signal)
     if run.pacer is not None and (evaluates or run.plan.checks(step)):

@@ -200,6 +200,7 @@ def roll_back(run: RunContext) -> TrainState:
     if failed.rollbacks >= MAX_ROLLBACKS:
         run.log.write("event", step=failed.step, event="diverged", rollbacks=failed.rollbacks)
         raise _diagnosis(run)
+    run.saver.wait()
     loaded = share_checkpoint(
         train_step, lambda device: load_latest(run.folder, device, without_skips=True)
     )

@@ -65,6 +65,7 @@ from m1clip.training.resolve import (
     check_transfer,
     with_recipe,
 )
+from m1clip.training.saving import save_model
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
 from m1clip.training.tower_choice import base_of
 from m1clip.training.transfer import interpolate_weights
@@ -324,6 +325,7 @@ def _train_and_finish(
         raise
     finally:
         run.display.end()
+        run.saver.close()
         log.close()
         if sink is not None:
             sink[1]()
@@ -357,8 +359,10 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     def save_and_load() -> CLIPConfig:
         run.log.check_folder()
         with time_use.part("saving"):
-            inputs.to_model(last).save(folder / "model")
+            save_model(run, last, "model")
+            run.saver.wait(folder / "best")
         if inputs.config.transfer.wise_ft != "off":
+            run.saver.wait()
             interpolate_weights(inputs, folder, run.log.write)
         found.append(load(folder, device=inputs.device.torch.type, precision=inputs.precision))
         return found[0].clip.config
@@ -367,9 +371,10 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     best = found[0] if found else inputs.to_model(empty_clip(config, inputs.device.torch))
     ranks.broadcast(list(best.clip.state_dict().values()))
     split = next((name for name in ("test", "val") if name in inputs.splits), "train")
-    return Evaluator(best, inputs.source, split, inputs.splits[split]), encode(
-        inputs, best.clip, split
-    )
+    features = encode(inputs, best.clip, split)
+    with time_use.part("saving"):
+        run.saver.wait()
+    return Evaluator(best, inputs.source, split, inputs.splits[split]), features
 
 
 @time_use.count_as("report")

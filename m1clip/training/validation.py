@@ -13,6 +13,7 @@ from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.training.checkpoint import disk_errors
+from m1clip.training.saving import save_model
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext
@@ -77,6 +78,5 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     run.display.evaluation(state.step, scores, metric, earlier)
     if earlier is not None:
         return BestSoFar(state.best, state.best_step, state.stale + 1, metric.label)
-    with disk_errors(run.log, run.folder / "best", state.step):
-        run.inputs.to_model(model).save(run.folder / "best")
+    save_model(run, model, "best")
     return BestSoFar(metric.value, state.step, 0, metric.label)

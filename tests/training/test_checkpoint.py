@@ -39,6 +39,7 @@ from m1clip.training.compose import TrainStep
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import step_plan
+from m1clip.training.saving import Saver
 
 CPU = torch.device("cpu")
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -366,6 +367,48 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     monkeypatch.undo()
     resume_quietly(run)
     assert_same_bits(tensors_of(run, 10), tensors_of(good, 10))
+
+
+def test_full_disk_is_found_by_the_thread_that_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where the run goes on while the checkpoint is written."""
+    monkeypatch.setattr("m1clip.training.context.Saver", lambda in_background: Saver(True))
+    real = checkpoint.write_tensors
+
+    def write(path: Path, group: dict[str, Any]) -> str:
+        if "step-000008" in str(path) and path.stem == "optimizer":
+            raise FULL
+        return real(path, group)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write)
+    with pytest.raises(
+        UserError, match=r"could not be saved: the disk is full \(step 8\); earlier checkpoints"
+    ):
+        run_small(tmp_path / "run", {"train.save_every": 4, "train.save_total_limit": 9})
+    assert "step-000008" not in [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    monkeypatch.undo()
+    resume_quietly(tmp_path / "run")
+    assert_same_bits(tensors_of(tmp_path / "run", 10), tensors_of(finished_run(), 10))
+
+
+def test_saving_in_a_thread_saves_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m1clip.training.context.Saver", lambda in_background: Saver(True))
+    changes = {"train.save_every": 1, "train.eval_every": 1, "train.save_total_limit": 99}
+    run_small(tmp_path / "thread", changes)
+    monkeypatch.undo()
+    run_small(tmp_path / "at-once", changes)
+    for step in range(1, 11):
+        assert_same_bits(
+            tensors_of(tmp_path / "thread", step), tensors_of(tmp_path / "at-once", step)
+        )
+    for name in ("best", "model"):
+        one, other = (tmp_path / run / name / "model.safetensors" for run in ("thread", "at-once"))
+        assert one.read_bytes() == other.read_bytes()
+    steps = [r["step"] for r in read_log(tmp_path / "thread") if r["kind"] == "checkpoint"]
+    assert steps == list(range(1, 11))
 
 
 QKV = "image_tower.transformer.blocks.0.attn.qkv.weight"
