@@ -152,7 +152,7 @@ def main() -> None:
             refs, cpu_options, folder
         )
         if gpu is not None:
-            work["nvJPEG, to the caller"] = lambda: through(refs, gpu=gpu)
+            work["nvJPEG, to the caller"] = lambda: through(refs, gpu=gpu, processes=cpus)
             work["nvJPEG, to the cache"] = lambda: to_cache(refs, cpu_options, folder, gpu)
             result["difference of nvJPEG"] = difference(some[:500], gpu)
         rates: dict[str, list[float]] = {key: [] for key in work}

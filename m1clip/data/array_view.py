@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from m1clip.data.failures import Failure
+from m1clip.formatting import ceil_div
 from m1clip.io import open_regular
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICE_FRACTION = 0.25  # of the device's free memory; the rest is for training
+ROWS_AT_ONCE, COPY_THREADS = 256, 4  # that are copied to a device
 
 
 class ArrayView:
@@ -75,6 +78,12 @@ class ArrayView:
         import torch  # not needed by an evaluation in onnxruntime
 
         images = torch.empty(shape, dtype=torch.uint8, device=device)
-        for items in np.array_split(np.arange(len(self)), -(-len(self) // 1024)):
+
+        def load(items: np.ndarray) -> None:
             images[items[0] : items[-1] + 1] = torch.from_numpy(self.read(items)).to(device)
+
+        blocks = np.array_split(np.arange(len(self)), ceil_div(len(self), ROWS_AT_ONCE))
+        # Threads: most of the time is spent on mapping and copying pages of the file.
+        with ThreadPoolExecutor(COPY_THREADS) as threads:
+            list(threads.map(load, blocks))
         return images

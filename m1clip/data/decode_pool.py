@@ -274,31 +274,49 @@ def decode_in_order(
     """
     blocks = 2 * BLOCKS_AHEAD * processes
     shared = SharedRows(blocks * IMAGES_PER_BLOCK, shape, np.uint8)
-    done: dict[int, list[Any]] = {}
-    remaining = iter(items)
     try:
         with DecodePool(work, processes, timeout, shared.file, shared.row_bytes) as pool:
-            submitted = 0
-
-            def fill() -> None:
-                nonlocal submitted
-                chunk = list(itertools.islice(remaining, IMAGES_PER_BLOCK))
-                if chunk:
-                    first = submitted % blocks * IMAGES_PER_BLOCK
-                    pool.submit(submitted, chunk, range(first, first + len(chunk)))
-                    submitted += 1
-
-            for _ in range(blocks):
-                fill()
-            number = 0
-            while number < submitted:
-                while number not in done:
-                    finished, reports = pool.next_done()
-                    done[finished] = reports
-                reports = done.pop(number)
+            for number, reports in enumerate(_in_order(pool, items, blocks, IMAGES_PER_BLOCK)):
                 first = number % blocks * IMAGES_PER_BLOCK
                 yield reports, shared.array[first : first + len(reports)]
-                number += 1
-                fill()
     finally:
         shared.close()
+
+
+def reports_in_order(
+    work: RowWork, items: Iterable[Any], processes: int, timeout: float, block: int
+) -> Generator[list[Any]]:
+    """The reports of blocks of items in order, of work that has no rows."""
+    with DecodePool(work, processes, timeout) as pool:
+        yield from _in_order(pool, items, 2 * BLOCKS_AHEAD * processes, block)
+
+
+def _in_order(
+    pool: DecodePool, items: Iterable[Any], blocks: int, block: int
+) -> Generator[list[Any]]:
+    """The reports of blocks of items in order; so many blocks are in work or wait to be used.
+
+    The rows of block n begin at n % blocks * block.
+    """
+    done: dict[int, list[Any]] = {}
+    remaining = iter(items)
+    submitted = 0
+
+    def fill() -> None:
+        nonlocal submitted
+        chunk = list(itertools.islice(remaining, block))
+        if chunk:
+            first = submitted % blocks * block
+            pool.submit(submitted, chunk, range(first, first + len(chunk)))
+            submitted += 1
+
+    for _ in range(blocks):
+        fill()
+    number = 0
+    while number < submitted:
+        while number not in done:
+            finished, reports = pool.next_done()
+            done[finished] = reports
+        yield done.pop(number)
+        number += 1
+        fill()

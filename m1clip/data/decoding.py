@@ -215,13 +215,14 @@ def decode_images(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(places, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
 
-    Decoded on the GPU, in `processes`, or if there are none in threads of this process. `write`
+    Decoded on the GPU (`processes` read them), in `processes`, or in threads of this process. `write`
     gets the places and pixels of each chunk before they are yielded: from a GPU in several threads.
     """
     refresh = console.current_progress()
     if gpu is not None:
         on_cpu = functools.partial(_decode, side=side, resize=resize)
-        chunks = decode_on_gpu(refs, GpuBatches(side, resize, gpu, on_cpu, write, timeout))
+        batches = GpuBatches(side, resize, gpu, on_cpu, write)
+        chunks = decode_on_gpu(refs, batches, processes, timeout)
     elif processes:
         work, shape = DecodeSquare(side, resize), (side, side, 3)
         chunks = decode_in_order(work, refs, processes, shape, timeout)
@@ -274,10 +275,10 @@ def decode_to_rows(
 
     Yields the places that are written.
     """
-    processes = 0 if gpu else processes_for(refs, options.cpus)
-    if not processes:
+    processes = processes_for(refs, options.cpus)
+    if gpu or not processes:
         blocks = decode_images(
-            refs, side, resize, failures, options.threads, timeout, gpu=gpu, write=writer.write
+            refs, side, resize, failures, options.threads, timeout, processes, gpu, writer.write
         )
         for places, _ in blocks:
             yield places

@@ -6,23 +6,26 @@ cached apart.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import io
 import struct
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from m1clip.data.decode_pool import reports_in_order
 from m1clip.data.decode_worker import Late
 from m1clip.data.images import MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
 from m1clip.data.types import ImageRef
+from m1clip.formatting import ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +33,16 @@ if TYPE_CHECKING:
 
 GPU_BATCH = 256  # images that are decoded together
 GPU_THREADS = 3  # one decodes while others copy pixels to the host and write them
-READ_THREADS = 4  # threads that read files; more would compete for the GIL
-READ_BLOCK = 32  # images that a thread reads at a time
+# That read files. In this process each image would take 0.1 ms of the GIL, more than the GPU needs.
+READ_PROCESSES = 4
+READ_THREADS = 4  # of images that other processes cannot read
+READ_BLOCK = 32  # images that one of them reads at a time, ...
+BLOCK_BYTES = 2**21  # ... unless they have more bytes than this
 GPU_BLOCKS_AHEAD = 4  # of each thread
+FILES_WEIGHED = 8  # to find how many bytes images have
 TRIED_FILES = 64  # images that are looked at, ...
 SUITABLE_FRACTION = 0.9  # ... and the fraction that the GPU must be able to decode
+RGB_MODE = 3  # of torchvision.io.ImageReadMode
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
 SIZED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
@@ -53,19 +61,35 @@ def gpu_decoder() -> DecodeBatch | None:
 
     if not torch.cuda.is_available():
         return None
-    try:
-        vision = importlib.import_module("torchvision.io")
-    except (ImportError, RuntimeError):  # RuntimeError: of another version of torch
-        return None
+    device = torch.device("cuda")
 
     def decode(batch: list[Tensor]) -> list[Tensor]:
-        return list(vision.decode_jpeg(batch, mode=vision.ImageReadMode.RGB, device="cuda"))
+        return list(torch.ops.image.decode_jpegs_cuda(batch, RGB_MODE, device))
 
     try:
+        _load_torchvision_images()
         pixels = decode([torch.frombuffer(bytearray(_tiny_jpeg()), dtype=torch.uint8)])
-    except RuntimeError:  # built without nvJPEG
+    # None, of another version of torch, or without nvJPEG
+    except (ImportError, OSError, AttributeError, RuntimeError):
         return None
     return decode if pixels[0].shape == (3, 8, 8) else None
+
+
+def _load_torchvision_images() -> None:
+    """Load the operators of torchvision.io without the package, which imports torch's compiler: 4 to 6 s.
+
+    As torchvision does it: a library named "image" in its folder.
+    """
+    import torch
+
+    package = importlib.util.find_spec("torchvision")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("torchvision is not installed")
+    loader = (ExtensionFileLoader, EXTENSION_SUFFIXES)
+    library = FileFinder(package.submodule_search_locations[0], loader).find_spec("image")
+    if library is None or library.origin is None:
+        raise ImportError("torchvision has no library for images")
+    torch.ops.load_library(library.origin)
 
 
 def _tiny_jpeg() -> bytes:
@@ -160,9 +184,33 @@ def read_bytes(ref: ImageRef) -> bytes | BadImage:
         return error
 
 
-def read_all(refs: Sequence[ImageRef]) -> list[bytes | BadImage]:
-    """The encoded bytes of some images, or why they cannot be read."""
-    return [read_bytes(ref) for ref in refs]
+class Encoded(NamedTuple):
+    """An image for the GPU."""
+
+    data: bytes
+    pixels: int  # once decoded
+
+
+# What is read of an image: for the GPU; its square, if the CPU had to decode it; or why it failed.
+Read = Encoded | np.ndarray | str | Late
+
+
+@dataclass(frozen=True)
+class ReadForGpu:
+    """Work for `DecodePool`: reads an image for the GPU, and decodes it if the GPU cannot."""
+
+    fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
+
+    def __call__(self, ref: ImageRef) -> tuple[None, Read]:
+        data = read_bytes(ref)
+        size = jpeg_size(data) if isinstance(data, bytes) else None
+        if isinstance(data, bytes) and size is not None:
+            return None, Encoded(data, size[0] * size[1])
+        return None, self.fallback(ref)
+
+    def read_all(self, refs: Sequence[ImageRef]) -> list[Read]:
+        """What is read of some images."""
+        return [self(ref)[1] for ref in refs]
 
 
 def mostly_for_gpu(refs: Sequence[ImageRef]) -> bool:
@@ -190,32 +238,28 @@ class GpuBatches:
     decode: DecodeBatch
     fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
     write: Callable[[Sequence[int], np.ndarray], None] | None  # gets places and their pixels
-    timeout: float
 
     def __call__(
-        self, first: int, refs: Sequence[ImageRef], data: Sequence[bytes | BadImage | Late]
+        self, first: int, refs: Sequence[ImageRef], read: Sequence[Read]
     ) -> tuple[Reports, np.ndarray]:
         """(reports, pixels) of images, whose places begin with `first`."""
-        left = set(range(len(refs)))
         on_device: list[tuple[list[int], Tensor]] = []
-        for places in _groups(data):
+        others: dict[int, Read] = {
+            place: each for place, each in enumerate(read) if not isinstance(each, Encoded)
+        }
+        for places, data in _groups(read):
             try:
-                made = squares(
-                    self.decode([_tensor(data[place]) for place in places]), self.side, self.resize
-                )
+                on_device.append((places, squares(self.decode(data), self.side, self.resize)))
             except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
-                continue
-            on_device.append((places, made))
-            left -= set(places)
+                others |= {place: self.fallback(refs[place]) for place in places}
         pixels = _on_host(on_device, len(refs), self.side)
         reports: Reports = [None] * len(refs)
-        for place in left:
-            here = data[place]
-            found = here if isinstance(here, Late) else self.fallback(refs[place])
-            if isinstance(found, np.ndarray):
-                pixels[place] = found
+        for place, each in others.items():
+            if isinstance(each, np.ndarray):
+                pixels[place] = each
             else:
-                reports[place] = found
+                assert not isinstance(each, Encoded)
+                reports[place] = each
         if self.write is not None:
             good = [place for place, report in enumerate(reports) if report is None]
             block = pixels if len(good) == len(refs) else pixels[good]
@@ -223,57 +267,57 @@ class GpuBatches:
         return reports, pixels
 
 
-def _on_host(groups: list[tuple[list[int], Tensor]], count: int, side: int) -> np.ndarray:
-    """(count, side, side, 3) with the squares of groups in their places."""
-    if len(groups) == 1 and groups[0][0] == list(range(count)):
-        return groups[0][1].cpu().numpy()  # without another copy
-    pixels = np.zeros((count, side, side, 3), np.uint8)
-    for places, made in groups:
-        pixels[places] = made.cpu().numpy()
-    return pixels
-
-
-def _groups(data: Sequence[bytes | BadImage | Late]) -> list[list[int]]:
-    """The places of images for the GPU, in groups with a limited number of pixels."""
-    groups: list[list[int]] = []
-    pixels = GROUP_PIXELS
-    for place, each in enumerate(data):
-        size = jpeg_size(each) if isinstance(each, bytes) else None
-        if size is None:
-            continue
-        area = size[0] * size[1]
-        if pixels + area > GROUP_PIXELS:
-            groups.append([])
-            pixels = 0
-        groups[-1].append(place)
-        pixels += area
-    return groups
-
-
-def _tensor(data: bytes | BadImage | Late) -> Tensor:
+def _groups(read: Sequence[Read]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """The places and data of images for the GPU, in groups with a limited number of pixels."""
     import torch
 
-    assert isinstance(data, bytes)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    places: list[int] = []
+    data: list[Tensor] = []
+    pixels = 0
+    for place, each in enumerate(read):
+        if not isinstance(each, Encoded):
+            continue
+        if data and pixels + each.pixels > GROUP_PIXELS:
+            yield places, data
+            places, data, pixels = [], [], 0
+        places.append(place)
+        data.append(torch.frombuffer(bytearray(each.data), dtype=torch.uint8))
+        pixels += each.pixels
+    if data:
+        yield places, data
+
+
+def _on_host(groups: list[tuple[list[int], Tensor]], count: int, side: int) -> np.ndarray:
+    """(count, side, side, 3) with the squares of groups in their places."""
+    import torch
+
+    is_cuda = any(made.is_cuda for _, made in groups)
+    # Pinned memory is used again, without mapping new pages for each batch.
+    pixels = torch.empty((count, side, side, 3), dtype=torch.uint8, pin_memory=is_cuda)
+    done = sum(len(places) for places, _ in groups)
+    if done < count:
+        pixels.zero_()
+    for places, made in groups:
+        if len(places) == count:
+            pixels.copy_(made)
+        else:
+            pixels[torch.tensor(places)] = made.cpu()
+    return pixels.numpy()
 
 
 def read_batches(
-    refs: Sequence[ImageRef], timeout: float
-) -> Generator[list[bytes | BadImage | Late]]:
-    """The encoded bytes of batches of images in order.
-
-    In a block of reads that is late, each image has the time for itself.
-    """
-    blocks = [refs[start : start + READ_BLOCK] for start in range(0, len(refs), READ_BLOCK)]
-    reads = map_with_timeout(blocks, read_all, timeout, READ_THREADS, GPU_BLOCKS_AHEAD)
-    batch: list[bytes | BadImage | Late] = []
-    with closing(reads):
-        for block, data in zip(blocks, reads, strict=True):
-            if data is not None:
-                batch += data
-            else:
-                alone = map_with_timeout(block, read_bytes, timeout)
-                batch += [Late(timeout) if each is None else each for each in alone]
+    refs: Sequence[ImageRef], work: ReadForGpu, processes: int, timeout: float
+) -> Generator[list[Read]]:
+    """What is read of batches of images in order: in processes, or if there are none in threads."""
+    if processes:
+        block = _images_per_block(refs)
+        blocks = reports_in_order(work, refs, min(processes, READ_PROCESSES), timeout, block)
+    else:
+        blocks = _read_in_threads(refs, work, timeout)
+    batch: list[Read] = []
+    with closing(blocks):
+        for reports in blocks:
+            batch += reports
             if len(batch) >= GPU_BATCH:
                 yield batch
                 batch = []
@@ -281,20 +325,45 @@ def read_batches(
         yield batch
 
 
+def _images_per_block(refs: Sequence[ImageRef]) -> int:
+    """How many images a process sends at a time: fewer if their files are large."""
+    data = [read_bytes(ref) for ref in refs[:: ceil_div(len(refs), FILES_WEIGHED)]]
+    largest = max((len(each) for each in data if isinstance(each, bytes)), default=1)
+    return max(1, min(READ_BLOCK, BLOCK_BYTES // max(1, largest)))
+
+
+def _read_in_threads(
+    refs: Sequence[ImageRef], work: ReadForGpu, timeout: float
+) -> Generator[list[Read]]:
+    """What is read of blocks of images in order.
+
+    In a block that is late, each image has the time for itself.
+    """
+    blocks = [refs[start : start + READ_BLOCK] for start in range(0, len(refs), READ_BLOCK)]
+    reads = map_with_timeout(blocks, work.read_all, timeout, READ_THREADS, GPU_BLOCKS_AHEAD)
+    with closing(reads):
+        for block, read in zip(blocks, reads, strict=True):
+            if read is not None:
+                yield read
+            else:
+                alone = map_with_timeout(block, work, timeout)
+                yield [Late(timeout) if each is None else each[1] for each in alone]
+
+
 def decode_on_gpu(
-    refs: Sequence[ImageRef], batches: GpuBatches
+    refs: Sequence[ImageRef], batches: GpuBatches, processes: int, timeout: float
 ) -> Generator[tuple[Reports, np.ndarray]]:
     """(reports, pixels) of batches in order.
 
     Some are in work while one is used.
     """
-    reads = read_batches(refs, batches.timeout)
+    reads = read_batches(refs, ReadForGpu(batches.fallback), processes, timeout)
     coming: deque[Future[tuple[Reports, np.ndarray]]] = deque()
     first = 0
     with closing(reads), ThreadPoolExecutor(GPU_THREADS, "nvjpeg") as threads:
-        for data in reads:
-            coming.append(threads.submit(batches, first, refs[first : first + len(data)], data))
-            first += len(data)
+        for read in reads:
+            coming.append(threads.submit(batches, first, refs[first : first + len(read)], read))
+            first += len(read)
             if len(coming) > GPU_THREADS:
                 yield coming.popleft().result()
         while coming:

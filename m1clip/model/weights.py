@@ -80,7 +80,7 @@ def _tensor_header(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, st
 def _host_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in main memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path, device: str = "cpu") -> Tensors:

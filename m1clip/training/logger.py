@@ -165,7 +165,7 @@ class Telemetry:
     ) -> None:
         """Open the sensors.
 
-        With an energy meter, measure for a second what the machine uses before the run.
+        With an energy meter, measure for a moment what the machine uses before the run.
         """
         host = host or Host()
         own = (

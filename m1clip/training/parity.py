@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # workbench imports this module too
 
 Module = TypeVar("Module", bound=nn.Module)
 PAIRS = 8
-SLICE = 32  # images
+SLICE, MOST_SLICES = 32, 8  # images, at least; more slices would take longer than they show
 CHECKED_STEP_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
 # Gradient entries to compare: several copies of a complete gradient would be the memory peak of a
@@ -151,7 +151,8 @@ def size_difference(check: GradientCheck, batch: Batch) -> Parity:
         return Parity(
             0.0, f"the batch of {len(batch)} was not compared with its slices: {too_long}"
         )
-    return Parity(max(map(relative_difference, complete, run(SLICE))))
+    slices = run(max(SLICE, ceil_div(len(batch), MOST_SLICES)))
+    return Parity(max(map(relative_difference, complete, slices)))
 
 
 def optimizer_difference(train_step: TrainStep) -> float:

@@ -72,10 +72,14 @@ def test_squares_differ_from_those_of_pillow_by_rounding(resize: str) -> None:
         assert difference.mean() < 0.3
 
 
+@pytest.mark.parametrize("processes", [0, 2])
 def test_gpu_and_cpu_decode_each_image_once_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotated and broken images are left to the CPU; so is a group that contains a damaged one."""
+    """Rotated and broken images are left to the CPU; so is a group that contains a damaged one.
+
+    Threads read the files, or processes.
+    """
     refs = []
     for number in range(20):
         path = tmp_path / f"{number:02}.jpg"
@@ -95,7 +99,9 @@ def test_gpu_and_cpu_decode_each_image_once_in_order(
 
     bad: dict[int, str] = {}
     on_cpu: dict[int, str] = {}
-    blocks = list(decoding.decode_images(refs, SIDE, "shortest", bad, gpu=damaged_once))
+    blocks = list(
+        decoding.decode_images(refs, SIDE, "shortest", bad, processes=processes, gpu=damaged_once)
+    )
     expected = list(decoding.decode_images(refs, SIDE, "shortest", on_cpu))
     places = [place for items, _ in blocks for place in items]
     assert places == [place for items, _ in expected for place in items]
@@ -152,14 +158,25 @@ def test_hanging_read_for_the_gpu_is_named(tmp_path: Path) -> None:
     """The other images of its block are read again."""
     photo(tmp_path / "a.jpg")
     good = FileImage(str(tmp_path / "a.jpg"))
-    (data,) = nvjpeg.read_batches([good, Hanging(), good], 0.2)
-    assert data == [good.read(), Late(0.2), good.read()]
+    work = nvjpeg.ReadForGpu(lambda ref: "not for the GPU")
+    (read,) = nvjpeg.read_batches([good, Hanging(), good], work, 0, 0.2)
+    encoded = nvjpeg.Encoded(good.read(), 50 * 40)
+    assert read == [encoded, Late(0.2), encoded]
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish"):
         list(
             decoding.decode_images(
                 [good, Hanging()], SIDE, "shortest", {}, timeout=0.2, gpu=on_host
             )
         )
+
+
+def test_large_files_are_read_in_small_blocks(tmp_path: Path) -> None:
+    small = FileImage(str(tmp_path / "a.jpg"))
+    photo(tmp_path / "a.jpg")
+    large = FileImage(str(tmp_path / "b.jpg"))
+    (tmp_path / "b.jpg").write_bytes(bytes(nvjpeg.BLOCK_BYTES // 2))
+    assert nvjpeg._images_per_block([small] * 20) == nvjpeg.READ_BLOCK
+    assert nvjpeg._images_per_block([small, large]) == 2
 
 
 def test_few_images_for_the_gpu_are_left_to_processes(tmp_path: Path) -> None:
