@@ -1,6 +1,7 @@
 """Recall of m1clip from random weights after more and more steps, by the rules for long runs.
 
     python benchmarks/more_time.py DATA --json OUT/more_time.json --seconds 330 --processes 10
+    python benchmarks/more_time.py --json docs/results/more_time.json --table    # for docs/recipe.md
 
 Each run is `m1clip train --recipe scratch --batch-size 64 --steps N`, several at a time on one GPU,
 so augmentation and CutMix are what m1clip/training/budget.py decides for its number of epochs. 115
@@ -12,8 +13,10 @@ matter most; a run that would not end in time is not started. Scores are of the 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from m1clip.runlog import read_log
 from m1clip.training.spec import read_spec
 
 BATCH = 64
+ALL_IMAGES = 6_000
 RECALLS = ("text_to_image/recall@10", "image_to_text/recall@10")
 STEPS_BY_MINUTES = {5: 575, 10: 1150, 15: 1725, 20: 2300, 30: 3450, 60: 6900}
 FIRST_STEP_SECONDS = 45.0  # imports, checks and the first evaluation
@@ -71,7 +75,7 @@ JOBS = {
         *(Job(20, seed, 0, mix(0)) for seed in (0, 1)),
         *(Job(30, seed, 0, mix(1)) for seed in (0, 1)),
     ],
-    "test": [Job(60), Job(10)],
+    "test": [Job(60), Job(30), Job(10)],
 }
 
 
@@ -86,7 +90,7 @@ class Study:
         self.runs: list[dict[str, Any]] = []
         write_splits(str(options.data), scratch)
 
-    def table(self, job: Job) -> Path:
+    def table_of(self, job: Job) -> Path:
         """The table of a run: its training images, validation, and test only where it is scored."""
         path = self.scratch / f"{job.name}.jsonl"
         lines = (self.scratch / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
@@ -104,7 +108,7 @@ class Study:
             print(f"{job.name}: skipped, would take {expected:.0f} s", flush=True)
             return
         out = self.scratch / job.name
-        words = [sys.executable, "-m", "m1clip", "train", "--data", str(self.table(job))]
+        words = [sys.executable, "-m", "m1clip", "train", "--data", str(self.table_of(job))]
         words += ["--recipe", "scratch", "--device", self.options.device, "--workers", "0"]
         words += ["--batch-size", str(BATCH), "--steps", str(job.steps), "--seed", str(job.seed)]
         words += ["--evaluations", "4", "--out", str(out), "--cache-dir", str(self.scratch / "c")]
@@ -143,6 +147,40 @@ def record(job: Job, out: Path, seconds: float) -> dict[str, Any]:
     return found | {"seconds": round(seconds, 1)}
 
 
+def table(runs: list[dict[str, Any]]) -> str:
+    """What the last evaluation of the runs found, for the documentation."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in runs:
+        settings = run["settings"]
+        key = (-(run["images"] or ALL_IMAGES), run["minutes"], settings["cutmix"])
+        groups.setdefault(key, []).append(run)
+    lines = [
+        "| images | steps (minutes) | epochs | crops, word dropout, CutMix | recall@10 | n |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (images, minutes, cutmix), own in sorted(groups.items()):
+        settings = own[0]["settings"]
+        epochs = own[0]["steps"] / (-images // BATCH)
+        values = [run["validation"][-1][1] for run in own]
+        shown = ", ".join(f"{value:.1f}" for value in values)
+        how = f"{settings['crop_min']:g}, {settings['word_dropout']:g}, {cutmix:g}"
+        mean = f"{statistics.fmean(values):.1f} ({shown})"
+        columns = (
+            f"{-images:,}",
+            f"{own[0]['steps']:,} ({minutes})",
+            f"{epochs:.0f}",
+            how,
+            mean,
+            str(len(values)),
+        )
+        lines.append(f"| {' | '.join(columns)} |")
+    tested = [run for run in runs if "test" in run]
+    lines += [
+        f"test, {run['steps']:,} steps, seed {run['seed']}: {run['test']:.1f}" for run in tested
+    ]
+    return "\n".join(lines)
+
+
 def both(entry: dict[str, Any]) -> float:
     """The mean of both recall@10 in percent."""
     return round(50 * sum(float(entry[name]) for name in RECALLS), 2)
@@ -153,7 +191,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", type=Path, help="a folder or table with the splits of Flickr8k")
+    parser.add_argument("data", nargs="?", type=Path, help="a folder with the splits of Flickr8k")
+    parser.add_argument("--table", action="store_true", help="print the table of a finished study")
     parser.add_argument(
         "--jobs", nargs="+", choices=JOBS, default=[name for name in JOBS if name != "test"]
     )
@@ -166,6 +205,11 @@ def main() -> None:
         "--options", nargs=argparse.REMAINDER, default=[], help="last: more for m1clip train"
     )
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.json.read_text(encoding="utf-8"))["runs"]))
+        return
+    if options.data is None:
+        parser.error("name the data")
     if options.device == "cuda":
         start_mps()
     os.environ["OMP_NUM_THREADS"] = "1"
