@@ -17,7 +17,7 @@ from m1clip.model.pretrained.registry import build_image_tower
 # Added to the covariances of standardized features, over the root of the number of images; chosen
 # on 300 and 6,000.
 IMAGE_RIDGE = 0.1456  # for each feature of a family: two EfficientNets need twice that of one
-DINO_RIDGE = 0.1456
+DINO_RIDGE = 0.058  # chosen on validation, beside two EfficientNets (docs/lab-finetune.md)
 TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
 CCA_IMAGES = 20_000  # used to estimate the covariances
