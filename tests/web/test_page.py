@@ -219,6 +219,38 @@ def test_page_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) 
     until(page, "document.querySelector('#snapshot-text').textContent.startsWith('step 50')")
 
 
+def panel(page: Any, name: str) -> str:
+    """The text of a card, when it has been filled."""
+    until(page, f"document.querySelector('[data-panel={name}] div').childElementCount > 0")
+    return " ".join(page.inner_text(f"[data-panel={name}]").split())
+
+
+def test_cards_of_the_machine_and_of_the_analysis(visit: Any, tmp_path: Path) -> None:
+    page, _ = visit([full_run(tmp_path / "demo")])
+    wait_for_points(page, 50)
+    memory = panel(page, "parts")
+    assert "peak 0.03 GB" in memory
+    assert "weights 10 MB, 33%" in memory
+    assert "rest 5 MB, 17%" in memory
+    cores = panel(page, "cores")
+    assert "performance cores: mean 90%, efficiency cores: mean 40%" in cores
+    assert "90%, mean 90%" in cores
+    stages = panel(page, "split")
+    assert "forward 40.0%" in stages
+    assert "backward 50.0%" in stages
+    assert "not measured: no meter here" in panel(page, "energy")
+    assert "not measured: no sensor here" in panel(page, "heat")
+    wait_for_points(page, 2, "difficulty")
+    labels = page.locator("[data-plot=difficulty] .u-label").all_inner_texts()
+    assert labels[-4:] == ["easy", "medium", "hard", "chance"]
+    epochs = page.locator("[data-panel=epochs] table")
+    head = epochs.locator("thead th").all_inner_texts()
+    assert head[:5] == ["epoch", "loss", "train accuracy", "val accuracy", "chance 1/B"]
+    assert epochs.locator("tbody tr").count() == 10, "100 steps of a tenth of an epoch"
+    assert "chance level is 1/B" in panel(page, "epochs")
+    assert "trend" in panel(page, "phases")
+
+
 def test_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     page, _ = visit([tmp_path / "runs"])
