@@ -6,13 +6,13 @@ interval, its chance level and the number of trials.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m1clip.analyses import analyses_of_evaluations, analyses_that_need
+from m1clip.analyses import Analysis, analyses_of_evaluations, analyses_that_need
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.evaluation.retrieval import TIE, is_match, nearest, recall_by_group
 from m1clip.evaluation.statistics import Metric, Scores, metrics_of, wilson
@@ -34,17 +34,29 @@ DIFFICULTIES = ("easy", "medium", "hard")
 DIGITS = 5  # of a logged value
 
 
-def analyze(features: SplitFeatures, evaluator: Evaluator | None = None) -> dict[str, Any]:
+def analyze(
+    features: SplitFeatures,
+    evaluator: Evaluator | None = None,
+    on_error: Callable[[str, Exception], None] | None = None,
+) -> dict[str, Any]:
     """Compute the analyses in the table that belong to an evaluation.
 
     Those of the split need an evaluator. A value that this data does not have is skipped.
+    `on_error` gets the name and the error of an analysis that fails; if it returns, the analysis is
+    left out.
     """
-    values = {
-        analysis.name: analysis.compute(features) for analysis in analyses_that_need("features")
-    }
+    todo: list[tuple[Analysis, tuple[Any, ...]]]
+    todo = [(analysis, (features,)) for analysis in analyses_that_need("features")]
     if evaluator is not None:
-        for analysis in analyses_that_need("split"):
-            values[analysis.name] = analysis.compute(evaluator, features)
+        todo += [(analysis, (evaluator, features)) for analysis in analyses_that_need("split")]
+    values = {}
+    for analysis, needed in todo:
+        try:
+            values[analysis.name] = analysis.compute(*needed)
+        except Exception as error:
+            if on_error is None:
+                raise
+            on_error(analysis.name, error)
     order = [analysis.name for analysis in analyses_of_evaluations()]
     return {name: values[name] for name in order if values.get(name) not in (None, {})}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from m1clip.errors import first_line
 from m1clip.evaluation.analysis import analyze
 from m1clip.evaluation.evaluate import Evaluator, other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
@@ -13,6 +14,7 @@ from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.training.checkpoint import disk_errors
+from m1clip.training.oom import is_out_of_memory
 from m1clip.training.saving import save_model
 
 if TYPE_CHECKING:
@@ -64,7 +66,13 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     evaluator = Evaluator(
         run.inputs.to_model(model), run.inputs.source, "val", data, batch_size=batch_size
     )
-    analysis = analyze(features, evaluator)
+
+    def leave_out(name: str, error: Exception) -> None:
+        if not is_out_of_memory(error):
+            raise error
+        run.warn(f"analysis {name} of step {state.step:,} left out: {first_line(error)}")
+
+    analysis = analyze(features, evaluator, leave_out)
     with disk_errors(run.log, run.folder / "snapshots", state.step):
         write_snapshot(run.folder, state.step, "val", data, features)
     values = {

@@ -136,20 +136,22 @@ def constant() -> float:
     return 7.0
 
 
-def short_of_memory(view: StepView) -> float:
+def short_of_memory(*needed: Any) -> float:
     raise MemoryError("no memory for the analysis")
 
 
 def test_run_with_and_without_analyses_has_the_same_weights_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every kind of entry, one of which fails; without them only the values are missing."""
+    """With every kind of entry, some of which fail; without them only the values are missing."""
     with monkeypatch.context() as patch:
         for name, need, function in (
             ("weight_norm", "step", weight_norm),
             ("validation_images", "features", size_of),
             ("constant", "nothing", constant),
             ("failing", "step", short_of_memory),
+            ("failing_features", "features", short_of_memory),
+            ("failing_split", "split", short_of_memory),
         ):
             add_entry(patch, name=name, needs=need, function=f"{__name__}:{function.__name__}")
         run_small(tmp_path / "with", {"train.eval_every": 5})
@@ -165,10 +167,15 @@ def test_run_with_and_without_analyses_has_the_same_weights_and_log(
         assert "failing" not in record
     texts = [each["text"] for each in read_log(tmp_path / "with") if each["kind"] == "warning"]
     assert [text for text in texts if text.startswith("analysis ")] == [
-        f"analysis failing of step {step} left out: no memory for the analysis" for step in (5, 10)
+        f"analysis {name} of step {step} left out: no memory for the analysis"
+        for step in (5, 10)
+        for name in ("failing", "failing_features", "failing_split")
     ]
     evaluated = [each for each in read_log(tmp_path / "with") if each["kind"] == "eval"]
-    assert all(each["analysis"]["validation_images"] >= 8 for each in evaluated)
+    for each in evaluated:
+        assert each["analysis"]["validation_images"] >= 8
+        assert "held_out_batch_accuracy" in each["analysis"]
+        assert not {"failing_features", "failing_split"} & each["analysis"].keys()
     # Restores also the order of the table, which other tests compare.
     with mock.patch.dict(ANALYSES):
         for analysis in analyses_that_need("step"):
