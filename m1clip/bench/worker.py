@@ -86,6 +86,12 @@ class Worker:
         return value
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.is_alive()
 

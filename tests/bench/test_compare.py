@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -398,6 +400,31 @@ def test_worker_process_measures_reports_errors_and_is_killed_when_late(tmp_path
         process.close()
     with pytest.raises(MeasurementError, match="worker process"):
         process.call("measure", PATIENCE, one, 0.0, 1, False)
+
+
+@dataclasses.dataclass
+class Killer:
+    """An argument that kills the worker that reads it."""
+
+    pid: int
+
+    def __reduce__(self) -> Any:
+        return os.kill, (self.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_worker_that_is_killed_within_a_measurement_is_replaced(tmp_path: Path) -> None:
+    """As the system does when memory is short, or a driver when its device is lost."""
+    session = FixedClock(tmp_path, left=PATIENCE)
+    one = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
+    victim = session.worker(one.variant)
+    with pytest.raises(MeasurementError, match="worker process ended, probably out of memory"):
+        victim.call("measure", PATIENCE, Killer(victim.pid))
+    assert not victim.alive
+    session.measure(one, 0.0)
+    session.close()
+    assert session.skipped == {}
+    assert [r.configuration for r in session.results] == [one]
 
 
 @pytest.mark.usefixtures("small_models")
