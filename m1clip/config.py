@@ -326,7 +326,7 @@ class TrainConfig(Section):
     )
     save_every: Annotated[int | str | None, Parameter(group=COMMON)] = None
     (
-        "Save every N steps, 30s, 10m, 1h, or 2ep (epochs). Default: at each evaluation; above "
+        "Save every N steps, 30s, 10m, 1h, or 2e (epochs). Default: at each evaluation; above "
         "134 MB, once a minute."
     )
     save_total_limit: Annotated[int, Range(1)] = 2

@@ -205,9 +205,9 @@ class SaveInterval(NamedTuple):
 
 
 def save_interval(value: int | str, option: str) -> SaveInterval:
-    """Parse a number of steps, a time (30s, 10m or 1h) or epochs (2ep or "2 epochs")."""
+    """Parse a number of steps, a time (30s, 10m or 1h) or epochs (2e, 2ep or "2 epochs")."""
     text = str(value).strip().lower()
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:([smh])|\s?(ep|epochs?))", text, re.ASCII)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:([smh])|\s?(e|ep|epochs?))", text, re.ASCII)
     if match is not None and float(match[1]) > 0:
         if match[3]:
             return SaveInterval(epochs=float(match[1]))
@@ -216,5 +216,5 @@ def save_interval(value: int | str, option: str) -> SaveInterval:
         return SaveInterval(steps=int(text))
     raise UserError(
         f"{option} {value}: expected an integer number of steps, a time such as 30s, 10m or 1h, or"
-        " epochs such as 2ep"
+        " epochs such as 2e"
     )

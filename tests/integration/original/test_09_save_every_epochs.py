@@ -4,6 +4,7 @@ import pytest
 from small_run import finished_run, small_config
 
 from m1clip.errors import UserError
+from m1clip.formatting import save_interval
 from m1clip.runlog import read_log
 
 
@@ -12,5 +13,7 @@ def test_checkpoints_every_epochs() -> None:
     run = finished_run({"train.save_every": "1.5 epochs", "train.steps": 14})
     saved = [each["step"] for each in read_log(run) if each["kind"] == "checkpoint"]
     assert saved == [6, 12, 14]
-    with pytest.raises(UserError, match="or epochs such as 2ep"):
+    for text in ("1.5e", "1.5ep", "1.5 epochs"):
+        assert save_interval(text, "--save-every").epochs == 1.5
+    with pytest.raises(UserError, match="or epochs such as 2e"):
         small_config({"train.save_every": "two epochs"})
