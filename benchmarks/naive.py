@@ -1,6 +1,6 @@
 """Training as in the original project, written without optimizations: the baseline of step.py and same_work.py.
 
-Own code after the description: fp32, attention as two matrix products with a softmax between,
+Own code after the description: fp32, attention as two matmuls with a softmax between,
 dropout 0.1, every caption padded to 77, the causal mask not used, float images made one by one,
 AdamW a parameter at a time.
 """
@@ -26,7 +26,7 @@ DROPOUT = 0.1
 
 
 class NaiveAttention(nn.Module):
-    """Fused queries, keys and values; two matrix products with a softmax between."""
+    """Fused queries, keys and values; two matmuls with a softmax between."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -325,7 +325,7 @@ def show(name: str, found: dict[str, Any]) -> None:
         )
     rate = found["gemm_rate"]["median"] / 1e9
     print(
-        f"  {'limit of the matrix products':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
+        f"  {'limit of the matmuls':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
         f"{rate:.0f} GFLOP/s; m1clip reaches {spread(found['gemm_fraction'], '.0%')}"
     )
 

@@ -1,17 +1,17 @@
-"""How honest is the cut-off of `m1clip search`? Half of the queries have their matching images removed.
+"""How honest is the cutoff of `m1clip search`? Half of the queries have their matching images removed.
 
     python benchmarks/search_cutoff.py runs/frozen flickr8k --json docs/results/search_cutoff.json
     python benchmarks/search_cutoff.py general flickr8k coco --json docs/results/search_cutoff_general.json
 
 Two kinds of queries over the images of a split: words and pairs of words, where an image matches if
 its captions mention them; and captions, where only the image matches that the caption was written
-for. The weights and the cut-offs are fitted on the validation split; the tables and the reliability
+for. The weights and the cutoffs are fitted on the validation split; the tables and the reliability
 diagram show the test split. Compared with a threshold on the cosine similarity, and one on the
 standard score of the cosine within the library's images. Queries of one or two words are encoded as
 `m1clip search` does (m1clip/search/short_queries.py); "plain cosine" is the cosine of the query
 alone, which is the baseline. The last row of a table is the difference of the probability and the
 baseline, over the same resamples of queries. The test split is read once, with the rules and
-cut-offs of the validation split.
+cutoffs of the validation split.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Queries:
         return self.plain if rule == "plain cosine" else self
 
     def rates(self, score: np.ndarray, cut: float, queries: Any = slice(None)) -> dict[str, float]:
-        """Of the results above a cut-off, for some of the queries.
+        """Of the results above a cutoff, for some of the queries.
 
         A query is answered correctly by a right result, or by none if its matching images are
         removed.
@@ -157,7 +157,7 @@ class Queries:
         return found
 
     def best_cut(self, score: np.ndarray, rate: str) -> float:
-        """The cut-off with the best value of a rate."""
+        """The cutoff with the best value of a rate."""
         cuts = np.quantile(score, np.linspace(0, 0.9995, 400))
         return float(max(cuts, key=lambda cut: self.rates(score, cut)[rate]))
 
@@ -293,7 +293,7 @@ def main() -> None:
             )
             for rule, rates in found.items()
         ]
-        columns = (f"{len(test.right):,} {name}", "cut-off", *next(iter(found.values())))
+        columns = (f"{len(test.right):,} {name}", "cutoff", *next(iter(found.values())))
         print(table(columns, cells), "\n")
         if name == "words":
             record["answers"] = test.answers(probabilities(test.zscore))
@@ -309,7 +309,7 @@ def main() -> None:
     print(table(("words: predicted", "right", "results"), shown))
     cut = record["words"]["cutoffs"]["probability"]
     print(
-        f"\nweights {np.round(weights, 3).tolist()} (in use: {MATCH_WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})"
+        f"\nweights {np.round(weights, 3).tolist()} (in use: {MATCH_WEIGHTS}), cutoff {cut:.3f} (in use: {CUTOFF})"
     )
     if options.figure:
         diagram(bins, options.figure)

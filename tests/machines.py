@@ -40,5 +40,5 @@ H200 = linux("Intel(R) Xeon(R) Platinum 8558", 48, "NVIDIA H200", (9, 0))
 
 
 def product_is_wrong(reduction: int, sides: tuple[int, int]) -> bool:
-    """Whether MPS computes a matrix product wrong, on M1 and M2: a narrow output takes another kernel."""
+    """Whether MPS computes a matmul wrong, on M1 and M2: a narrow output takes another kernel."""
     return reduction >= 32_767 and min(sides) >= 16

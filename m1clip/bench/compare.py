@@ -50,7 +50,7 @@ from m1clip.runlog import json_safe
 
 COMPARISON_FORMAT = "m1clip-comparison"
 COMPARED_SECONDS, MIN_STEPS = 10.0, 3  # of one measurement of a configuration
-OVERHEAD_STEPS = 12  # warm-up and the check of the gradient, in steps
+OVERHEAD_STEPS = 12  # warmup and the check of the gradient, in steps
 WORKER_START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
 # A configuration that needs less than this is measured as long as any time is left.
 ALWAYS_SECONDS = 2.0

@@ -172,7 +172,7 @@ class Finding:
     level: Level
     name: str
     text: str
-    remedy: str = ""  # shown unless the level is ok
+    hint: str = ""  # shown unless the level is ok
 
 
 def check(m: Machine) -> list[Finding]:
@@ -212,10 +212,10 @@ def check_software(m: Machine) -> Iterator[Finding]:
             if m.torch_cuda_build
             else "was built without CUDA, but this machine has an NVIDIA driver"
         )
-        remedy = (
+        hint = (
             "install the CUDA build of torch that matches the driver (nvidia-smi shows its version)"
         )
-        yield Finding("problem", "torch", f"torch {facts.torch} {reason}", remedy)
+        yield Finding("problem", "torch", f"torch {facts.torch} {reason}", hint)
     elif facts.system == "Darwin" and facts.machine == "arm64" and not facts.mps and not m.rosetta:
         text = f"{facts.torch}, without support for the Apple GPU"
         yield Finding("warning", "torch", text, "MPS needs macOS 14 or newer")
@@ -227,18 +227,18 @@ def check_software(m: Machine) -> Iterator[Finding]:
 def check_resources(m: Machine) -> Iterator[Finding]:
     free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
     level: Level = "problem" if free < 1 else "warning" if free < 0.25 * total else "ok"
-    remedy = (
+    hint = (
         "close other programs, or train with --memory to set a limit; even the tiny model needs"
         " about 1 GB"
     )
-    yield Finding(level, "memory", f"{free:.1f} of {total:.1f} GiB free", remedy)
+    yield Finding(level, "memory", f"{free:.1f} of {total:.1f} GiB free", hint)
     free = m.disk_free / GIB
     level = "problem" if free < 1 else "warning" if free < 5 else "ok"
-    remedy = (
+    hint = (
         "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `original`"
         " take 0.9 GB each"
     )
-    yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", remedy)
+    yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", hint)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
         yield Finding(
@@ -294,8 +294,8 @@ def check_devices(m: Machine) -> Iterator[Finding]:
         yield Finding("warning", "environment", text, "unset it: m1clip needs no fallback")
     for kind, failure in m.kernel_failures.items():
         if failure:
-            remedy = "use --device cpu; or try another torch version, or update the driver"
-            yield Finding("problem", kind, f"a kernel failed: {failure}", remedy)
+            hint = "use --device cpu; or try another torch version, or update the driver"
+            yield Finding("problem", kind, f"a kernel failed: {failure}", hint)
             continue
         rates = m.gemm_flops[kind]
         text = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
@@ -315,8 +315,8 @@ def check_gpu(m: Machine) -> Iterator[Finding]:
             text += f"; auto uses the CPU because it was faster ({on_cpu[0]}); --device gpu decides"
         yield Finding("ok", "gpu", text)
         return
-    level, text, remedy = why_no_gpu(m)
-    yield Finding(level, "gpu", text, remedy)
+    level, text, hint = why_no_gpu(m)
+    yield Finding(level, "gpu", text, hint)
 
 
 def why_no_gpu(m: Machine) -> tuple[Level, str, str]:
@@ -439,6 +439,6 @@ def doctor_text(findings: list[Finding]) -> str:
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")
-        lines += [f"         -> {finding.remedy}"] if finding.level != "ok" else []
+        lines += [f"         -> {finding.hint}"] if finding.level != "ok" else []
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "warning")}
     return "\n".join([*lines, ", ".join(plural(count, level) for level, count in counts.items())])

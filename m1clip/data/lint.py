@@ -79,16 +79,16 @@ class Finding:
     severity: Severity
     count: int
     message: str
-    remedy: str = ""
+    hint: str = ""
     examples: tuple[str, ...] = ()
 
 
 def finding(
-    code: str, severity: Severity, message: str, remedy: str, places: Sequence[str]
+    code: str, severity: Severity, message: str, hint: str, places: Sequence[str]
 ) -> list[Finding]:
     """A finding at these places; none without a place."""
     return (
-        [Finding(code, severity, len(places), message, remedy, tuple(places[:EXAMPLES_IN_JSON]))]
+        [Finding(code, severity, len(places), message, hint, tuple(places[:EXAMPLES_IN_JSON]))]
         if places
         else []
     )
@@ -113,10 +113,8 @@ class LintReport:
         return _VERDICT[self.findings[0].severity] if self.findings else "ok"
 
     def advice(self) -> list[str]:
-        """What to do, each remedy once, the most urgent first."""
-        return list(
-            dict.fromkeys(f.remedy for f in self.findings if f.remedy and f.severity != "info")
-        )
+        """What to do, each hint once, the most urgent first."""
+        return list(dict.fromkeys(f.hint for f in self.findings if f.hint and f.severity != "info"))
 
     def to_json(self) -> str:
         report = {"verdict": self.verdict, "advice": self.advice(), **asdict(self)}
@@ -146,7 +144,7 @@ class LintReport:
                 more = f"... and {found.count - len(shown):,} more"
                 lines.append(f"           {more}; --json lists up to {EXAMPLES_IN_JSON}")
         return "\n".join(
-            [*lines, f"verdict: {self.verdict}", *(f"  - {remedy}" for remedy in self.advice())]
+            [*lines, f"verdict: {self.verdict}", *(f"  - {hint}" for hint in self.advice())]
         )
 
 
@@ -188,16 +186,16 @@ def lint(
     if everything:
         found += find_duplicates(checked, facts)
     items = f"{source.item}s"
-    for kind, (severity, message, remedy) in SKIPPED.items():
+    for kind, (severity, message, hint) in SKIPPED.items():
         places = [str(problem) for problem in source.problems if problem.kind == kind]
-        words = (message.format(items=items), remedy.format(items=items))
+        words = (message.format(items=items), hint.format(items=items))
         found += finding(f"skipped-{kind}", severity, *words, places)
     found += check_captions(checked, context_length, source.class_captions)
-    remedy = "name the splits train, val and test, or remove the split column"
+    hint = "name the splits train, val and test, or remove the split column"
     if "train" not in counts:
-        found += finding("no-train", "problem", "missing splits", remedy, ["train"])
+        found += finding("no-train", "problem", "missing splits", hint, ["train"])
     if "val" not in counts:
-        found += finding("no-val", "warning", "missing splits", remedy, ["val"])
+        found += finding("no-val", "warning", "missing splits", hint, ["val"])
     return LintReport(
         source=source.name,
         images=counts,
@@ -309,11 +307,11 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
         )
         found.append(Finding("too-many-bad", "problem", bad, message))
     both = list(zip(entries, facts, strict=True))
-    for fault, (message, remedy) in FAULTS.items():
+    for fault, (message, hint) in FAULTS.items():
         places = [
             f"{entry.image_name()}: {fact.reason}" for entry, fact in both if fact.fault == fault
         ]
-        found += finding(fault, "problem", f"{message}, skipped", remedy, places)
+        found += finding(fault, "problem", f"{message}, skipped", hint, places)
     named = [
         (f"{entry.image_name()}: {fact.size[0]} x {fact.size[1]}", fact)
         for entry, fact in both
@@ -325,8 +323,8 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
         if min(fact.size) < max(MIN_SIDE, max(fact.size) / USUAL_ASPECT)
     ]
     message = f"images under {MIN_SIDE} px or more than {USUAL_ASPECT} times as long as wide"
-    remedy = "check images of extreme size: icons and strips contribute little"
-    found += finding("extreme-size", "warning", message, remedy, odd)
+    hint = "check images of extreme size: icons and strips contribute little"
+    found += finding("extreme-size", "warning", message, hint, odd)
     blank = [name for name, fact in named if fact.contrast < NEAR_EMPTY_CONTRAST]
     return found + finding(
         "near-empty", "warning", "images of nearly a single color", "remove blank images", blank
@@ -456,21 +454,19 @@ def check_captions(
             f"captions that are only labels ({len(images):,} different ones for"
             f" {plural(len(entries), 'image')})"
         )
-        remedy = (
+        hint = (
             "describe each image instead of naming it; or use class folders, whose names become"
             " sentences"
         )
         examples = tuple(names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
-        found.append(
-            Finding("labels", "warning", len(short) or captions, message, remedy, examples)
-        )
+        found.append(Finding("labels", "warning", len(short) or captions, message, hint, examples))
     shared = sorted(
         (text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text])
     )
     fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
     shown = [f"{plural(len(images[text]), 'image')}: {text[:80]}" for text in shared]
     severity: Severity = "warning" if fraction > _MANY else "info"
-    remedy = "write captions that distinguish the images"
+    hint = "write captions that distinguish the images"
     return found + finding(
-        "shared-caption", severity, "captions of more than one image", remedy, shown
+        "shared-caption", severity, "captions of more than one image", hint, shown
     )

@@ -37,7 +37,7 @@ from m1clip.errors import UserError
 from m1clip.system import STOP_SIGNALS, block_signals
 from m1clip.text.base import rounded
 
-TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
+TEXT_GROUPS = 4  # of similar length; more would save little padding and make matmuls small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
 AHEAD = 2  # batches that a thread reads in advance

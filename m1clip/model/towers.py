@@ -175,7 +175,7 @@ class VisionTower(Tower):
                 if kept_patches is None
                 else x[torch.arange(len(x), device=x.device)[:, None], kept_patches]
             )
-        # A matrix product instead of the convolution: same numbers, faster on every device we
+        # A matmul instead of the convolution: same numbers, faster on every device we
         # measured.
         size = self.config.patch_size
         grid = self.config.grid

@@ -171,7 +171,7 @@ class Results:
 
     @property
     def matches(self) -> list[Result]:
-        """Those above the cut-off; none: nothing here matches."""
+        """Those above the cutoff; none: nothing here matches."""
         return self._above(CUTOFF)
 
     @property

@@ -9,14 +9,14 @@ from m1clip.training.duration import StepPlan
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """Number of warm-up steps, given as a fraction of all steps or a number.
+    """Number of warmup steps, given as a fraction of all steps or a number.
 
-    UserError if warm-up would never end.
+    UserError if warmup would never end.
     """
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps >= total_steps:
         raise UserError(
-            f"warm-up of {plural(steps, 'step')} would never end: the run has"
+            f"warmup of {plural(steps, 'step')} would never end: the run has"
             f" {plural(total_steps, 'step')}; train longer, or lower --warmup (0.05 = five percent"
             " of the run)"
         )

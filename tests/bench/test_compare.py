@@ -257,7 +257,7 @@ class SlowMachine:
 
 
 class TimedWorker(FakeWorker):
-    """Takes as long as the real one: a start, the model, warm-up, steps and checks."""
+    """Takes as long as the real one: a start, the model, warmup, steps and checks."""
 
     machine: ClassVar[SlowMachine]
 
@@ -287,7 +287,7 @@ class TimedWorker(FakeWorker):
             else:
                 count = max(3, min(100, int(arguments[1] / step)))
                 taken = [machine.work(step) for _ in range(count)]
-                machine.work((4 + 4 * arguments[3]) * step)  # warm-up, gradient and stages
+                machine.work((4 + 4 * arguments[3]) * step)  # warmup, gradient and stages
                 answer = dataclasses.replace(answer, seconds=taken)
         if machine.now - begin > timeout:
             machine.now = begin + timeout

@@ -65,7 +65,7 @@ def test_healthy_machine_has_no_warning(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "name", "level", "remedy"),
+    ("base", "changes", "name", "level", "hint"),
     [
         (M1, {"rosetta": True}, "rosetta", "problem", "arm64 Python"),
         (M1, {"on_battery": True}, "power", "warning", "plug in"),
@@ -102,11 +102,11 @@ def test_healthy_machine_has_no_warning(machine: Machine) -> None:
     ],
 )
 def test_defect_is_reported_with_its_remedy(
-    base: Machine, changes: dict[str, Any], name: str, level: str, remedy: str
+    base: Machine, changes: dict[str, Any], name: str, level: str, hint: str
 ) -> None:
     finding = by_name(dataclasses.replace(base, **changes))[name]
     assert finding.level == level
-    assert remedy in finding.remedy
+    assert hint in finding.hint
 
 
 def test_doctor_on_this_machine() -> None:
@@ -230,7 +230,7 @@ def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:
     finding = by_name(dataclasses.replace(M1, known_errors={"mps": found}))["mps error"]
     assert finding.level == "warning"
     assert finding.text == "pytorch#195163, bmm with a reduction of 40,000: wrong"
-    assert "no call is that long" in finding.remedy
+    assert "no call is that long" in finding.hint
     finding = by_name(dataclasses.replace(AMX, known_errors={"cpu": found}))["cpu error"]
     assert finding.level == "problem"
 
@@ -256,7 +256,7 @@ def test_doctor_problem_gives_exit_code_1(
     assert stopped is None or stopped.value.code == 1
     values = json.loads(capsys.readouterr().out)
     assert values["machine"]["disk_free"] == disk_free
-    assert {"level", "name", "text", "remedy"} == set(values["findings"][0])
+    assert {"level", "name", "text", "hint"} == set(values["findings"][0])
 
 
 def test_doctor_shows_and_clears_kept_choices(

@@ -209,7 +209,7 @@ def test_bad_image_is_one_line_and_pickles() -> None:
 
 # Phones also write HEIC under the name of a JPEG.
 @pytest.mark.parametrize("name", ["a.heic", "a.jpg"])
-def test_heic_without_library_error_names_remedy(
+def test_heic_without_library_error_names_hint(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pi_heif", None)

@@ -189,7 +189,7 @@ def test_monitor_follows_a_run_and_a_resized_window(
 
 
 @pytest.mark.slow
-def test_monitor_without_terminal_error_names_remedy(tmp_path: Path) -> None:
+def test_monitor_without_terminal_error_names_hint(tmp_path: Path) -> None:
     full_run(tmp_path / "demo")
     refused = command("monitor", "demo", cwd=tmp_path)
     words = (

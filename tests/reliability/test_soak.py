@@ -27,7 +27,7 @@ from m1clip.runlog import read_log
 
 MIB = 2**20
 EVERY = {"step": 10, "eval": 400, "checkpoint": 200}
-# Growth after the warm-up that counts as flat; the heaps of Python and malloc move by some MiB.
+# Growth after the warmup that counts as flat; the heaps of Python and malloc move by some MiB.
 ALLOWED = {"rss": 12 * MIB, "fds": 1, "threads": 1, "disk": MIB}
 # By process and figure: (seconds, value).
 Samples = dict[tuple[str, str], list[tuple[float, float]]]

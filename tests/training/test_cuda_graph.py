@@ -215,7 +215,7 @@ def test_all_but_the_first_steps_are_replayed() -> None:
         update.run(batch, step)
         replays += update.cuda_graph._graph is not None
     assert not update.cuda_graph.disabled
-    # Texts may get longer before the first capture, which restarts the warm-up.
+    # Texts may get longer before the first capture, which restarts the warmup.
     assert replays >= 20
     assert update.cuda_graph.captures < MAX_CAPTURES
 

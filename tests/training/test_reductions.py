@@ -1,4 +1,4 @@
-"""No matrix product of a training step exceeds what MPS computes right: the real step, walked on meta tensors."""
+"""No matmul of a training step exceeds what MPS computes right: the real step, walked on meta tensors."""
 
 import dataclasses
 from typing import Any

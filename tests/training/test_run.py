@@ -158,7 +158,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"train.batch_size": 73},
         "72 training images do not fill one batch of 73: lower --batch-size to 36",
     ),
-    ({"optim.warmup": 2000.0}, "warm-up of 2,000 steps would never end: the run has 10 steps"),
+    ({"optim.warmup": 2000.0}, "warmup of 2,000 steps would never end: the run has 10 steps"),
     ({"train.steps": None, "train.epochs": 0.01}, "--epochs 0.01 is less than one step"),
     ({"train.device": "mps"}, "--device mps: not available on this machine"),
     ({"data.source": ["/nowhere/at/all"]}, "/nowhere/at/all"),

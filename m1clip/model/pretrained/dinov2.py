@@ -91,7 +91,7 @@ class DinoTower(Tower):
         n = pixels.shape[0]
         size = self.size.patch_size
         grid = self.image_size // size
-        # A matrix product, as in our own tower.
+        # A matmul, as in our own tower.
         patches = pixels.reshape(n, 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5)
         x = F.linear(
             patches.reshape(n * grid * grid, 3 * size * size),

@@ -64,7 +64,7 @@ function show(found) {
   state.newest = !found.asked;
   const matches = found.results.slice(0, found.matches), rest = found.results.slice(found.matches);
   fill(matches, rest, found.wrong);
-  const ranked = matches.length && matches[0].probability === null ? "nearest photo" : "photo"; // without a cut-off
+  const ranked = matches.length && matches[0].probability === null ? "nearest photo" : "photo"; // without a cutoff
   if (found.asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds} ms`);
   else status(found.results.length ? "Newest photos" : "");
   if (matches.length) message();

@@ -61,7 +61,7 @@ def test_large_file_of_one_byte_is_a_one_line_error(tmp_path: Path, byte: bytes,
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
-def test_missing_library_error_names_remedy(
+def test_missing_library_error_names_hint(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(module: str, *rest: Any) -> Any:
@@ -117,7 +117,7 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
         open_source(str(tmp_path / "both"))
 
 
-def test_images_without_captions_error_names_remedy(images: Write) -> None:
+def test_images_without_captions_error_names_hint(images: Write) -> None:
     folder = images(["images/IMG_1.jpg", "images/IMG_2.jpg", "images/1000268201_693b08cb0e.jpg"])
     with pytest.raises(
         UserError,
@@ -286,7 +286,7 @@ def test_messages_call_entries_as_their_format_does(
     report = lint(DataSource(folder, toy), 1)
     (skipped,) = [each for each in report.findings if each.code == "skipped-empty-caption"]
     assert skipped.message == f"{item}s without a caption, skipped"
-    assert skipped.remedy == f"write the missing captions, or remove the {item}s"
+    assert skipped.hint == f"write the missing captions, or remove the {item}s"
 
 
 @pytest.mark.parametrize("content", ['{"model": "blip"}', "[]", "not JSON", '{"a.jpg": "a dog"}'])

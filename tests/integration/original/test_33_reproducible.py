@@ -18,7 +18,7 @@ def test_checklist_names_versions_and_devices() -> None:
     machine = Machine(facts=machines.H200, repeatable={"cuda": False, "cpu": True}, threads=3)
     found = {finding.name: finding for finding in check_reproducibility(machine)}
     assert found["reproduce: cuda"].level == "warning"
-    assert "--device cpu" in found["reproduce: cuda"].remedy
+    assert "--device cpu" in found["reproduce: cuda"].hint
     assert found["reproduce: cpu"].level == "ok"
     assert "with 3 threads" in found["reproduce: cpu"].text
     assert machines.H200.torch in found["reproduce: versions"].text
