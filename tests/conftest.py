@@ -1,9 +1,14 @@
 """Settings for all tests: one torch thread, the same hypothesis examples each time, a temporary cache folder."""
 
+import os
+
+# Read when torch is loaded, also by the processes that tests start. Threads that wait for another one
+# sleep instead of spinning: beside other processes, spinning makes small matmuls ten times slower.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 import atexit
 import gc
 import logging
-import os
 import shutil
 import signal
 import sys
