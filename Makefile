@@ -44,9 +44,8 @@ demo: $(READY)
 lint: $(DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/bandit -q -c pyproject.toml -r m1clip
+	@$(BIN)/bandit -q -c pyproject.toml -r m1clip & bandit=$$!; $(BIN)/mypy && wait $$bandit
 
 # One worker more than there are cores: many tests wait for processes that they have started.
 # Compiled modules are kept, even if the environment says not to: each worker and process would compile

@@ -15,7 +15,7 @@ from m1clip.errors import UserError
 from m1clip.training.how_many import how_many
 from m1clip.training.learning_curve import Pairs, learning_curve
 
-WIDTH = 96
+WIDTH = 64
 
 
 def features(photos: int, noise: float = 6.0, seed: int = 0) -> tuple[np.ndarray, ...]:
