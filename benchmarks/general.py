@@ -3,6 +3,7 @@
     python benchmarks/general.py flickr8k-112 coco caltech101 --own runs/own-300 runs/own-3000 \
         --json docs/results/general.json
     python benchmarks/general.py --show docs/results/general.json
+    python benchmarks/general.py flickr8k-112 coco caltech101 --keep docs/results/general.json --json ...
 
 Recall on the test splits of two captioned datasets; zero-shot accuracy on ten class folders that no
 model was trained on; and a search for 50 everyday words among the images of both test splits, where
@@ -13,6 +14,7 @@ computed once; each model applies its heads to them.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -49,9 +51,9 @@ K = 10
 
 
 class Towers:
-    """Computes the features of the towers that all models share."""
+    """Computes the features of the towers that all models share; those of images are stored in `cache`."""
 
-    def __init__(self, model: m1clip.Model) -> None:
+    def __init__(self, model: m1clip.Model, cache: Path | None) -> None:
         clip = model.clip
         self.key = [weights_hash(t.state_dict()) for t in (clip.image_tower, clip.text_tower)]
         self.runner = TowerRunner(
@@ -59,8 +61,19 @@ class Towers:
         )
         self.tokenizer = model.tokenizer
         self.context_length = model.context_length
+        self.cache = cache
 
-    def images(self, refs: Sequence[Any]) -> Tensor:
+    def images(self, name: str, refs: Sequence[Any]) -> Tensor:
+        if self.cache is None:
+            return self._images(refs)
+        key = hashlib.sha256("\n".join([*self.key, *map(str, refs)]).encode()).hexdigest()
+        file = self.cache / f"{name}-{key[:12]}.npy"
+        if not file.is_file():
+            self.cache.mkdir(parents=True, exist_ok=True)
+            np.save(file, self._images(refs).numpy())
+        return torch.from_numpy(np.load(file))
+
+    def _images(self, refs: Sequence[Any]) -> Tensor:
         rows: dict[int, Tensor] = {}
         failures: dict[int, str] = {}
         for indices, vectors in self.runner.files(refs, failures):
@@ -122,19 +135,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all models."""
     models = {"general": m1clip.load("general")}
     models |= {path.name: m1clip.load(path) for path in options.own}
-    towers = Towers(models["general"])
+    towers = Towers(models["general"], options.cache)
     splits = {path.name: open_source(str(path)).samples("test") for path in options.captions}
     data = {}
     for name, samples in splits.items():
         texts = [text for sample in samples for text in sample.captions]
         index = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
         data[name] = (
-            towers.images([sample.image for sample in samples]), towers.texts(texts), index,
+            towers.images(name, [sample.image for sample in samples]), towers.texts(texts), index,
         )  # fmt: skip
         print(f"{name}: {len(samples):,} images", flush=True)
     paths = [path for name in CLASSES for path in sorted((options.classes / name).iterdir())]
     labels = np.array([CLASSES.index(path.parent.name) for path in paths])
-    class_images = towers.images([FileImage(str(path)) for path in paths])
+    class_images = towers.images("classes", [FileImage(str(path)) for path in paths])
     class_names = towers.texts([text.format(name) for name in CLASSES for text in TEMPLATES])
     everything = [sample for samples in splits.values() for sample in samples]
     match = matches(everything, QUERIES)
@@ -159,6 +172,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "queries": int(used.sum()),
         "library": len(everything),
         "results": results,
+    }
+
+
+def keep(found: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Add the earlier results of other models, if they are of as many images."""
+    for name in ("images", "class_images", "queries", "library"):
+        if earlier[name] != found[name]:
+            raise SystemExit(f"--keep: {name} was {earlier[name]}, and is {found[name]}")
+    found["results"] |= {
+        name: each for name, each in earlier["results"].items() if name not in found["results"]
     }
 
 
@@ -194,12 +217,18 @@ def main() -> None:
     parser.add_argument("captions", type=Path, nargs="*", help="folders with a test split")
     parser.add_argument("classes", type=Path, nargs="?", help="a folder of class folders")
     parser.add_argument("--own", type=Path, nargs="*", default=[], help="runs on the same towers")
+    parser.add_argument("--cache", type=Path, help="where features of the towers are stored")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--keep", type=Path, help="earlier results, of models that are not measured now"
+    )
     parser.add_argument("--show", type=Path)
     options = parser.parse_args()
     if options.show is None and options.classes is None:
         *options.captions, options.classes = options.captions
     found = json.loads(options.show.read_text()) if options.show else measure(options)
+    if options.keep:
+        keep(found, json.loads(options.keep.read_text()))
     if options.json:
         write_json(options.json, found)
     print(show(found))

@@ -1,11 +1,12 @@
 """Train the heads of the model `general` and write them to m1clip/models/general (docs/models.md).
 
     python tools/general_data.py --clones clones --out data
-    python tools/train_general.py --captions flickr8k-112 data/coco --classes data/caltech101 \
+    python tools/train_general.py --captions flickr8k-112 data/coco data/openstax \
+        --classes data/caltech101 data/coco-classes data/scenes data/produce data/kitchenware \
         --names data/imagenet_names.txt --cache features
 
 --captions: folders with captions.csv (image, caption, split); rows of split `train` are used.
---classes: a folder with one folder of images per class, of which HELD_OUT are not used; may be left
+--classes: folders with one folder of images per class, of which HELD_OUT are not used; may be left
 out. --names: the 1,000 class names of ImageNet, one per line, in the order of the classifiers in
 the towers' packages. --cache: where features are stored, so that a second run does not compute them
 again.
@@ -16,8 +17,9 @@ The towers are frozen. Both heads start from a canonical correlation analysis (C
 captions, and are then trained with a contrastive loss on captions, on class folders, and on
 synthetic features of the ImageNet classes: the classifiers that the EfficientNet packages contain
 tell in which direction of the features a class lies, so no image of ImageNet is needed to connect
-the class to its name. This is done twice, once with more weight on captions and once with more on
-classes; the model is the mean of both, weighted.
+the class to its names. A class has several names: a pug is also a dog and an animal (EVERYDAY).
+This is done with more weight on captions and with more on classes, with several seeds each; the
+model is the weighted mean of all of them.
 """
 
 from __future__ import annotations
@@ -82,6 +84,57 @@ CLASS_NAMES = {
     "bass": "bass fish",
     "buddha": "buddha statue",
 }
+# More names of ImageNet classes: a name, and the numbers of the classes that it is a name of.
+EVERYDAY = """
+fish: 0-6 389-397; bird: 7-24 80-100 127-146; chicken: 7 8; duck: 97 98; owl: 24; parrot: 87-90;
+penguin: 145; frog: 30-32; turtle: 33-37; lizard: 38-48; crocodile: 49 50; snake: 52-68;
+spider: 70 72-77; crab: 118-121 125; lobster: 122 123; insect: 300-320; beetle: 300-307;
+butterfly: 321-326; dog: 151-268; wolf: 269-274; fox: 277-280; cat: 281-285; big cat: 286-293;
+bear: 294-297 388; rabbit: 330-332; squirrel: 335; horse: 339; pig: 341-343; cow: 345-347;
+sheep: 348 349; goat: 350; antelope: 351-353; camel: 354; monkey: 365-382; ape: 365-369;
+elephant: 101 385 386; panda: 388; whale: 147 148; kangaroo: 104; animal: 0-397;
+airplane: 404 895 726; boat: 403 472 484 510 554 576 625 628 724 780 814 871 914;
+sailboat: 484 780 871 914; ship: 403 510 628; car: 407 436 468 511 609 627 656 661 751 817;
+taxi: 468; truck: 555 569 675 717 864 867; fire truck: 555; bus: 654 779 874;
+train: 466 547 565 705 820; tram: 829; van: 656 675 734 654; bicycle: 444 671;
+motorcycle: 665 670; scooter: 670; tractor: 595 856 866;
+vehicle: 407 436 468 511 555 569 609 627 654 656 665 670 675 717 751 779 817 864 867;
+guitar: 402 546; piano: 579 881;
+musical instrument: 401 402 420 432 486 513 541 546 558 566 579 593 594 642 683 776 875 881 889;
+drum: 541 822; chair: 423 559 765 857; sofa: 831; bed: 564 520 431; crib: 520 431 516;
+table: 532 736; desk: 526; shelf: 453; cabinet: 493 495 648 894;
+furniture: 423 453 493 495 526 532 548 559 564 765 831 894; lamp: 619 846 818;
+clock: 409 530 892 826; watch: 531; camera: 732 759; phone: 487 528 707; cell phone: 487;
+telephone: 528 707; computer: 527 590 620 681; laptop: 620 681; keyboard: 508 878;
+computer mouse: 673; monitor: 664 782; screen: 664 782 851; TV: 851 598 548; radio: 754 848 482;
+speaker: 632; printer: 742 713; trash can: 412; cup: 504 968 967 647; mug: 504;
+coffee: 504 967 505; coffee maker: 505 550; glass: 441 572; bottle: 440 720 737 898 907;
+bowl: 659 809; plate: 923; pan: 567 909; pot: 505 521 544 738; kettle: 849 505; knife: 499 623;
+spoon: 618 910 813; stove: 827 766; oven: 827 766; fridge: 760; washing machine: 897; sink: 896;
+bath: 435 876; toilet: 861; towel: 434; soap: 804; kitchen: 827 760 534 651 659 567; hammer: 587;
+tool: 477 587 596 740 783 784 792 499 491; screwdriver: 784; saw: 491; key: 507 695;
+pen: 418 563 749; pencil: 709 710; book: 921 917 624 454; notebook: 681; envelope: 549;
+ball: 429 430 522 574 722 747 768 805 852 890; soccer ball: 805; racket: 752; weights: 422 543;
+bag: 414 636 728 748; handbag: 748; wallet: 893; basket: 588 790; box: 478 492 519;
+hat: 439 452 515 808; cap: 433 793; helmet: 518 560 715; shoe: 514 502 630 770 774;
+shoes: 514 502 630 770 774 788; boots: 514; sneakers: 770; sandals: 774; socks: 806 496;
+glasses: 836 837; mask: 570 643 691 796; jacket: 465 474 568 617 869; coat: 568 617 869;
+dress: 578 601 614; skirt: 601 655 689; shirt: 610 841; sweater: 474 841 911; jeans: 608;
+pants: 608 697 842; suit: 834; tie: 451 457 906; swimsuit: 445 638 639 842; jewelry: 679;
+necklace: 679; clothes: 399 400 474 568 578 608 610 614 617 655 697 834 841 869; umbrella: 879;
+pillow: 721; blanket: 750; curtain: 794 854 905; flag: 557; candle: 470; flashlight: 862 818;
+mirror: 475; fan: 545; vacuum cleaner: 882; balloon: 417; toy: 850 865 722 723; teddy bear: 850;
+gun: 413 763 764; bridge: 821 839 888; building: 497 663 668 698 832 497 425 498 580 727;
+house: 660 853 425 449; church: 497 663; castle: 483; tower: 900 437; barn: 425;
+shop: 415 454 467 509 582 788 860 865; store: 415 454 467 509 582 788 860 865; supermarket: 582;
+restaurant: 762; library: 624; cinema: 498; fence: 489 716 912; wall: 825; fountain: 562;
+street sign: 919; mountain: 970 972 979 980; beach: 978 977 976; sea: 978 977 973; lake: 975;
+valley: 979; flower: 985 986; plant: 738 984-986; mushroom: 947 991-997; fruit: 948-957;
+apple: 948; vegetable: 936-946; food: 924-969; bread: 930-932 961; cake: 927 960; burger: 933;
+hamburger: 933; hot dog: 934; ice cream: 928 929; pasta: 959; soup: 925 926 809;
+drink: 966-969 441 572; wine: 966 907 572; squash: 939-942; corn: 987 998; grill: 581 766;
+toilet paper: 999; tent: 672; boxing: 747; skis: 795; paper: 549 692; web page: 916
+"""
 TEMPLATES = (
     "a photo of a {}.",
     "an image of a {}.",
@@ -94,15 +147,17 @@ TEMPLATES = (
     "a good photo of a {}.",
     "a photo of one {}.",
 )
-IMAGES_PER_CLASS = 60  # of a class folder
+IMAGES_PER_CLASS = 12  # of a class folder
+CHUNK = 500  # images whose features are in one file of the cache
 EMBED_DIM, CONTEXT = 256, 64
-HIDDEN = 64  # width of the hidden layer of a head: heads of less than 5 MB
+HIDDEN = 128  # width of the hidden layer of a head: heads of less than 6 MB
 DROPOUT = 0.5  # of the hidden layer; 0.4 times that of the features
-SYNTHETIC_SIGMA = (
-    4.0  # by how many deviations the logit of a synthetic class image is above the mean
-)
+SYNTHETIC_SIGMA = 4.0  # by how many deviations the logit of a synthetic class image is raised
+SYNTHETIC_STRENGTH = (0.7, 1.5)  # times SYNTHETIC_SIGMA
 BACKGROUND = 0.7  # weight of the real image that a class is added to
 WEIGHT_DECAY, WARMUP = 0.1, 0.1
+FIRST_SCALE = 20.0
+SEEDS = 2  # trainings of each stage; their mean is taken
 
 
 @dataclass(frozen=True)
@@ -138,7 +193,6 @@ STAGES = (
         share=0.35,
     ),
 )
-FIRST_SCALE = 20.0
 
 
 class Towers:
@@ -159,33 +213,36 @@ class Towers:
         self.cache = cache
         cache.mkdir(parents=True, exist_ok=True)
 
-    def images(self, name: str, paths: Sequence[Path]) -> Tensor:
-        """(n, width) features of image files, cached as NAME.npy."""
-        file = self.cache / f"{name}.npy"
-        if file.is_file() and len(rows := np.load(file)) == len(paths):
-            return torch.from_numpy(rows).float()
-        refs = [FileImage(str(path)) for path in paths]
-        rows = np.zeros((len(paths), self.image.width), np.float16)
-        failures: dict[int, str] = {}
-        for indices, vectors in self.runner.files(refs, failures):
-            rows[indices] = vectors.numpy()
-        if failures:
-            raise SystemExit(
-                f"{len(failures)} unreadable images, such as {next(iter(failures.items()))}"
-            )
-        np.save(file, rows)
-        return torch.from_numpy(rows).float()
+    def images(self, folder: Path, names: Sequence[str]) -> Tensor:
+        """(n, width) features of the image files of a folder; each CHUNK of them is cached as one file."""
+        chunks = [names[start : start + CHUNK] for start in range(0, len(names), CHUNK)]
+        return torch.cat([self._chunk(folder, chunk) for chunk in chunks])
+
+    def _chunk(self, folder: Path, names: Sequence[str]) -> Tensor:
+        file = self._cache_file(folder.name, names)
+        if not file.is_file():
+            rows = np.zeros((len(names), self.image.width), np.float16)
+            failures: dict[int, str] = {}
+            refs = [FileImage(str(folder / name)) for name in names]
+            for indices, vectors in self.runner.files(refs, failures):
+                rows[indices] = vectors.numpy()
+            if failures:
+                raise SystemExit(f"{len(failures)} unreadable images, such as {failures}")
+            np.save(file, rows)
+        return torch.from_numpy(np.load(file)).float()
 
     def texts(self, name: str, texts: Sequence[str]) -> Tensor:
-        """(n, width) features of texts, cached as NAME-texts.npy."""
-        file = self.cache / f"{name}-texts.npy"
-        if file.is_file() and len(rows := np.load(file)) == len(texts):
-            return torch.from_numpy(rows).float()
-        tokens = self.tokenizer.tokenize(texts, CONTEXT)
-        vectors = in_order(self.runner.tokens(tokens, self.tokenizer.lengths(tokens)))
-        rows = vectors.numpy().astype(np.float16)  # also the first time, when nothing is cached
-        np.save(file, rows)
-        return torch.from_numpy(rows).float()
+        """(n, width) features of texts, cached as one file."""
+        file = self._cache_file(f"{name}-texts", texts)
+        if not file.is_file():
+            tokens = self.tokenizer.tokenize(texts, CONTEXT)
+            vectors = in_order(self.runner.tokens(tokens, self.tokenizer.lengths(tokens)))
+            np.save(file, vectors.numpy().astype(np.float16))
+        return torch.from_numpy(np.load(file)).float()
+
+    def _cache_file(self, name: str, items: Sequence[str]) -> Path:
+        digest = hashlib.sha256("\n".join(items).encode()).hexdigest()
+        return self.cache / f"{name}-{digest[:12]}.npy"
 
 
 @dataclass(frozen=True)
@@ -199,11 +256,16 @@ class Captioned:
 
 @dataclass(frozen=True)
 class Classes:
-    """Features of class images with their class numbers, and features of the names: (classes, templates, width)."""
+    """Images of classes, synthetic ones of ImageNet among them, and the names of the classes.
 
-    images: Tensor
-    labels: Tensor
-    names: Tensor
+    A class may have several names, and a name may belong to several classes.
+    """
+
+    images: Tensor  # (n, width) features of the images in class folders
+    labels: Tensor  # (n,) their classes
+    directions: Tensor  # (1000, width) of standardized features; class i of ImageNet is class i
+    named: Tensor  # (classes, names) whether the class has the name
+    names: Tensor  # (names, templates, width) features of the names
 
 
 def read_captions(folder: Path, towers: Towers) -> Captioned:
@@ -216,34 +278,87 @@ def read_captions(folder: Path, towers: Towers) -> Captioned:
     texts = [text for each in captions.values() for text in each]
     index = [number for number, each in enumerate(captions.values()) for _ in each]
     return Captioned(
-        towers.images(folder.name, [folder / name for name in captions]),
-        towers.texts(folder.name, texts),
-        torch.tensor(index),
+        towers.images(folder, list(captions)), towers.texts(folder.name, texts), torch.tensor(index)
     )
 
 
-def read_classes(folder: Path, towers: Towers) -> Classes:
-    """The class folders that are not held out."""
+def class_folders(folder: Path) -> list[tuple[str, list[str]]]:
+    """(class name, files) of the class folders that are not held out."""
     folders = sorted(
         path for path in folder.iterdir() if path.is_dir() and path.name not in HELD_OUT
     )
-    names = [CLASS_NAMES.get(path.name, path.name.replace("_", " ").lower()) for path in folders]
-    known = sorted(set(names))
-    paths = []
+    return [
+        (
+            CLASS_NAMES.get(path.name, path.name.replace("_", " ").lower()),
+            [f"{path.name}/{image.name}" for image in sorted(path.iterdir())[:IMAGES_PER_CLASS]],
+        )
+        for path in folders
+    ]
+
+
+def everyday_names() -> dict[str, set[int]]:
+    """The classes of ImageNet that a name of EVERYDAY belongs to."""
+    found: dict[str, set[int]] = {}
+    for entry in EVERYDAY.split(";"):
+        name, _, numbers = entry.strip().partition(":")
+        for span in numbers.split():
+            first, _, last = span.partition("-")
+            found.setdefault(name, set()).update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def read_classes(
+    folders: Sequence[Path], imagenet: Sequence[str], towers: Towers
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(images, labels, named, names) of `Classes`: those of ImageNet, then those of the folders."""
+    found = [(folder, *each) for folder in folders for each in class_folders(folder)]
+    everyday = everyday_names()
+    of_folders = sorted({name for _, name, _ in found})
+    vocabulary = sorted({*(name.lower() for name in imagenet), *everyday, *of_folders})
+    row = {name: number for number, name in enumerate(vocabulary)}
+    named = torch.zeros(len(imagenet) + len(of_folders), len(vocabulary), dtype=torch.bool)
+    for number, name in enumerate(imagenet):
+        named[number, row[name.lower()]] = True
+    for name, numbers in everyday.items():
+        named[sorted(numbers), row[name]] = True
+    for number, name in enumerate(of_folders, start=len(imagenet)):
+        named[number, row[name]] = True
+    features = []
     labels = []
-    for path, name in zip(folders, names, strict=True):
-        images = sorted(path.iterdir())[:IMAGES_PER_CLASS]
-        paths += images
-        labels += [known.index(name)] * len(images)
-    return Classes(
-        towers.images(folder.name, paths), torch.tensor(labels), named(known, folder.name, towers)
+    for folder in folders:
+        each = [(name, files) for of, name, files in found if of == folder]
+        features.append(towers.images(folder, [file for _, files in each for file in files]))
+        for name, files in each:
+            labels += [len(imagenet) + of_folders.index(name)] * len(files)
+    texts = [template.format(name) for name in vocabulary for template in TEMPLATES]
+    names = towers.texts("names", texts).view(len(vocabulary), len(TEMPLATES), -1)
+    images = torch.cat(features) if features else torch.zeros(0, towers.image.width)
+    return images, torch.tensor(labels, dtype=torch.long), named, names
+
+
+def joined(parts: Sequence[Captioned]) -> Captioned:
+    """Several datasets as one."""
+    starts = np.cumsum([0, *(len(part.images) for part in parts)]).tolist()
+    return Captioned(
+        torch.cat([part.images for part in parts]),
+        torch.cat([part.captions for part in parts]),
+        torch.cat([part.image_index + at for part, at in zip(parts, starts, strict=False)]),
     )
 
 
-def named(names: Sequence[str], source: str, towers: Towers) -> Tensor:
-    """(names, templates, width) features of names in sentences."""
-    texts = [template.format(name) for name in names for template in TEMPLATES]
-    return towers.texts(f"{source}-names", texts).view(len(names), len(TEMPLATES), -1)
+def new_model(towers: Towers) -> CLIP:
+    """A model with new heads, whose hidden layers start from random weights."""
+    torch.manual_seed(0)
+    head = HeadConfig(kind="adapter", hidden=HIDDEN, dropout=DROPOUT)
+    return build_clip(
+        CLIPConfig(
+            image_tower=towers.image_config,
+            text_tower=towers.text_config,
+            image_head=head,
+            text_head=head,
+            embed_dim=EMBED_DIM,
+        )
+    )
 
 
 def class_logits(features: Tensor, towers: Towers) -> Tensor:
@@ -298,22 +413,14 @@ def contrastive(images: Tensor, texts: Tensor, scale: Tensor, positive: Tensor) 
     return (by_image.mean() + by_text.mean()) / 2
 
 
-def train(
-    model: CLIP,
-    stage: Stage,
-    captioned: Captioned,
-    folders: Classes | None,
-    names: Tensor,
-    directions: Tensor,
-) -> None:
+def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes, seed: int) -> None:
     """Train both heads on captions, class folders and synthetic features of the classes of ImageNet."""
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
+    rng = np.random.default_rng(seed)
     standard_images = model.image_head.standardized(captioned.images)
-    caption_rows = [
-        np.flatnonzero(captioned.image_index.numpy() == number)
-        for number in range(len(standard_images))
-    ]
+    caption_rows = np.split(
+        np.arange(len(captioned.captions)),
+        np.flatnonzero(np.diff(captioned.image_index.numpy())) + 1,
+    )
     heads = [*model.image_head.parameters(), *model.text_head.parameters()]
     log_scale = torch.nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
     optimizer = torch.optim.AdamW(
@@ -324,7 +431,6 @@ def train(
     )
     steps_per_epoch = len(standard_images) // stage.batch
     steps = stage.epochs * steps_per_epoch
-    deviation, mean = model.image_head.deviation, model.image_head.mean
     step = 0
     for epoch in range(stage.epochs):
         began = time.monotonic()
@@ -348,26 +454,12 @@ def train(
                 scale,
                 torch.arange(stage.batch)[:, None] == torch.from_numpy(owner),
             )
-            made = rng.integers(0, len(directions), stage.class_batch)
-            behind = standard_images[rng.integers(0, len(standard_images), stage.class_batch)]
-            strength = torch.from_numpy(rng.uniform(0.7, 1.5, (stage.class_batch, 1))).float()
-            synthetic = SYNTHETIC_SIGMA * strength * directions[made] + BACKGROUND * behind
-            images = synthetic * deviation + mean
-            labels = torch.from_numpy(made)
-            class_names = names
-            if folders is not None:  # half as many real images of classes
-                real = rng.integers(0, len(folders.images), stage.class_batch // 2)
-                images = torch.cat([images, folders.images[real]])
-                labels = torch.cat([labels, folders.labels[real] + len(names)])
-                class_names = torch.cat([names, folders.names])
-            classes = torch.unique(labels)
-            template = torch.from_numpy(rng.integers(0, len(TEMPLATES), len(classes)))
-            texts = class_names[classes, template]
+            images, positive, texts = class_batch(model, stage, standard_images, classes, rng)
             loss = loss + stage.class_weight * contrastive(
                 encode(model.image_head, images, rng),
                 encode(model.text_head, texts, rng),
                 scale,
-                labels[:, None] == classes,
+                positive,
             )
             optimizer.zero_grad()
             loss.backward()
@@ -379,17 +471,37 @@ def train(
         model.logit_scale.copy_(log_scale.clamp(max=math.log(100)))
 
 
-def train_mean(
-    model: CLIP, captioned: Captioned, folders: Classes | None, names: Tensor, directions: Tensor
-) -> None:
-    """Train once for each of STAGES, from the same start, and take the weighted mean."""
+def class_batch(
+    model: CLIP, stage: Stage, backgrounds: Tensor, classes: Classes, rng: np.random.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(images, which name belongs to which image, names): synthetic images, and half as many real ones."""
+    count = stage.class_batch
+    made = rng.integers(0, len(classes.directions), count)
+    behind = backgrounds[rng.integers(0, len(backgrounds), count)]
+    strength = torch.from_numpy(rng.uniform(*SYNTHETIC_STRENGTH, (count, 1))).float()
+    synthetic = SYNTHETIC_SIGMA * strength * classes.directions[made] + BACKGROUND * behind
+    images = synthetic * model.image_head.deviation + model.image_head.mean
+    labels = torch.from_numpy(made)
+    if len(classes.images):
+        real = rng.integers(0, len(classes.images), count // 2)
+        images = torch.cat([images, classes.images[real]])
+        labels = torch.cat([labels, classes.labels[real]])
+    positive = classes.named[labels]
+    used = positive.any(dim=0)
+    template = torch.from_numpy(rng.integers(0, classes.names.shape[1], int(used.sum())))
+    return images, positive[:, used], classes.names[used.nonzero()[:, 0], template]
+
+
+def train_mean(model: CLIP, captioned: Captioned, classes: Classes) -> None:
+    """Train SEEDS times for each of STAGES, from the same start, and take the weighted mean."""
     initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
     total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
     for stage in STAGES:
-        model.load_state_dict(initial, strict=False)
-        train(model, stage, captioned, folders, names, directions)
-        for name, tensor in heads_of(model).items():
-            total[name] += stage.share * tensor
+        for seed in range(SEEDS):
+            model.load_state_dict(initial, strict=False)
+            train(model, stage, captioned, classes, seed)
+            for name, tensor in heads_of(model).items():
+                total[name] += stage.share / SEEDS * tensor
     model.load_state_dict(total, strict=False)
 
 
@@ -405,7 +517,8 @@ def heads_of(model: CLIP) -> dict[str, Tensor]:
 def encode(head: torch.nn.Module, features: Tensor, rng: np.random.Generator) -> Tensor:
     """Unit vectors of features, with dropout."""
     keys = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, len(features)))
-    return F.normalize(head(features, keys), dim=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.normalize(head(features, keys).float(), dim=1)
 
 
 def main() -> None:
@@ -414,41 +527,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--captions", type=Path, nargs="+", required=True)
-    parser.add_argument("--classes", type=Path)
+    parser.add_argument("--classes", type=Path, nargs="*", default=[])
     parser.add_argument("--names", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=BOXED[GENERAL].folder)
     options = parser.parse_args()
     towers = Towers(options.cache)
-    parts = [read_captions(folder, towers) for folder in options.captions]
-    offsets = np.cumsum([0, *(len(part.images) for part in parts)]).tolist()
-    captioned = Captioned(
-        torch.cat([part.images for part in parts]),
-        torch.cat([part.captions for part in parts]),
-        torch.cat([part.image_index + at for part, at in zip(parts, offsets, strict=False)]),
-    )
-    folders = None if options.classes is None else read_classes(options.classes, towers)
-    names = named(options.names.read_text(encoding="utf-8").splitlines(), "imagenet", towers)
-    class_images = [] if folders is None else [folders.images]
+    captioned = joined([read_captions(folder, towers) for folder in options.captions])
+    imagenet = options.names.read_text(encoding="utf-8").splitlines()
+    images, labels, named, names = read_classes(options.classes, imagenet, towers)
     print(
         f"{len(captioned.images):,} images with {len(captioned.captions):,} captions, "
-        f"{sum(map(len, class_images)):,} images of classes"
+        f"{len(images):,} images of classes, {len(names):,} names"
     )
-    torch.manual_seed(0)  # the hidden layers of the heads start from random weights
-    head = HeadConfig(kind="adapter", hidden=HIDDEN, dropout=DROPOUT)
-    model = build_clip(
-        CLIPConfig(
-            image_tower=towers.image_config,
-            text_tower=towers.text_config,
-            image_head=head,
-            text_head=head,
-            embed_dim=EMBED_DIM,
-        )
-    )
+    model = new_model(towers)
     initialize(model, captioned)
-    seen = torch.cat([captioned.images, *class_images])
+    seen = torch.cat([captioned.images, images])
     directions = class_directions(model.image_head.standardized(seen), class_logits(seen, towers))
-    train_mean(model, captioned, folders, names, directions)
+    train_mean(model, captioned, Classes(images, labels, directions, named, names))
     options.out.mkdir(parents=True, exist_ok=True)
     write_boxed(options.out, model, towers.preprocess)
     for file in (CONFIG, HEADS):

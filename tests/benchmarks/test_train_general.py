@@ -32,6 +32,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     boxed = replace(BOXED[GENERAL], towers=("efficientnet-lite0", "minilm"))
     monkeypatch.setitem(named.BOXED, GENERAL, boxed)
     monkeypatch.setattr(tool, "EMBED_DIM", 4)
+    monkeypatch.setattr(tool, "HIDDEN", 8)
+    monkeypatch.setattr(tool, "EVERYDAY", "pet: 0 1; animal: 0-4")
     stages = [replace(stage, epochs=1, batch=6, class_batch=4) for stage in tool.STAGES]
     monkeypatch.setattr(tool, "STAGES", stages)
     monkeypatch.setattr(tool, "tower_image_size", lambda name: 64)
@@ -58,17 +60,56 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def test_same_data_gives_the_same_file_without_class_folders(
+def run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *words: object) -> bytes:
+    arguments = [*words, "--cache", out.parent / "cache", "--out", out]
+    monkeypatch.setattr(sys, "argv", ["train_general.py", *map(str, arguments)])
+    tool.main()
+    assert (out / CONFIG).is_file()
+    return (out / HEADS).read_bytes()
+
+
+def test_same_data_gives_the_same_file(
     tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = []
-    for number in (1, 2):
-        words = ["--captions", data, "--names", tmp_path / "names.txt"]
-        words += ["--cache", tmp_path / "cache", "--out", tmp_path / f"out{number}"]
-        monkeypatch.setattr(sys, "argv", ["train_general.py", *map(str, words)])
-        tool.main()
-        written.append(
-            {name: (tmp_path / f"out{number}" / name).read_bytes() for name in (CONFIG, HEADS)}
-        )
-    assert written[0] == written[1]
-    assert len(written[0][HEADS]) > 1000
+    for name in ("red_fox", "camera"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        image(3).save(tmp_path / "classes" / name / "1.png")
+    words = ["--captions", data, "--names", tmp_path / "names.txt"]
+    with_classes = [*words, "--classes", tmp_path / "classes"]
+    first = run(tool, monkeypatch, tmp_path / "out1", *with_classes)
+    assert len(first) > 1000
+    assert run(tool, monkeypatch, tmp_path / "out2", *with_classes) == first
+    assert run(tool, monkeypatch, tmp_path / "out3", *words) != first
+
+
+def test_class_has_its_everyday_names_and_held_out_folders_are_not_read(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    for name in ("red_fox", "camera"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        image(3).save(tmp_path / "classes" / name / "1.png")
+    towers = tool.Towers(tmp_path / "cache")
+    imagenet = ["Cat", "dog", "bird", "fish", "cow"]
+    images, labels, named, names = tool.read_classes([tmp_path / "classes"], imagenet, towers)
+    vocabulary = ["animal", "bird", "cat", "cow", "dog", "fish", "pet", "red fox"]
+    found = [[name for name, yes in zip(vocabulary, row, strict=True) if yes] for row in named]
+    assert found == [
+        ["animal", "cat", "pet"],
+        ["animal", "dog", "pet"],
+        ["animal", "bird"],
+        ["animal", "fish"],
+        ["animal", "cow"],
+        ["red fox"],
+    ]
+    assert (len(images), labels.tolist(), len(names)) == (1, [5], len(vocabulary))
+
+
+def test_cached_features_are_those_of_the_named_images(
+    tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "CHUNK", 4)
+    towers = tool.Towers(tmp_path / "cache")
+    names = [f"{number}.png" for number in range(IMAGES)]
+    rows = towers.images(data, names)
+    assert torch.equal(towers.images(data, names), rows)
+    assert torch.equal(towers.images(data, names[::-1]), rows.flip(0))
