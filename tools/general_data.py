@@ -10,14 +10,20 @@
     git clone https://github.com/ustbChengzhao/Image_search_clip clones/Image_search_clip
     git clone https://github.com/maclavijo/Kitchenware-Project clones/Kitchenware-Project
     git clone https://github.com/EliSchwartz/imagenet-sample-images clones/imagenet-sample-images
-    git clone https://github.com/openstax/osbooks-psychology clones/osbooks-psychology    (any number of osbooks-*)
+    for book in $BOOKS; do git clone https://github.com/openstax/osbooks-$book clones/osbooks-$book; done
     python tools/general_data.py --clones clones --out data
 
 Writes folders with images and captions.csv (coco, openstax), folders of class folders (caltech101,
 coco-classes, scenes, produce, kitchenware), and imagenet_names.txt. The clones need no work tree:
 `git clone --bare` or `--no-checkout` is enough. Flickr8k is not among them; its train split is a
 folder with images and captions.csv. Images of the validation and test splits in
-benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a train split.
+benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a train split. BOOKS of the
+model in the package: american-government anatomy-physiology astronomy biology-bundle
+business-ethics chemistry-bundle college-physics-bundle college-success contemporary-mathematics
+entrepreneurship introduction-anthropology introduction-business introduction-philosophy
+introduction-political-science introduction-sociology introductory-statistics-bundle microbiology
+prealgebra-bundle principles-economics-bundle principles-marketing psychology
+university-physics-bundle us-history world-history writing-guide.
 """
 
 from __future__ import annotations
@@ -62,6 +68,7 @@ SCENE_NAMES = {
     "industrial": "industrial plant",
     "Coast": "sea coast",
 }
+MORE_COCO = 1_232  # images of COCO besides those of general_ids.json: 5,000 to train on
 PER_CLASS = 60
 ALT_WORDS = (3, 50)
 NO_PHOTOGRAPH = """
@@ -171,6 +178,11 @@ def coco_number(name: str) -> int:
     return int(Path(name).stem[-12:])
 
 
+def file_of(number: int) -> str:
+    """The file of an image in the clone of images."""
+    return f"train2017/{number:012d}.jpg"
+
+
 def coco_splits() -> dict[int, str]:
     """The split of each image that has one; images of test splits of other benchmarks are in `none`."""
     other = json.loads((BENCHMARKS / "coco_ids.json").read_text(encoding="utf-8"))
@@ -186,9 +198,9 @@ def coco_images(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes, lis
     splits = coco_splits()
     here = set(clones[IMAGES].names())
     known = [number for number, split in splits.items() if split != "none"]
-    more = sorted(number for number in texts if number not in splits)
-    for number in known + more:
-        file = f"train2017/{number:012d}.jpg"
+    more = sorted(number for number in texts if number not in splits and file_of(number) in here)
+    for number in known + more[:MORE_COCO]:
+        file = file_of(number)
         if file in here:
             content = clones[IMAGES].read(file)
             yield f"{number:012d}.jpg", splits.get(number, "train"), content, texts[number]
@@ -207,7 +219,7 @@ def coco_classes(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes]]:
             if flags.count("1") != 1 or splits.get(number, "train") != "train":
                 continue
             name = names[flags.index("1")]
-            path = f"train2017/{number:012d}.jpg"
+            path = file_of(number)
             if path in here and count[name] < PER_CLASS:
                 count[name] += 1
                 yield name, f"{number:012d}.jpg", clones[IMAGES].read(path)
