@@ -148,6 +148,7 @@ TEMPLATES = (
     "a photo of one {}.",
 )
 IMAGES_PER_CLASS = 12  # of a class folder
+BLOCK = 1_024  # images in memory as float32 at a time
 CHUNK = 500  # images whose features are in one file of the cache
 EMBED_DIM, CONTEXT = 256, 64
 HIDDEN = 128  # width of the hidden layer of a head: heads of less than 6 MB
@@ -213,7 +214,7 @@ class Towers:
         cache.mkdir(parents=True, exist_ok=True)
 
     def images(self, folder: Path, names: Sequence[str]) -> Tensor:
-        """(n, width) features of the image files of a folder; each CHUNK of them is cached as one file."""
+        """(n, width) float16 features of the image files of a folder; each CHUNK of them is cached as one file."""
         chunks = [names[start : start + CHUNK] for start in range(0, len(names), CHUNK)]
         return torch.cat([self._chunk(folder, chunk) for chunk in chunks])
 
@@ -228,16 +229,16 @@ class Towers:
             if failures:
                 raise SystemExit(f"{len(failures)} unreadable images, such as {failures}")
             np.save(file, rows)
-        return torch.from_numpy(np.load(file)).float()
+        return torch.from_numpy(np.load(file))
 
     def texts(self, name: str, texts: Sequence[str]) -> Tensor:
-        """(n, width) features of texts, cached as one file."""
+        """(n, width) float16 features of texts, cached as one file."""
         file = self._cache_file(f"{name}-texts", texts)
         if not file.is_file():
             tokens = self.tokenizer.tokenize(texts, CONTEXT)
             vectors = in_order(self.runner.tokens(tokens, self.tokenizer.lengths(tokens)))
             np.save(file, vectors.numpy().astype(np.float16))
-        return torch.from_numpy(np.load(file)).float()
+        return torch.from_numpy(np.load(file))
 
     def _cache_file(self, name: str, items: Sequence[str]) -> Path:
         digest = hashlib.sha256("\n".join(items).encode()).hexdigest()
@@ -331,7 +332,9 @@ def read_classes(
             labels += [len(imagenet) + of_folders.index(name)] * len(files)
     texts = [template.format(name) for name in vocabulary for template in TEMPLATES]
     names = towers.texts("names", texts).view(len(vocabulary), len(TEMPLATES), -1)
-    images = torch.cat(features) if features else torch.zeros(0, towers.image.width)
+    images = (
+        torch.cat(features) if features else torch.zeros(0, towers.image.width, dtype=torch.float16)
+    )
     return images, torch.tensor(labels, dtype=torch.long), named, names
 
 
@@ -367,38 +370,63 @@ def class_logits(features: Tensor, towers: Towers) -> Tensor:
     total = torch.zeros(len(features), 1)
     for package, end in zip(PACKAGES[image_name], ends, strict=True):
         weight = read_checkpoint(package_file(package, image_name))["_fc.weight"]
-        total = total + features[:, end - HEAD_CHANNELS : end] @ weight.T
+        total = total + features[:, end - HEAD_CHANNELS : end].float() @ weight.T
     return total - total.mean(dim=1, keepdim=True)
 
 
 def class_directions(standardized: Tensor, logits: Tensor) -> Tensor:
     """(1000, width): how standardized features change if the logit of a class is one deviation higher."""
-    centered = standardized - standardized.mean(dim=0)
     scores = (logits - logits.mean(dim=0)) / logits.std(dim=0)
-    return scores.T @ centered / len(centered)
+    return scores.T @ (standardized - standardized.mean(dim=0)) / len(standardized)
 
 
 def initialize(model: CLIP, data: Captioned) -> None:
     """Standardize the features, and set both projections to the canonical directions of images and captions."""
     heads = (model.image_head, model.text_head)
     for head, rows in zip(heads, (data.images, data.captions), strict=True):
-        head.standardize(rows.mean(dim=0), rows.std(dim=0, correction=0))
-    x = model.image_head.standardized(data.images)
-    y = model.text_head.standardized(data.captions)
-    count = torch.bincount(data.image_index, minlength=len(x)).clamp(min=1)[:, None]
-    mean_captions = torch.zeros(len(x), y.shape[1]).index_add_(0, data.image_index, y) / count
-    x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
-    xx = ((x - x_mean).T @ (x - x_mean)).double() / len(x)
-    yy = ((y - y_mean).T @ (y - y_mean)).double() / len(y)
-    xy = ((x - x_mean).T @ (mean_captions - mean_captions.mean(dim=0))).double() / len(x)
-    directions = canonical(xx, yy, xy, EMBED_DIM, len(x))
+        head.standardize(*moments(rows))
+    widths = (data.images.shape[1], data.captions.shape[1])
+    xx, yy, xy = (
+        torch.zeros(widths[a], widths[b], dtype=torch.float64) for a, b in ((0, 0), (1, 1), (0, 1))
+    )
+    sums = [torch.zeros(width, dtype=torch.float64) for width in (*widths, widths[1])]
+    first = torch.searchsorted(data.image_index, torch.arange(len(data.images) + 1))
+    for start in range(0, len(data.images), BLOCK):
+        end = min(start + BLOCK, len(data.images))
+        captions = slice(int(first[start]), int(first[end]))
+        x = model.image_head.standardized(data.images[start:end])
+        y = model.text_head.standardized(data.captions[captions])
+        index = data.image_index[captions] - start
+        count = torch.bincount(index, minlength=len(x)).clamp(min=1)[:, None]
+        mean_captions = torch.zeros(len(x), widths[1]).index_add_(0, index, y) / count
+        xx += x.T @ x
+        yy += y.T @ y
+        xy += x.T @ mean_captions
+        for total, values in zip(sums, (x, y, mean_captions), strict=True):
+            total.add_(values.sum(dim=0))
+    images, texts = len(data.images), len(data.captions)
+    x_mean, y_mean, mean_mean = sums[0] / images, sums[1] / texts, sums[2] / images
+    xx = xx / images - x_mean[:, None] * x_mean
+    yy = yy / texts - y_mean[:, None] * y_mean
+    xy = xy / images - x_mean[:, None] * mean_mean
+    directions = canonical(xx, yy, xy, EMBED_DIM, images)
     sides = zip(heads, directions, (x_mean, y_mean), (xx, yy), strict=True)
     with torch.no_grad():
         for head, rows, mean, covariance in sides:
             norm = ((rows @ covariance) * rows).sum().sqrt()
             matrix = rows * (OUTPUT_NORM / norm)
             head.project.weight.copy_(matrix)
-            head.project.bias.copy_(-matrix @ mean.double())
+            head.project.bias.copy_(-matrix @ mean)
+
+
+def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, deviation) of each column."""
+    total = torch.zeros(2, rows.shape[1], dtype=torch.float64)
+    for start in range(0, len(rows), BLOCK):
+        block = rows[start : start + BLOCK].double()
+        total += torch.stack([block.sum(dim=0), block.square().sum(dim=0)])
+    mean, square = total / len(rows)
+    return mean.float(), (square - mean.square()).clamp(min=0).sqrt().float()
 
 
 def contrastive(images: Tensor, texts: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
@@ -483,7 +511,7 @@ def class_batch(
     labels = torch.from_numpy(made)
     if len(classes.images):
         real = rng.integers(0, len(classes.images), count // 2)
-        images = torch.cat([images, classes.images[real]])
+        images = torch.cat([images, classes.images[real].float()])
         labels = torch.cat([labels, classes.labels[real]])
     positive = classes.named[labels]
     used = positive.any(dim=0)

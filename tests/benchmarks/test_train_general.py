@@ -40,7 +40,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # The classifiers are in packages that are not installed here.
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(CLASSES, 4120, generator=generator)
-    logits = lambda features, towers: features @ weight[:, : features.shape[1]].T  # noqa: E731
+    logits = lambda features, towers: features.float() @ weight[:, : features.shape[1]].T  # noqa: E731
     monkeypatch.setattr(tool, "class_logits", logits)
     return tool
 
