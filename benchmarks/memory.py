@@ -4,7 +4,7 @@
     python benchmarks/memory.py --components --json docs/results/memory_components.json
     python benchmarks/memory.py --rows lora,last-blocks,all-blocks --repeats 1 --json memory_lora.json
 
-`--components` shows what the peak of three models consists of, as the run logs it (docs/monitor.md,
+`--components` shows what the peak of three models consists of, as the run logs it (docs/run-log.md,
 "The machine").
 
 The 76.7M job is `--preset original` (batch 12) in the default precision; the large batch is the

@@ -143,7 +143,7 @@ def log_table(page: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["monitor.md", "python.md"])
+@pytest.mark.parametrize("page", ["run-log.md", "python.md"])
 def test_fields_in_the_docs_exist(page: str) -> None:
     for kind, contents in log_table(page).items():
         named = set(re.findall(r"`(\w+)`", contents))
@@ -152,14 +152,14 @@ def test_fields_in_the_docs_exist(page: str) -> None:
 
 
 def test_docs_list_all_kinds_fields_and_analyses() -> None:
-    table = log_table("monitor.md")
+    table = log_table("run-log.md")
     assert table.keys() == RECORD_KINDS.keys()
-    page = (DOCS / "monitor.md").read_text()
+    page = (DOCS / "run-log.md").read_text()
     for name in FIELDS.keys() - METRICS:
-        assert f"`{name.split('/')[0]}`" in page, f"docs/monitor.md does not explain {name}"
+        assert f"`{name.split('/')[0]}`" in page, f"docs/run-log.md does not explain {name}"
     for each in ANALYSES.values():
         row = f"| `{each.name}` | {each.meaning} | {each.needs} | {each.shown_as} |"
-        assert row in page, f"docs/monitor.md: {each.name} is missing or differs from analyses.py"
+        assert row in page, f"docs/run-log.md: {each.name} is missing or differs from analyses.py"
 
 
 def test_every_kind_that_is_written_is_in_the_table() -> None:
