@@ -60,7 +60,7 @@ test: lint
 docs: $(READY)
 	@$(PIP) -e '.[docs]'
 	@$(BIN)/python tools/reference.py --check
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 OFFLINE=true $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "written: site/index.html"
 
 test-mlx: $(DEV)

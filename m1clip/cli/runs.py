@@ -51,6 +51,8 @@ def monitor(
     from m1clip.monitor import terminal
     from m1clip.monitor.status import newest_run, require_run
 
+    if not runs and not RUNS_FOLDER.is_dir():
+        raise UserError(f"{RUNS_FOLDER}: no runs yet in this folder; m1clip train makes one")
     found = [newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS_FOLDER]]
     if once:
         for run in found:

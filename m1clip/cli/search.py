@@ -382,6 +382,8 @@ def serve(
     from m1clip.web import server
     from m1clip.web.photos import Photos
 
+    if folder is not None and not folder.expanduser().is_dir():
+        raise UserError(f"{one_line(str(folder))}: no such folder")
     folders = list(runs) or [server.DEFAULT_RUNS]
     photos = Photos(folder, model, next((each for each in folders if not is_run(each)), None))
     threading.Thread(target=photos.warm_up, daemon=True).start()

@@ -164,9 +164,9 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     if foreign:
         raise UserError(
             f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; "
-            f"name that folder to use it); run: m1clip index {folder or 'INDEX_FOLDER'}"
+            f"name that folder to use it); run: m1clip index {folder or 'FOLDER'}"
         )
-    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'INDEX_FOLDER'}")
+    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
 
 
 def _has_database(place: Path) -> bool:
