@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 import typing
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from photos import make_photos, save_model
 from rich.console import Console
 from small_run import environment
 
@@ -315,10 +317,38 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
 
 
 def test_index_report_counts_are_grammatical() -> None:
-    places = (Path("photos/.m1clip-index"), Path("photos"))
+    places = (Path("photos/.m1clip-index"), Path("photos"), "general")
     lines = _report_lines(
         Report(*places, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None
     )
-    assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
+    assert lines[3] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
     lines = _report_lines(Report(*places, links=2), None)
-    assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"
+    assert lines[3] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"
+
+
+def test_index_names_its_model_and_the_newest_run_if_that_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = make_photos(tmp_path / "photos", 2)
+    model = save_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+    def index(*words: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["index", str(photos), *words])
+        return capsys.readouterr().out
+
+    assert "\nmodel      model\n" in index("--model", str(model))
+    assert "note" not in index()
+    run = tmp_path / "runs" / "labels"
+    run.mkdir(parents=True)
+    (run / "run.jsonl").touch()
+    save_model(run / "best", embed_dim=8)
+    first = index()
+    assert "\nmodel      model\n" in first  # searches change only if the user says so
+    command = shlex.join(["m1clip", "index", str(photos), "--model", "runs/labels"])
+    assert f"the newest run is runs/labels; to search with it: {command}\n" in first
+    second = index("--model", "runs/labels")
+    assert "\nmodel      runs/labels\n" in second
+    assert "note" not in index()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import os
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -51,8 +52,9 @@ def index(
     folder
         A folder of images; subfolders are included.
     model
-        general (the model in the box), a run, a model folder, or an open_clip or Hugging Face model; default: the one
-        used last, the newest run in runs/, or general. Each model has its own vectors.
+        general (the model in the box), a run, a model folder, or an open_clip or Hugging Face model. Default: the one
+        that this folder was indexed with last; for a new index, the newest run in runs/, or general. Each model has its
+        own vectors.
     problems
         List every file that cannot be used, not only the first five.
     watch
@@ -72,6 +74,8 @@ def index(
         if always or report.added or report.kept or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
+        if always and model is None:
+            _mention_newest_run(folder, report.model)
 
     changes = watch_folder(folder) if watch else iter(())
     try:
@@ -96,6 +100,7 @@ def _report_lines(report: Report, shown: int | None) -> list[str]:
     )
     lines = [
         f"index      {report.place}",
+        f"model      {_shown_model(report.model)}",
         f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",
         f"skipped    {skipped}, {plural(len(report.problems), 'file')} that cannot be used",
     ]
@@ -103,6 +108,28 @@ def _report_lines(report: Report, shown: int | None) -> list[str]:
     if shown is not None and len(report.problems) > shown:
         lines.append("           ... --problems lists all of them")
     return lines
+
+
+def _shown_model(model: str) -> str:
+    """How to name a model on the command line: a run, instead of its best/ or model/."""
+    from m1clip.monitor.status import is_run
+
+    path = Path(model)
+    if not path.exists():
+        return model  # in the package, or of the Hub
+    place = path.parent if is_run(path.parent) else path
+    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
+
+def _mention_newest_run(folder: Path, used: str) -> None:
+    """Say how to search with the newest run, if the index uses an older model."""
+    from m1clip.model.folder import newest_run
+
+    run = newest_run()
+    if run is None or Path(used).is_relative_to(run.absolute()):
+        return
+    command = shlex.join(["m1clip", "index", str(folder), "--model", str(run)])
+    console.print(f"note       the newest run is {run}; to search with it: {command}")
 
 
 @app.command(group=PHOTOS, sort_key=2, usage="Usage: m1clip search TEXT... [OPTIONS]")

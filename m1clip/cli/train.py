@@ -76,7 +76,7 @@ def demo(*, out: Path | None = None) -> None:
         f"  m1clip eval {folder} --analysis        what the model confuses, and how often\n"
         f"  m1clip report {folder}                 curves, examples and settings as one HTML file\n"
         f"  m1clip train photos --minutes 10       your own images: a folder with captions.csv\n"
-        f"  m1clip index ~/Pictures                search your photos (pip install 'm1clip[towers,search]')\n"
+        f"  m1clip index ~/Pictures --model general   search your photos (pip install 'm1clip[towers,search]')\n"
         f"  {docs_page('learn')}   what happened in this run, step by step"
     )
 

@@ -111,6 +111,7 @@ class Report:
 
     place: Path  # the folder of the index
     root: Path  # the folder of photos
+    model: str = ""  # the name or path of the model that encodes them
     indexed: int = 0  # files with a vector now
     added: int = 0  # images encoded
     kept: int = 0  # moved, renamed or copied: their vectors were reused
@@ -555,6 +556,7 @@ def _update(
         [("format", SEARCH_INDEX_FORMAT), ("version", m1clip.__version__)],
     )
     set_id, path = _choose_model(db, asked, when_done)
+    report.model = path
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)
     files, closed = _scan(root, report)

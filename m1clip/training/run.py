@@ -389,6 +389,7 @@ def _finish(
         label = selection_metric(scores).label
         console.print(
             f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%"
+            + _unimproved(inputs.config, state.best_step)
         )
     if general is not None:
         score = selection_metric(scores)
@@ -425,6 +426,15 @@ def _finish(
         **scores.as_dict(),
     )
     return Run(folder, scores, split, grid)
+
+
+def _unimproved(config: Config, best_step: int) -> str:
+    """What to add if no step was better than the start, as happens with few captions."""
+    if best_step > 0:
+        return ""
+    start = config.transfer.init
+    what = f"{start} is unchanged" if start else "the model is that before the first step"
+    return f"; training did not improve on the start: {what}; more captions may help"
 
 
 def _print_tables(tables: RunTables) -> None:

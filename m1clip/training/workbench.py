@@ -652,7 +652,11 @@ def check_training_data(source: Source, config: Config) -> None:
             f"{names}: {images} training images found; contrastive training needs at least 2"
         )
     BatchPlan(images, config.train.batch_size_or(2), config.seed)
-    if images < TINY_SET:
+    if images < TINY_SET and config.transfer.init:
+        console.warn(
+            f"only {images} training images: expect a small gain or none, and wide intervals"
+        )
+    elif images < TINY_SET:
         console.warn(
             f"only {images} training images: the run will show that everything works, but the model"
             " will overfit; expect scores near chance on other images, and use at least a few"

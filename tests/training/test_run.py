@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import exit_code, losses_of, run_small, small_arguments, small_options, tensors_of
+import small_run
+from small_run import (
+    exit_code,
+    finished_run,
+    losses_of,
+    run_small,
+    small_arguments,
+    small_config,
+    small_options,
+    tensors_of,
+)
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.inference import load
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.runlog import read_log
+from m1clip.training.run import train_config
 from m1clip.training.spec import read_spec
 
 
@@ -220,3 +232,26 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     assert result.scores["negatives"].value > 0.55
     bundle = load(tmp_path / "run")
     assert bundle.encode_text(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_run_that_gains_nothing_says_that_the_initial_model_is_unchanged(tmp_path: Path) -> None:
+    start = finished_run()
+    changes = {
+        **dict.fromkeys(small_run.SMALL, None),  # of the initial model, or decided
+        "transfer.init": str(start),
+        "transfer.recipe": "frozen",
+        "data.synthetic_images": 72,
+        "optim.lr": 1e-9,
+        "train.steps": 2,
+        "train.batch_size": 16,
+        "train.device": "cpu",
+        "train.precision": "fp32",
+        "train.threads": 1,
+    }
+    with console.capture() as output:
+        train_config(small_config(changes), tmp_path / "run")
+    printed = output.getvalue()
+    assert "only 72 training images: expect a small gain or none" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("best "))
+    assert line.startswith("best       step 0: validation ")
+    assert f"did not improve on the start: {start} is unchanged; more captions may help" in line

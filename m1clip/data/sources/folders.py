@@ -24,10 +24,15 @@ from m1clip.io import read_small
 
 TEMPLATE = "a photo of a {}."
 _CLASSES_NOTED = 5
-# 2023, 2023-05-12 Birthday, 20230512, Photos from 2023 (Google), 100CANON and DCIM (cameras).
+_YEAR = r"(?:19|20)\d\d"
+_SEASONS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|spring|summer|autumn|fall|winter"
+# A year at the end of other words is no album: classes of cars are named so.
 _ALBUM = re.compile(
-    r"^(?:(?:photos from )?(?:19|20)\d\d(?:$|[-_. ]?(?:0[1-9]|1[0-2])(?!\d{3}))|"
-    r"\d{3}[A-Z0-9_]{5}$|DCIM$)",
+    rf"(?:photos from )?{_YEAR}(?:$|[-_. ])|"  # 2023, 2023-05-12 Birthday, Photos from 2023 (Google)
+    rf"{_YEAR}(?:0[1-9]|1[0-2])(?!\d{{3}})|"  # 202305, 20230512
+    rf"(?:\d\d?[-_. ]){{1,2}}{_YEAR}$|"  # 12.05.2023
+    rf"(?:{_SEASONS})[a-z]*[-_. ]*{_YEAR}$|"  # May 2023, Summer 2023
+    r"\d{3}[A-Z0-9_]{5}$|DCIM$",  # 100CANON and DCIM (cameras)
     re.IGNORECASE,
 )
 _COUNTER = re.compile(r"[\s_.-]*\(?\d*\)?$")  # of files with otherwise equal names

@@ -523,6 +523,10 @@ def test_description_and_keywords_may_be_of_different_kinds(images: Write) -> No
         ("Photos from 2022", "Photos from 2023"),
         ("DCIM/100CANON", "DCIM/101CANON"),
         ("20230512", "20230601"),
+        ("2023 Summer", "2024 Paris"),
+        ("May 2023", "winter_2024"),
+        ("12.05.2023", "06-2024"),
+        ("2023", "Birthday"),
     ],
 )
 def test_albums_are_not_classes(images: Write, albums: tuple[str, str]) -> None:
@@ -533,7 +537,7 @@ def test_albums_are_not_classes(images: Write, albums: tuple[str, str]) -> None:
     assert open_source(f"classes:{root}").format == "classes"
 
 
-@pytest.mark.parametrize("names", [("0", "1"), ("2001 a film", "dogs"), ("1999999", "2000000")])
+@pytest.mark.parametrize("names", [("0", "1"), ("Audi S4 2012", "Fiat 500 2012"), ("1999999", "2000000")])
 def test_numbers_and_other_names_are_classes(images: Write, names: tuple[str, str]) -> None:
     root = images([f"{name}/a.jpg" for name in names])
     assert open_source(str(root)).format == "classes"
