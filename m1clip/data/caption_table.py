@@ -163,7 +163,7 @@ class CaptionFile:
             if missing and not any(self._cell(row, column).strip() for column in self._captions):
                 self._set(row, self._captions[0], missing.pop(0))
                 self._set(row, self._source, source)
-        end = places[-1] + 1 if places else len(self.rows)
+        first = end = places[-1] + 1 if places else len(self.rows)
         spelling = self._cell(self.rows[places[0]], self._image) if places else name
         for text in missing:
             row = [""] * len(self.header)
@@ -172,9 +172,12 @@ class CaptionFile:
             self._set(row, self._source, source)
             self.rows.insert(end, row)
             end += 1
-        # A table of `m1clip data template` keeps a row for each image.
-        self._drop_empty(places if wanted or self._source is not None else places[1:])
-        self._index()
+        if places:
+            # A table of `m1clip data template` keeps a row for each image.
+            self._drop_empty(places if wanted or self._source is not None else places[1:])
+            self._index()
+        elif end > first:  # no other row has moved, so that many images are added quickly
+            self._places[normalized(name)] = list(range(first, end))
         self._set_split(name, split)
 
     def rename(self, old: str, new: str) -> None:

@@ -31,6 +31,9 @@ from m1clip.data.caption_table import (
     read_captions,
 )
 from m1clip.data.sources import splits
+from m1clip.data.sources.folders import has_text_files
+from m1clip.data.sources.metadata import PhotoCaptions, find_captions
+from m1clip.data.sources.columns import is_generated
 from m1clip.data.sources.tables import find_tables
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
@@ -73,13 +76,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Label:
-    """The captions of a photo by a person, with a version by which a later change
-    recognizes them.
+    """The captions of a photo, with a version by which a later change recognizes them.
+
+    They are those of a person and those that the photo contains, not those of a captioning model.
     """
 
     captions: tuple[str, ...]
     skipped: bool = False
     split: str = ""
+    from_metadata: bool = False  # all of them were in the photo
 
     @property
     def version(self) -> str:
@@ -126,7 +131,7 @@ class Labels:
         self._version = 0  # changes with the labels
 
     def labelled(self) -> dict[str, Label]:
-        """The photos with captions of a person, by path relative to the folder of photos."""
+        """The photos with a label, by path relative to the folder of photos."""
         with self._lock:
             return self._labels(self._read())
 
@@ -161,7 +166,7 @@ class Labels:
                     continue
                 if captions != before.captions:
                     split = each.split or split_by_content(each.sha256)
-                    table.replace(self._name(each.path), captions, PERSON, split)
+                    _replace(table, self._name(each.path), captions, split)
                     is_changed = True
                 seen.append((each.sha256, os.fsencode(each.path), int(each.skipped), time.time()))
                 outcomes.append(
@@ -173,6 +178,31 @@ class Labels:
             self._known = self.stamp[:3], table
             self._remember(seen)
             return outcomes
+
+    def import_metadata(self, contents: Mapping[str, bytes]) -> int:
+        """Copy the captions inside photos to the table, which hides them otherwise; returns how many photos.
+
+        contents: {path: sha256}. A photo that has captions in the table keeps those.
+        """
+        with self._lock:
+            table = self._read()
+        names = [path for path in contents if can_be_named(path) and not table.of(self._name(path))]
+        found = [
+            (path, captions)
+            for path, captions in find_captions(self.root, names)
+            if isinstance(captions, PhotoCaptions)
+        ]
+        if not found:
+            return 0
+        with self._lock, lock_captions(self.path):
+            table = self._read()
+            new = [(path, captions) for path, captions in found if not table.of(self._name(path))]
+            for path, captions in new:
+                split = split_by_content(contents[path])
+                table.replace(self._name(path), captions.texts, captions.kind, split)
+            self._known = None
+            table.write()
+        return len(new)
 
     def follow(self, names: Mapping[str, str]) -> None:
         """Give the rows of renamed photos (old path -> new path) their new names."""
@@ -281,15 +311,27 @@ def labels_path(root: Path, place: Path) -> Path:
     beside = root / CAPTIONS_FILE
     if place.parent == root and place.name == INDEX_FOLDER and os.access(root, os.W_OK):
         others = [path for path in find_tables(root, nested=False) if path != beside]
-        if beside.exists() or not others:
+        if beside.exists() or not (others or has_text_files(root)):
             return beside
     return place / CAPTIONS_FILE
 
 
 def _label_of(captions: Sequence[Caption], skipped: bool) -> Label:
-    own = [each for each in captions if each.source == PERSON]
+    own = [each for each in captions if not is_generated(each.source)]
     split = next((each.split for each in captions if each.split), "")
-    return Label(tuple(each.text for each in own), skipped and not own, split)
+    from_metadata = bool(own) and all(each.source != PERSON for each in own)
+    return Label(tuple(each.text for each in own), skipped and not own, split, from_metadata)
+
+
+def _replace(table: CaptionFile, name: str, captions: Sequence[str], split: str) -> None:
+    """Give a photo these captions: those that it contained keep their source, others are a person's."""
+    before = [each for each in table.of(name) if not is_generated(each.source)]
+    left = list(captions)
+    for source in {each.source for each in before} - {PERSON}:
+        kept = [each.text for each in before if each.source == source and each.text in left]
+        left = [text for text in left if text not in kept]
+        table.replace(name, kept, source)
+    table.replace(name, left, PERSON, split)
 
 
 def _cleaned(captions: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.search.labels import (
@@ -43,6 +44,7 @@ LABELS_SHOWN = 24  # labelled photos that can be corrected
 UNSURE_WEIGHT = 1.0  # additional weight of the photo that the model is most unsure of
 CURVE_STEP = 20  # labels after which the learning curve is computed again
 MORE_LABELS = (100, 200)  # for which the gain is predicted
+METADATA_SECONDS = 3.0  # to wait for the captions inside photos before the first photos are shown
 NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
 
 
@@ -94,6 +96,7 @@ class LabelPage:
         self._reserved: dict[str, tuple[float, dict[int, tuple[Photo, np.ndarray]]]] = {}
         self._known: tuple[tuple[int, ...], dict[str, Label], set[bytes]] | None = None
         self._curve: tuple[int, list[str]] = 0, []  # what more labels add, with so many labels
+        self._metadata_read: set[bytes] = set()  # contents of the photos whose metadata was read
 
     def labels(self) -> Labels:
         """The labels of the index that is open."""
@@ -130,6 +133,7 @@ class LabelPage:
         index.refresh()
         if self._queue is None or self._queue.is_outdated(index):
             self._follow_renamed(index)
+            self._import_metadata(index)
             self._queue = Queue(index, self._suggester)
             self._ahead, self._reserved = [], {}
             labels, skipped = self._state(index)
@@ -153,6 +157,31 @@ class LabelPage:
                 path: there[digest].path for path, digest in contents.items() if digest in there
             }
             self._labels.follow(names)
+
+    def _import_metadata(self, index: Index) -> None:
+        """Make labels of the captions inside photos, in a thread: a large library takes minutes."""
+        assert self._labels is not None
+        labels = self._labels
+        photos = index.photos_at(np.arange(len(index.vectors)))
+        contents = {
+            photo.path: photo.sha256
+            for photo in photos
+            if photo.sha256 not in self._metadata_read
+        }
+        self._metadata_read.update(contents.values())
+        ended = threading.Event()
+
+        def read() -> None:
+            try:
+                if labels.import_metadata(contents) and ended.is_set():
+                    self._queue = None  # the order knew nothing of these labels
+            except UserError as error:  # the next label that is saved meets the same problem
+                console.warn(f"the captions inside the photos were not read: {error}")
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(METADATA_SECONDS)
+        ended.set()
 
     def queue(self, values: dict[str, str]) -> dict[str, Any]:
         """The photos that a page should label next, with suggestions; they are reserved for it."""
@@ -315,6 +344,7 @@ class LabelPage:
         held_out = sum(label.split == "test" for label in labels.values())
         return {
             "labelled": len(labels),
+            "from_metadata": sum(label.from_metadata for label in labels.values()),
             "held_out": held_out,
             "needed": max(0, LABELS_TO_TRAIN - len(labels)),
             "least": LABELS_TO_TRAIN,

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from m1clip.data.caption_table import read_captions
 from m1clip.data.sources import open_sources
@@ -193,3 +194,65 @@ def test_database_that_is_a_link_is_not_written(labels: Labels, tmp_path: Path) 
     with pytest.raises(UserError, match="symbolic link"):
         labels.change([change("a.jpg", skipped=True)])
     assert target.read_bytes() == b""
+
+
+def save_captioned(path: Path, text: str) -> bytes:
+    """A photo with a caption in its EXIF data; returns its content hash."""
+    exif = Image.Exif()
+    exif[0x010E] = text
+    Image.new("RGB", (8, 8), f"#{len(text):06x}").save(path, exif=exif)
+    return sha256(path.read_bytes()).digest()
+
+
+def test_captions_inside_photos_become_labels_and_are_not_hidden(labels: Labels) -> None:
+    contents = {
+        f"{number}.jpg": save_captioned(labels.root / f"{number}.jpg", f"inside {number}")
+        for number in range(40)
+    }
+    labels.change([change("0.jpg", "typed before")])
+    assert labels.import_metadata(contents) == 39
+    assert labels.import_metadata(contents) == 0
+    found = labels.labelled()
+    assert found["0.jpg"].captions == ("typed before",)
+    assert found["1.jpg"].captions == ("inside 1",)
+    assert [path for path, label in found.items() if not label.from_metadata] == ["0.jpg"]
+    assert all(found[path].split == split_by_content(contents[path]) for path in list(contents)[1:])
+    assert {row[2] for row in read_captions(labels.path).rows} == {"person", "EXIF"}
+    source = open_sources([str(labels.root)])
+    assert sum(map(len, source.by_split.values())) == 40
+    version = found["1.jpg"].version
+    labels.change([change("1.jpg", "inside 1", "and more", version=version)])
+    rows = [row[1:3] for row in read_captions(labels.path).rows if row[0] == "1.jpg"]
+    assert sorted(rows) == [["and more", "person"], ["inside 1", "EXIF"]]
+    version = labels.labelled()["1.jpg"].version
+    labels.change([change("1.jpg", "better", version=version)])
+    rows = [row[1:3] for row in read_captions(labels.path).rows if row[0] == "1.jpg"]
+    assert rows == [["better", "person"]]
+
+
+def test_generated_captions_are_no_labels_and_stay(labels: Labels) -> None:
+    table = read_captions(labels.path)
+    table.replace("a.jpg", ["a generated caption"], "model:vision")
+    table.write()
+    assert labels.labelled() == {}
+    labels.change([change("a.jpg", "typed")])
+    assert labels.labelled()["a.jpg"].captions == ("typed",)
+    assert len(read_captions(labels.path).rows) == 2
+
+
+def test_many_images_are_added_to_a_table_without_reading_it_again(
+    labels: Labels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = read_captions(labels.path)
+    monkeypatch.setattr(table, "_index", lambda: pytest.fail("reads all rows"))
+    for number in range(20):
+        table.replace(f"{number}.jpg", ["a", "b"], "EXIF", "train")
+    assert [caption.text for caption in table.of("7.jpg")] == ["a", "b"]
+    assert table.images() == [f"{number}.jpg" for number in range(20)]
+
+
+def test_labels_do_not_hide_text_files(tmp_path: Path) -> None:
+    save_captioned(tmp_path / "a.jpg", "x")
+    (tmp_path / "a.txt").write_text("a dog", encoding="utf-8")
+    place = tmp_path / INDEX_FOLDER
+    assert labels_path(tmp_path, place) == place / "captions.csv"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from image_sets import image
 from photos import make_photos, save_model
+from PIL import Image
 
 from m1clip.data.caption_table import read_captions
 from m1clip.search.index import update_index
@@ -82,6 +83,24 @@ def test_pages_get_different_photos_and_labelled_ones_do_not_come_back(server: S
     assert [(photo["id"], photo["captions"]) for photo in shown] == [(first[0]["id"], ["a dog"])]
     similar = read(server, "/api/label/similar", id=first[2]["id"])["photos"]
     assert not {photo["id"] for photo in similar} & {photo["id"] for photo in first[:3]}
+
+
+def test_photos_with_a_caption_inside_count_as_labelled_and_are_not_shown(
+    server: Server, folder: Path
+) -> None:
+    for name in ("a/0000.jpg", "b/0001.jpg"):
+        exif = Image.Exif()
+        exif[0x010E] = f"written in a camera: {name}"
+        with Image.open(folder / name) as photo:
+            photo.save(folder / name, exif=exif)
+    update_index(folder)
+    first = queue(server, count=60)
+    assert len(first) == COUNT - 2
+    progress = read(server, "/api/label")
+    assert (progress["labelled"], progress["from_metadata"]) == (2, 2)
+    shown = read(server, "/api/label/labelled")["photos"]
+    captions = {photo["path"]: photo["captions"] for photo in shown}
+    assert captions["b/0001.jpg"] == ["written in a camera: b/0001.jpg"]
 
 
 def test_photos_of_a_closed_page_go_to_another(

@@ -216,7 +216,7 @@ async function undo() {
 
 /* progress ---------------------------------------------------------------------------------------------------- */
 function showProgress(found) {
-  const { labelled, needed, least, held_out: heldOut, images, table } = found;
+  const { labelled, needed, least, held_out: heldOut, from_metadata: inside, images, table } = found;
   state.progress = found;
   const part = needed ? labelled / least : 1;
   $("bar").style.width = `${100 * part}%`;
@@ -224,7 +224,8 @@ function showProgress(found) {
   const goal = needed
     ? `${count(labelled)} of ${least} labels until the first training.`
     : `${plural(labelled, "photo")} of ${count(images)} labelled; ${count(heldOut)} of them are held out to measure the model.`;
-  $("goal").textContent = labelled ? `${goal} Saved in ${table}` : `${goal} Start with the large photo: press a digit for a word, or type a caption.`;
+  const fromMetadata = inside ? ` ${plural(inside, "photo")} had a caption inside.` : "";
+  $("goal").textContent = labelled ? `${goal}${fromMetadata} Saved in ${table}` : `${goal} Start with the large photo: press a digit for a word, or type a caption.`;
   $("curve").textContent = found.more.length ? `Prediction for this model: ${found.more.join("; ")}.` : "";
   document.dispatchEvent(new Event("labels"));
 }
