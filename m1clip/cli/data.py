@@ -206,7 +206,7 @@ def data_howmany(
     ],
     /,
     *,
-    model: str = "towers",
+    model: str | None = None,
     more: Annotated[tuple[int, ...], Parameter(negative="")] = (100, 200, 500),
     captions: Literal["all", "person"] = "person",
     json: Flag = False,
@@ -222,7 +222,8 @@ def data_howmany(
     Parameters
     ----------
     model
-        towers: new heads on pretrained towers, as m1clip train --recipe frozen; or a model to improve, such as general.
+        A model that the captions are to improve, or towers for new heads on pretrained towers, as m1clip train
+        --recipe frozen; default: that of the run, or general.
     more
         How many more photos with captions; repeat the option for several numbers.
     captions

@@ -31,9 +31,9 @@ from m1clip.data.caption_table import (
     read_captions,
 )
 from m1clip.data.sources import splits
+from m1clip.data.sources.columns import is_generated
 from m1clip.data.sources.folders import has_text_files
 from m1clip.data.sources.metadata import PhotoCaptions, find_captions
-from m1clip.data.sources.columns import is_generated
 from m1clip.data.sources.tables import find_tables
 from m1clip.errors import UserError
 from m1clip.formatting import one_line

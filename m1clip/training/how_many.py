@@ -34,7 +34,7 @@ _MAX_UNREADABLE = 0.5  # of the photos
 def how_many(
     data: str | Path | Sequence[str | Path],
     *,
-    model: str | Path | Model = NEW_HEADS,
+    model: str | Path | Model | None = None,
     more: Sequence[int] = MORE,
     captions: Literal["all", "person"] = "person",
     seed: int = 0,
@@ -42,9 +42,9 @@ def how_many(
 ) -> LearningCurve:
     """Predict what more captions would add to the recall of a model that is trained on these.
 
-    data: photos with captions, or a run, whose data and initial model are used then. model:
-    `towers` for new heads on pretrained towers, or a CLIP model that is to be improved, such as
-    `general`.
+    data: photos with captions, or a run, whose data and initial model are used then. model: a CLIP
+    model that the captions are to improve, or `towers` for new heads on pretrained towers; default:
+    that of the run, or `general`.
     """
     if any(count < 1 for count in more):
         raise UserError("--more: expected numbers of photos, from 1")
@@ -69,7 +69,7 @@ def how_many(
 
 def _settings(
     data: str | Path | Sequence[str | Path],
-    model: str | Path | Model,
+    model: str | Path | Model | None,
     captions: Literal["all", "person"],
 ) -> tuple[Config, str | Path | Model]:
     """Return the settings that say what the data is, and the model to improve."""
@@ -78,9 +78,11 @@ def _settings(
     if len(sources) == 1 and (run / "config.toml").is_file():
         config = load_config(run / "config.toml")
         # The trained model has seen these captions: the curve begins where its training began.
-        initial = config.transfer.init or model
+        initial = model or config.transfer.init or NEW_HEADS
         return config.changed(captions=captions), initial
-    return Config(data=DataConfig(source=tuple(map(str, sources)), captions=captions)), model
+    return Config(
+        data=DataConfig(source=tuple(map(str, sources)), captions=captions)
+    ), model or GENERAL
 
 
 def _feature_cache(

@@ -164,9 +164,7 @@ class LabelPage:
         labels = self._labels
         photos = index.photos_at(np.arange(len(index.vectors)))
         contents = {
-            photo.path: photo.sha256
-            for photo in photos
-            if photo.sha256 not in self._metadata_read
+            photo.path: photo.sha256 for photo in photos if photo.sha256 not in self._metadata_read
         }
         self._metadata_read.update(contents.values())
         ended = threading.Event()

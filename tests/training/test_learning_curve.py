@@ -11,8 +11,9 @@ from image_sets import image
 from small_run import exit_code, finished_run
 
 import m1clip.training.learning_curve as curve_module
+from m1clip.config import Config, TransferConfig, to_toml
 from m1clip.errors import UserError
-from m1clip.training.how_many import how_many
+from m1clip.training.how_many import _settings, how_many
 from m1clip.training.learning_curve import Pairs, learning_curve
 
 WIDTH = 64
@@ -150,3 +151,12 @@ def test_command_reads_photos_with_captions(
     assert values["labels"] == 41  # without generated captions
     assert values["gains"][0]["more"] == 50
     assert how_many(tmp_path, model=model, captions="all").labels == 44
+
+
+def test_curve_is_that_of_general_or_of_the_initial_model_of_a_run(tmp_path: Path) -> None:
+    assert _settings(tmp_path, None, "person")[1] == "general"
+    for init, expected in ((None, "towers"), ("runs/first", "runs/first")):
+        config = Config(transfer=TransferConfig(init=init))
+        (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        assert _settings(tmp_path, None, "person")[1] == expected
+    assert _settings(tmp_path, "towers", "person")[1] == "towers"

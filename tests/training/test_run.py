@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_run
 import torch
 from safetensors.torch import load_file
-import small_run
 from small_run import (
     exit_code,
     finished_run,

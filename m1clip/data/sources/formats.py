@@ -117,8 +117,9 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
         return user_error(f"{path}: {what}{binary_kind(workbooks[0])}")
     hint = f", or use the file names: --data filenames:{path}" if has_words_as_names(path) else ""
     return user_error(
-        f"{path}: images but no captions; write them into the table that m1clip data template "
-        f"{path} makes, or sort the images into one folder per class{hint} ({KINDS_HINT})"
+        f"{path}: images but no captions; label some on the page of m1clip serve (after m1clip "
+        f"index {path}), write them into the table that m1clip data template {path} makes, or sort "
+        f"the images into one folder per class{hint} ({KINDS_HINT})"
     )
 
 

@@ -537,7 +537,9 @@ def test_albums_are_not_classes(images: Write, albums: tuple[str, str]) -> None:
     assert open_source(f"classes:{root}").format == "classes"
 
 
-@pytest.mark.parametrize("names", [("0", "1"), ("Audi S4 2012", "Fiat 500 2012"), ("1999999", "2000000")])
+@pytest.mark.parametrize(
+    "names", [("0", "1"), ("Audi S4 2012", "Fiat 500 2012"), ("1999999", "2000000")]
+)
 def test_numbers_and_other_names_are_classes(images: Write, names: tuple[str, str]) -> None:
     root = images([f"{name}/a.jpg" for name in names])
     assert open_source(str(root)).format == "classes"
