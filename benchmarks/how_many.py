@@ -1,13 +1,12 @@
 """Whether the interval of `m1clip data howmany` holds: what it predicts, and what more captions then add.
 
-    python benchmarks/how_many.py flickr8k-112 --json docs/results/how_many.json
+    python benchmarks/how_many.py flickr8k-112 --cache features --json docs/results/how_many.json
     python benchmarks/how_many.py --show docs/results/how_many.json
 
 In each draw, some photos with one caption each are labels, and a learning curve predicts the gain
 of more. Heads are then fitted with these labels and with more, and both are tested on other photos,
-as many at a time as the curve has candidates. Features of the towers are computed once. `WIDENING`
-was chosen on 300 -> 500. The check on 500 -> 1,000 was stopped after four draws, before this script
-was complete: the interval held in each, with gains predicted about a point too low.
+as many at a time as the curve has candidates. Features of the towers are computed once, in the cache
+that benchmarks/label_order.py uses too. `WIDENING` was chosen on 300 -> 500.
 """
 
 from __future__ import annotations
@@ -15,22 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from label_order import read_features
 from sides import machine
 
-from m1clip.config import Config, DataConfig
-from m1clip.data.prepare import open_data
 from m1clip.formatting import table
-from m1clip.inference import load
 from m1clip.io import write_json
-from m1clip.model.named import GENERAL
 from m1clip.training import learning_curve as curves
-from m1clip.training.how_many import _feature_cache, _features
 
 PHOTOS = 4_000  # of the data, of which all draws are made
 TESTED = 1_200  # photos on which the gain is measured
@@ -56,9 +50,10 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", nargs="?")
+    parser.add_argument("data", nargs="?", type=Path, help="a folder with captions.csv")
     parser.add_argument("--json", type=Path, default=Path("how_many.json"))
-    parser.add_argument("--cache", help="folder of the features; default: a temporary one")
+    parser.add_argument("--cache", type=Path, default=Path("features"), help="where features are kept")
+    parser.add_argument("--draws", type=int, default=20, help="at most, of each study")
     parser.add_argument("--show", type=Path)
     options = parser.parse_args()
     if options.show is None and options.data is None:
@@ -68,33 +63,20 @@ def parse() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All draws of all studies."""
-    with tempfile.TemporaryDirectory() as scratch:
-        images, texts, image_index = features(options.data, options.cache or scratch)
-    first = np.searchsorted(image_index, np.arange(len(images)))
-    count = np.bincount(image_index)
+    known = read_features(options.data, "train", options.cache)
+    images, captions = known.images[:PHOTOS], known.captions[:PHOTOS]
     draws = []
     for labels, more, repeats in STUDIES:
-        for seed in range(repeats):
+        for seed in range(min(repeats, options.draws)):
             random = np.random.default_rng(1_000 + seed)
             order = random.permutation(len(images))
-            rows = first + random.integers(count)
-            photos = Labels(images[order], texts[rows[order]])
+            texts = captions[np.arange(len(images)), random.integers(captions.shape[1], size=len(images))]
+            photos = Labels(images[order], texts[order])
             draws.append(
                 {"labels": labels, "more": more, "seed": seed, **draw(photos, labels, more, seed)}
             )
             print(draws[-1], flush=True)
     return draws
-
-
-def features(data: str, cache_dir: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features of the towers of `--recipe frozen`, of some photos and all their captions."""
-    config = Config(data=DataConfig(source=(data,), cache_dir=cache_dir))
-    model = load(GENERAL)
-    source = open_data(config.data, model.preprocess.image_size, config.seed)
-    samples = source.samples("train")
-    step = max(1, len(samples) // PHOTOS)
-    cache = _feature_cache(model.clip, model, source, config, "cpu", False)
-    return _features(cache, samples[::step][:PHOTOS])
 
 
 def draw(photos: Labels, labels: int, more: int, seed: int) -> dict[str, float]:

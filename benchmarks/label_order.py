@@ -5,7 +5,9 @@
 A part of the training images is the library of the user, who writes one of its captions for each
 photo that is chosen. Recall is measured on all images and captions of the validation split (--test:
 of the test split). Orders: random, plain diverse (each photo is the one farthest from those before
-it, k-center), cover (the page's order without the weights of uncertainty) and page. Two users:
+it, k-center), cover (the page's order without the weights of uncertainty), page, typical (of each
+cluster the photo in the densest place) and unsure (of each cluster the photo that the model is most
+unsure of). Two users:
 
 - new: there is no model yet; photos are compared by the features of the image tower, and heads are fitted by CCA to the
   captions so far, as `m1clip train --recipe frozen` initializes them.
@@ -43,6 +45,7 @@ DIMENSIONS = 256  # of embeddings
 CAPTIONS = 5  # of each image
 GROUPS = 12  # kinds of photos
 KMEANS_ROUNDS = 15
+NEIGHBORS = 20  # whose similarity makes a photo typical
 BASE_IMAGES = 2500  # on which the model of `adapt` is fitted
 ADAPT_RIDGE = 10.0  # chosen on validation among 1, 3, 10, 30, 100 and 300
 WORDS = 600  # captions of other photos in place of the vocabulary, to measure uncertainty
@@ -161,11 +164,46 @@ def page_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence[
     return [place for place in places if place is not None]
 
 
+def typical_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence[int]:
+    """The photo with the most similar neighbors of each cluster, large clusters first (TypiClust)."""
+    similarity = vectors @ vectors.T
+    nearest = np.partition(similarity, -NEIGHBORS, axis=1)[:, -NEIGHBORS:]
+    return clustered(vectors, nearest.mean(axis=1), seed)
+
+
+def unsure_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence[int]:
+    """The photo of each cluster that the model is most unsure of, large clusters first."""
+    return clustered(vectors, weights, seed)
+
+
+def clustered(vectors: np.ndarray, scores: np.ndarray, seed: int) -> list[int]:
+    """The photo with the highest score of each cluster without a label.
+
+    There are as many clusters as labels at each number of labels.
+    """
+    chosen: list[int] = []
+    for count in LABELS:
+        cluster = groups_of(vectors, seed, count)
+        sizes = np.bincount(cluster, minlength=count)
+        sizes[cluster[chosen]] = 0
+        for number in np.argsort(-sizes, kind="stable")[: count - len(chosen)]:
+            members = np.setdiff1d(np.flatnonzero(cluster == number), chosen)
+            if len(members):
+                chosen.append(int(members[scores[members].argmax()]))
+        # Empty clusters, or such that a label is in: the best photos that are left.
+        left = np.setdiff1d(np.arange(len(vectors)), chosen)
+        best = left[np.argsort(-scores[left], kind="stable")]
+        chosen += best[: count - len(chosen)].tolist()
+    return chosen
+
+
 ORDERS: dict[str, Order] = {
     "random": random_order,
     "diverse": diverse_order,
     "cover": cover_order,
     "page": page_order,
+    "typical": typical_order,
+    "unsure": unsure_order,
 }
 
 
@@ -179,7 +217,7 @@ def measure_new(train: Features, evaluated: Features, seed: int) -> list[dict[st
     written = rng.integers(0, CAPTIONS, len(train.images))
     vectors = principal(train.images[library])
     results = []
-    for name in ("random", "diverse", "cover"):  # without a model, the page's order is `cover`
+    for name in ("random", "diverse", "cover", "typical"):  # without a model, page is `cover`
         order = library[ORDERS[name](vectors, np.ones(LIBRARY), seed)]
         scores = []
         for count in LABELS:
@@ -312,13 +350,16 @@ def principal(features: np.ndarray, count: int = DIMENSIONS) -> np.ndarray:
     return unit(rows @ axes[:, ::-1][:, :count]).astype(np.float32)
 
 
-def groups_of(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """(n,) groups of unit vectors by k-means."""
+def groups_of(vectors: np.ndarray, seed: int, count: int = GROUPS) -> np.ndarray:
+    """(n,) groups of unit vectors by k-means; an empty group keeps its center."""
     rng = np.random.default_rng(seed)
-    centers = vectors[rng.choice(len(vectors), GROUPS, replace=False)]
+    centers = vectors[rng.choice(len(vectors), count, replace=False)]
     for _ in range(KMEANS_ROUNDS):
         group = (vectors @ centers.T).argmax(axis=1)
-        centers = unit(np.stack([vectors[group == each].mean(axis=0) for each in range(GROUPS)]))
+        sums = np.zeros_like(centers)
+        np.add.at(sums, group, vectors)
+        filled = np.bincount(group, minlength=count) > 0
+        centers = np.where(filled[:, None], unit(sums), centers)
     return (vectors @ centers.T).argmax(axis=1)
 
 
@@ -369,7 +410,14 @@ def plot(table: list[dict[str, object]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     titles = {"new": "no model yet", "adapt": "a model of other photos, adapted"}
-    colors = {"random": "#868e96", "diverse": "#b58100", "cover": "#d9480f", "page": "#0b7285"}
+    colors = {
+        "random": "#868e96",
+        "diverse": "#b58100",
+        "cover": "#d9480f",
+        "page": "#0b7285",
+        "typical": "#5f3dc4",
+        "unsure": "#2b8a3e",
+    }
     for axis, (user, title) in zip(axes, titles.items(), strict=True):
         for order, color in colors.items():
             rows = [row for row in table if (row["user"], row["order"]) == (user, order)]
