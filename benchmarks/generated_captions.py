@@ -22,15 +22,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-from label_order import (
-    Features,
-    T95,
-    apply_heads,
-    fit_heads,
-    principal,
-    read_features,
-    recall,
-)
+from label_order import T95, Features, apply_heads, fit_heads, principal, read_features, recall
 from sides import RESULTS, machine, write
 
 from m1clip.formatting import table
@@ -54,19 +46,21 @@ def main() -> None:
         train, evaluated = (
             read_features(options.data, split, options.cache) for split in ("train", "val")
         )
-        runs = [run for seed in options.seeds for run in measure(train, evaluated, seed)]
+        vectors = principal(train.images)
+        runs = [run for seed in options.seeds for run in measure(train, vectors, evaluated, seed)]
         about = {**machine(), "data": options.data.resolve().name}
         write(options.json, {"machine": about, "library": LIBRARY, "runs": runs})
     print(summary(json.loads(options.json.read_text(encoding="utf-8"))["runs"]))
 
 
-def measure(train: Features, evaluated: Features, seed: int) -> list[dict[str, object]]:
+def measure(
+    train: Features, vectors: np.ndarray, evaluated: Features, seed: int
+) -> list[dict[str, object]]:
     """Mean recall with each kind of captions, for one library."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(train.images))
     library = order[:LIBRARY]
     donors = order[LIBRARY : LIBRARY + DONORS]
-    vectors = principal(train.images)
     nearest = donors[(vectors[library] @ vectors[donors].T).argmax(axis=1)]
     written = rng.integers(0, train.captions.shape[1], len(train.images))
     person = train.captions[library, written[library]]
@@ -91,7 +85,9 @@ def measure(train: Features, evaluated: Features, seed: int) -> list[dict[str, o
                 continue
             heads = fit_heads(train.images[library[photos]], texts)
             value = 100 * recall(*apply_heads(heads, evaluated))[0]
-            runs.append({"seed": seed, "own": own, "captions": name, "mean_recall": round(value, 2)})
+            runs.append(
+                {"seed": seed, "own": own, "captions": name, "mean_recall": round(value, 2)}
+            )
             print(runs[-1], flush=True)
     return runs
 

@@ -52,7 +52,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", nargs="?", type=Path, help="a folder with captions.csv")
     parser.add_argument("--json", type=Path, default=Path("how_many.json"))
-    parser.add_argument("--cache", type=Path, default=Path("features"), help="where features are kept")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("features"), help="where features are kept"
+    )
     parser.add_argument("--draws", type=int, default=20, help="at most, of each study")
     parser.add_argument("--show", type=Path)
     options = parser.parse_args()
@@ -70,7 +72,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         for seed in range(min(repeats, options.draws)):
             random = np.random.default_rng(1_000 + seed)
             order = random.permutation(len(images))
-            texts = captions[np.arange(len(images)), random.integers(captions.shape[1], size=len(images))]
+            texts = captions[
+                np.arange(len(images)), random.integers(captions.shape[1], size=len(images))
+            ]
             photos = Labels(images[order], texts[order])
             draws.append(
                 {"labels": labels, "more": more, "seed": seed, **draw(photos, labels, more, seed)}

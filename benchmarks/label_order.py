@@ -345,9 +345,10 @@ def principal(features: np.ndarray, count: int = DIMENSIONS) -> np.ndarray:
     deviation = features.std(axis=0)
     deviation = np.maximum(deviation, MIN_DEVIATION * np.median(deviation))
     rows = standardized(features, features.mean(axis=0), deviation)
-    rows -= rows.mean(axis=0)
-    _, axes = np.linalg.eigh(rows.T @ rows / len(rows))
-    return unit(rows @ axes[:, ::-1][:, :count]).astype(np.float32)
+    rows = torch.from_numpy(np.asarray(rows - rows.mean(axis=0), np.float32))
+    torch.manual_seed(0)  # of the random projection: a quick approximation of the components
+    _, _, axes = torch.svd_lowrank(rows, q=count, niter=2)
+    return unit((rows @ axes).numpy()).astype(np.float32)
 
 
 def groups_of(vectors: np.ndarray, seed: int, count: int = GROUPS) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Labels of an index: saved in captions.csv, once, whatever else happens to the photos, the disk or the process."""
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from hashlib import sha256
@@ -256,3 +258,32 @@ def test_labels_do_not_hide_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a dog", encoding="utf-8")
     place = tmp_path / INDEX_FOLDER
     assert labels_path(tmp_path, place) == place / "captions.csv"
+
+
+LABELLER = """
+import sys
+from hashlib import sha256
+from pathlib import Path
+from m1clip.search.labels import Change, Label, Labels
+root = Path(sys.argv[1])
+labels = Labels(root, root / ".m1clip-index")
+for number in range(10_000):
+    digest = sha256(str(number).encode()).digest()
+    labels.change([Change(f"{number}.jpg", digest, Label(()).version, (f"label {number}",))])
+    print(number, flush=True)
+"""
+
+
+def test_killed_server_has_saved_every_label_that_it_confirmed(labels: Labels) -> None:
+    words = [sys.executable, "-c", LABELLER, str(labels.root)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        confirmed = [int(process.stdout.readline()) for _ in range(25)]
+        process.kill()
+        confirmed += [int(line) for line in process.stdout]
+    found = labels.labelled()
+    assert {f"{number}.jpg" for number in confirmed} <= set(found)
+    assert len(found) <= len(confirmed) + 1
+    assert all(label.captions == (f"label {path[:-4]}",) for path, label in found.items())
+    (outcome,) = labels.change([change("after.jpg", "a label of the next server")])
+    assert not outcome.conflict

@@ -4,6 +4,7 @@ asking twice.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -51,15 +52,20 @@ class Journal:
         self.entries[entry.photo] = entry
         line = json.dumps(asdict(entry), ensure_ascii=True) + "\n"
         # On a line of its own, also after a line that a killed process did not finish.
-        handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        with os.fdopen(handle, "r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(end - 1)
-                line = line if file.read(1) == b"\n" else "\n" + line
-            file.write(line.encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(handle, "r+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                if end:
+                    file.seek(end - 1)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                file.write(line.encode("ascii"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "the disk is full; free some space" if full else f"{error.strerror}"
+            raise UserError(f"{self.path}: not saved: {what}; the same command continues") from None
 
     def keep(self, entries: Iterable[Entry]) -> None:
         """Forget all answers but these; without any, the file is deleted."""

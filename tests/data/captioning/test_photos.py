@@ -2,8 +2,10 @@
 
 import base64
 import csv
+import errno
 import io
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -352,3 +354,27 @@ def test_journal_of_another_kind_is_ignored(make_photos: MakePhotos) -> None:
     (folder / JOURNAL).write_bytes(b"\n".join(lines))
     with serve(describe) as server:
         assert caption_photos(folder, server.url).generated == 1
+
+
+def test_full_disk_loses_no_answer_that_was_saved(
+    make_photos: MakePhotos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_photos(6)
+    synced: list[int] = []
+
+    def sync(handle: int) -> None:
+        synced.append(handle)
+        if len(synced) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with serve(describe) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", sync)
+            with pytest.raises(UserError, match="the disk is full; free some space") as caught:
+                caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+        assert "\n" not in str(caught.value)
+        caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    found = rows(folder)
+    assert len(found) == 6
+    assert all(source == "model:vision" for _, source in found.values())
+    assert len(server.requests) <= 8  # those that were saved are not asked about again
