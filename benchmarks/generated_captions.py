@@ -93,7 +93,7 @@ def measure(
 
 
 def summary(runs: list[dict[str, object]]) -> str:
-    """The mean over the libraries, with its 95% interval."""
+    """The mean over the libraries, with its 95% interval if there are several."""
     rows = []
     for own, name in dict.fromkeys((run["own"], run["captions"]) for run in runs):
         values = [
@@ -102,10 +102,11 @@ def summary(runs: list[dict[str, object]]) -> str:
             if (run["own"], run["captions"]) == (own, name)
         ]
         mean = statistics.fmean(values)
-        half = 0.0
+        shown = f"{mean:.1f}"
         if len(values) > 1:
             half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
-        rows.append((str(own), str(name), f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}]"))
+            shown += f" [{mean - half:.1f}, {mean + half:.1f}]"
+        rows.append((str(own), str(name), shown))
     return table(("own captions", "trained on", "mean recall"), rows)
 
 

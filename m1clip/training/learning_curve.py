@@ -37,8 +37,8 @@ EMBED_DIM = 256
 ALIGNED_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 OUTLIER = 8.0  # of a standardized feature
 # The resampled curves do not contain that the next captions may be better or worse than these. Of
-# the interval of a gain. Chosen on 300 -> 500 photos (benchmarks/how_many.py); on 500 -> 1,000, the
-# interval held in the four draws that were made, with gains predicted about a point too low.
+# the interval of a gain. Chosen on 300 -> 500 photos; on 500 -> 1,000, the interval held in four of
+# four draws, with gains predicted about a point too low (docs/results/how_many.json).
 WIDENING = 1.25
 LOW_QUANTILE, HIGH_QUANTILE = 0.025, 0.975
 
