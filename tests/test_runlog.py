@@ -44,7 +44,9 @@ def test_written_records_are_readable_immediately(log: RunLog, tmp_path: Path) -
     log.write("step", step=1, loss=0.5)
     assert kinds(tmp_path) == ["start", "step"]
     assert all({"v", "kind", "time"} <= record.keys() for record in read_log(tmp_path))
-    assert (tmp_path / "run.jsonl").read_bytes().count(b"\n") == 2
+    written = (tmp_path / "run.jsonl").read_bytes()
+    assert written.count(b"\n") == 2
+    assert "müsli".encode() in written, "as text, not as escapes"
 
 
 def test_partial_line_after_kill_is_skipped(log: RunLog, tmp_path: Path) -> None:
@@ -92,6 +94,13 @@ def test_record_with_a_field_of_another_type_is_invalid(field: LogField) -> None
         # No field is a boolean; one without a schema may contain anything.
         assert is_valid(kind, **{field.name: False}) == (field.schema_in(kind) is None)
         assert is_valid(kind, **{field.name: None}) == (kind not in field.required_in)
+
+
+def test_each_analysis_of_an_evaluation_is_checked_and_may_be_missing() -> None:
+    assert is_valid("eval", analysis={})
+    assert is_valid("eval", analysis={"uniformity_image": -2.5, "of a later version": "x"})
+    assert not is_valid("eval", analysis={"uniformity_image": "x"})
+    assert not is_valid("eval", analysis={"uniformity_image": -2.5, "modality_gap": []})
 
 
 def test_schema_of_a_field_may_depend_on_the_kind_of_record() -> None:

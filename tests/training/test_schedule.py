@@ -19,6 +19,7 @@ def test_lr_fraction_known_values() -> None:
     assert lr_fraction(54, 4, 104) == pytest.approx(0.5)
     assert lr_fraction(29, 4, 104) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
     assert lr_fraction(104, 4, 104) == pytest.approx(0.0)
+    assert lr_fraction(200, 4, 104) == pytest.approx(0.0), "after the end it does not rise again"
     assert lr_fraction(0, 0, 10) == 1.0
     assert lr_fraction(9, 8, 9) == pytest.approx(0.0)
 
