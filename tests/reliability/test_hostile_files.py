@@ -176,9 +176,11 @@ def test_endless_files_are_refused(model: Path, tmp_path: Path, proof: Path, kin
         return path
 
     def command(*words: str | Path) -> None:
-        with pytest.raises(SystemExit) as end:
+        with contextlib.redirect_stderr(io.StringIO()) as error, pytest.raises(SystemExit) as end:
             main([str(word) for word in words])
         assert end.value.code == 2
+        assert error.getvalue().count("\n") == 1
+        assert Path(words[-1]).name in error.getvalue(), "not refused for another reason"
 
     names = replace(tmp_path / "names.txt")
     assert bounded(lambda: command("train", "--config", names)) == "ok"
