@@ -1,7 +1,7 @@
 # Each target makes the virtual environment by itself, once, and then needs no network.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-mlx test-long lint docs bench speedrun setup parity clean help
+.PHONY: demo test test-mlx test-pages test-long lint docs bench speedrun setup parity clean help
 
 # A relative path: folder names with spaces would break a prerequisite, never a relative one.
 VENV := .venv
@@ -17,6 +17,7 @@ help:
 	@echo "make docs   the site in site/, from docs/; fails for a broken link"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
+	@echo "make test-pages  the web pages in a real browser (installs Playwright; needs a Chromium)"
 	@echo "make test-export  exported models in transformers.js, Chromium, sentence-transformers, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   repeat an entry of docs/speedrun.md: recall after ten minutes, three seeds (ENTRY=name)"
@@ -66,6 +67,10 @@ docs: $(READY)
 test-mlx: $(DEV)
 	@$(PIP) -e '.[mlx]'
 	@$(BIN)/pytest tests/training/test_mlx.py $(PYTEST)
+
+test-pages: $(DEV)
+	@$(PIP) playwright
+	@$(BIN)/pytest -rs tests/web $(PYTEST)
 
 # Writes docs/results/reliability.json and the table of docs/reliability.md.
 test-long: $(DEV)
