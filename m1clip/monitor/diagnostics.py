@@ -177,11 +177,12 @@ def judged_analyses(history: History) -> list[Diagnostic]:
 
 
 def unreadable(history: History) -> Diagnostic | None:
-    name = history.path.name
-    if history.problem:
-        return Diagnostic("error", f"{name} cannot be read: {history.problem}")
-    if history.invalid:
-        return Diagnostic("warning", f"{plural(history.invalid, 'invalid line')} of {name} skipped")
+    log = history.log
+    name = log.path.name
+    if log.problem:
+        return Diagnostic("error", f"{name} cannot be read: {log.problem}")
+    if log.invalid:
+        return Diagnostic("warning", f"{plural(log.invalid, 'invalid line')} of {name} skipped")
     if history.skipped:
         images = plural(history.skipped, "image")
         return Diagnostic("warning", f"{images} could not be read; m1clip data lint shows why")

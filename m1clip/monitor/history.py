@@ -27,6 +27,7 @@ PHASES = (
     *("data", "copy", "preprocess", "forward", "backward", "exchange", "optimizer", "step"),
     "rest",
 )
+NEWEST_KINDS = ("start", "end", "memory", "sensors")  # of which only the newest record counts
 EVENT_KINDS = ("start", "checkpoint", "event", "warning", "skipped", "parity")
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
@@ -145,18 +146,72 @@ class Evaluations(Downsampled):
             yield rows[step]
 
 
+class LogReader:
+    """Reads the records that were added to a log since the last time."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.path = run / NAME
+        self.restart()
+
+    def restart(self) -> None:
+        """Read from the beginning the next time."""
+        self._offset = 0
+        self._partial_line = b""
+        self._file_id = (0, 0)
+        self.problem = ""  # why the log cannot be read
+        self.invalid = 0  # lines that were skipped
+
+    def is_replaced(self) -> bool:
+        """Whether the file is another one than before, or has become shorter."""
+        file_id, size = self._status()
+        return self._offset > 0 and (file_id != self._file_id or size < self._offset)
+
+    def new_records(self) -> Iterator[Record]:
+        """Yield the new valid records; `problem` says why there are none."""
+        self._file_id, _ = self._status()
+        if self._file_id == (0, 0):
+            return
+        try:
+            with open_regular(self.path, self._run) as file:
+                self.problem = ""
+                file.seek(self._offset)
+                while block := file.read(READ_BYTES):
+                    self._offset += len(block)
+                    yield from self._records_in(block)
+        except OSError as error:  # not a regular file inside the run folder, or not readable
+            self.problem = error.strerror or str(error)
+
+    def _status(self) -> tuple[tuple[int, int], int]:
+        """Return which file it is, and its bytes."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return (0, 0), 0
+        return (status.st_dev, status.st_ino), status.st_size
+
+    def _records_in(self, block: bytes) -> Iterator[Record]:
+        lines = (self._partial_line + block).split(b"\n")
+        self._partial_line = lines.pop()
+        if len(self._partial_line) > LONGEST_LINE:
+            self._partial_line = b""
+        for record in map(parse, filter(None, lines)):
+            if record is None:
+                self.invalid += 1
+            else:
+                yield record
+
+
 class History:
     """Follows one run: `poll` reads new records, everything else is read-only."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.path = run, run / NAME
+        self.run = run
+        self.log = LogReader(run)
         self.generation = 0  # raised when earlier points are no longer valid
         self._clear()
 
     def _clear(self) -> None:
-        self._offset, self._partial_line, self._file_id = 0, b"", (0, 0)
-        self.problem = ""  # why the log cannot be read
-        self.invalid = 0  # lines that were skipped
         self.records = 0  # that were read
         self.config = _read(self.run / "config.toml")
         self.environment = _read(self.run / "environment.json")
@@ -171,11 +226,8 @@ class History:
         # Complete records of the newest steps.
         self.recent: deque[Record] = deque(maxlen=RECENT_STEPS)
         self.first: list[Record] = []  # and of this session's first ones
-        self.start: Record = {}
-        self.end: Record = {}
-        self.memory: Record = {}
+        self._newest: dict[str, Record] = {}  # by kind, of those in `NEWEST_KINDS`
         self.adaptation: dict[str, Record] = {}  # new and general data -> scores before and after
-        self.sensors: Record = {}
         self.stages: Record = {}  # the newest line with a synchronized step
         self.use = ResourceUse()
         self.total = 0
@@ -185,42 +237,18 @@ class History:
 
     def poll(self) -> History:
         """Read new records from the run folder; if the log was replaced, from its beginning."""
-        try:
-            status = self.path.stat()
-            file_id, size = (status.st_dev, status.st_ino), status.st_size
-        except OSError:
-            file_id, size = (0, 0), 0
-        if self._offset > 0 and (file_id != self._file_id or size < self._offset):
+        if self.log.is_replaced():
+            self.log.restart()
             self._clear()
             self.generation += 1
-        self._file_id = file_id
         if not self.config:
             self.config, self.environment = (
                 _read(self.run / "config.toml"),
                 _read(self.run / "environment.json"),
             )
-        try:
-            if file_id != (0, 0):
-                self._read_log()
-        except OSError as error:  # not a regular file inside the run folder, or not readable
-            self.problem = error.strerror or str(error)
+        for record in self.log.new_records():
+            self.add(record)
         return self
-
-    def _read_log(self) -> None:
-        with open_regular(self.path, self.run) as file:
-            self.problem = ""
-            file.seek(self._offset)
-            while block := file.read(READ_BYTES):
-                self._offset += len(block)
-                lines = (self._partial_line + block).split(b"\n")
-                self._partial_line = lines.pop()
-                if len(self._partial_line) > LONGEST_LINE:
-                    self._partial_line = b""
-                for record in map(parse, filter(None, lines)):
-                    if record is None:
-                        self.invalid += 1
-                    else:
-                        self.add(record)
 
     def add(self, record: Record) -> None:
         kind, step = record["kind"], record.get("step") or 0
@@ -232,7 +260,7 @@ class History:
             self.total = record.get("steps") or self.total
         if kind == "start":
             self._cut(step)
-            self.start, self.end = record, {}
+            self._newest.pop("end", None)
             self.total = record.get("steps") or self.total
             self.first, self.recent = [], deque(maxlen=RECENT_STEPS)
         elif kind == "step":
@@ -248,14 +276,10 @@ class History:
             self._add_evaluated(self.evaluations, record)
         elif kind == RECORD:
             self._add_evaluated(self.analyses, record)
-        elif kind == "memory":
-            self.memory = record
-        elif kind == "sensors":
-            self.sensors = record
         elif kind == "adaptation":
             self.adaptation[str(record.get("role"))] = record
-        elif kind == "end":
-            self.end = record
+        if kind in NEWEST_KINDS:
+            self._newest[kind] = record
         if kind in EVENT_KINDS:
             self.skipped += kind == "skipped"
             self._reached = max(self._reached, step)
@@ -295,6 +319,24 @@ class History:
     @property
     def name(self) -> str:
         return self.run.name or str(self.run)
+
+    @property
+    def start(self) -> Record:
+        """Return the start of this session; {} before it."""
+        return self._newest.get("start", {})
+
+    @property
+    def end(self) -> Record:
+        """Return the end of the run; {} before it, or if the run was continued."""
+        return self._newest.get("end", {})
+
+    @property
+    def memory(self) -> Record:
+        return self._newest.get("memory", {})
+
+    @property
+    def sensors(self) -> Record:
+        return self._newest.get("sensors", {})
 
     @property
     def newest(self) -> Record:

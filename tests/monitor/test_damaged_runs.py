@@ -132,7 +132,7 @@ def test_invalid_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     ]
     append(run, bad)
     history = History(run).poll()
-    assert (history.invalid, history.step, history.last_time) == (
+    assert (history.log.invalid, history.step, history.last_time) == (
         len(bad),
         before.step,
         before.last_time,
@@ -147,7 +147,7 @@ def test_unusual_log_values_are_valid(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: INSTALLED)
     run = full_run(tmp_path / "runs" / "one", finished=False)
     append(run, [step(102, loss="nan", grad_norm="inf", watts="nan")])
-    assert History(run).poll().invalid == 0
+    assert History(run).poll().log.invalid == 0
     read_everything(run)
 
 

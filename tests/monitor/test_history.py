@@ -38,7 +38,7 @@ def test_only_complete_lines_are_read_and_each_once(tmp_path: Path) -> None:
         )
     append(run, [step(3)])
     assert steps_of(history.poll()) == [1, 2, 3]
-    assert history.invalid == 5
+    assert history.log.invalid == 5
 
 
 def test_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
