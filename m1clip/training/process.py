@@ -86,7 +86,10 @@ def lock_run(folder: Path) -> Iterator[None]:
         os.truncate(handle, 0)
         os.write(handle, lock_content().encode())
         (folder / PREPARING).unlink(missing_ok=True)  # left by a killed process
-        yield
+        try:
+            yield
+        finally:
+            os.truncate(handle, 0)  # a notebook lives on: stop must not end it
     finally:
         os.close(handle)
 

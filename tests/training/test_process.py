@@ -21,7 +21,7 @@ from small_run import (
 )
 
 from m1clip.errors import UserError
-from m1clip.io import RUN_LOCK
+from m1clip.io import RUN_LOCK, read_owner
 from m1clip.runlog import NAME, RunLog, read_log
 from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
@@ -205,3 +205,15 @@ def test_signal_while_saving_stops_after_the_next_step(
     (event,) = [line for line in read_log(tmp_path / "run") if line["kind"] == "event"]
     assert event["step"] == 4
     assert verify(tmp_path / "run" / "checkpoints" / "step-000004") == ""
+
+
+def test_run_that_ended_has_no_owner_though_its_process_lives_on(tmp_path: Path) -> None:
+    """In a notebook: m1clip stop must not end the kernel, and m1clip runs must not say running."""
+    with lock_run(tmp_path):
+        owner = read_owner(tmp_path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+    assert read_owner(tmp_path) is None
+    with pytest.raises(ValueError, match="failed"), lock_run(tmp_path):
+        raise ValueError("failed")
+    assert read_owner(tmp_path) is None
