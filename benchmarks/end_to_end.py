@@ -182,9 +182,31 @@ def main() -> None:
             except SystemExit as error:
                 found = {"failed": str(error)[-2000:]}
             result["sides"][side] = found
+            result["rows"] = rows(result)
             show(side, found)
             if options.json:  # what there is: the time on a borrowed card may end
                 write(options.json, result)
+
+
+def rows(result: dict[str, Any]) -> list[dict[str, str]]:
+    """Lines for docs/benchmarks.md."""
+    options = result["options"]
+    device = "" if options["device"] == "cpu" else f" --device {options['device']}"
+    what = (
+        f"the whole command, {options['images']:,} JPEG of 500 x 375, {options['model']}, batch"
+        f" {options['batch_size']:,}, {options['epochs']} epochs"
+    )
+    lines = []
+    for side, found in result["sides"].items():
+        if "failed" not in found:
+            largest = sorted(found["parts"].items(), key=lambda part: -part[1])[:4]
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in largest)
+            figure = f"**{found['seconds']:.1f} s** ({parts})"
+            command = f"python benchmarks/end_to_end.py{device}"
+            lines.append(
+                {"what": f"{what}: {side}", "figure": figure, "n": "1", "command": command}
+            )
+    return lines
 
 
 def show(side: str, found: dict[str, Any]) -> None:

@@ -142,9 +142,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024, help="of one GPU")
     parser.add_argument("--step", type=float, default=measured_step(11_310))
     parser.add_argument(
-        "--decode", type=float, default=4689 / 16, help="images/s of one core, 500 x 375 JPEG"
+        "--decode", type=float, default=2961 / 16, help="images/s of one core, 500 x 375 JPEG"
     )
-    parser.add_argument("--nvjpeg", type=float, default=16_355, help="images/s of one GPU")
+    parser.add_argument("--nvjpeg", type=float, default=12_419, help="images/s of one GPU")
     parser.add_argument("--file-bytes", type=float, default=52_000)
     parser.add_argument("--cores", type=int, default=16, help="of each GPU")
     parser.add_argument("--storage", type=float, default=5e9, help="bytes/s that a node reads")
