@@ -11,6 +11,7 @@ import pytest
 from image_sets import image
 from photos import make_photos, save_model
 from PIL import Image
+from small_run import PATIENCE
 
 from m1clip.data.caption_table import read_captions
 from m1clip.search.index import update_index
@@ -56,7 +57,7 @@ def queue(server: Server, page: str = "test", count: int = 5) -> list[dict[str, 
 
 def until(server: Server, **expected: Any) -> dict[str, Any]:
     """Wait until the training has these values."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while True:
         found = read(server, "/api/train")
         if all(found.get(name) == value for name, value in expected.items()):
