@@ -18,6 +18,7 @@ from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
 
 OUTPUT = "train.log"  # of a background run
+ABOUT_LABELS = "labels.json"  # of the Label page; on a busy machine, before the run has begun
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
@@ -42,7 +43,7 @@ def check_unused(path: Path) -> None:
             f"{path}: already contains a run; continue it with --resume {path}, or choose another"
             " --out"
         )
-    if path.exists() and (not path.is_dir() or _contents(path)):
+    if path.exists() and (not path.is_dir() or set(_contents(path)) - {ABOUT_LABELS}):
         raise UserError(f"{path}: exists and is not a run; choose another --out")
 
 

@@ -27,11 +27,11 @@ from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
 from m1clip.search.labels import LABELS_TO_TRAIN, Labels
 from m1clip.search.query import Index
-from m1clip.training.process import OUTPUT, start_in_background
+from m1clip.training.process import ABOUT_LABELS, OUTPUT, start_in_background
 from m1clip.web.server import key_of
 
 RUN_NAME = "labels"
-ABOUT_LABELS = "labels.json"  # in the folder of a run: what it was trained on, and what it gained
+# ABOUT_LABELS is in the folder of a run: what it was trained on, and what it gained.
 STOP_SECONDS = 120.0  # to wait for a step to end
 LAST_LINES = 2**14  # bytes of the output of a run or of the indexer in which its error is
 ERROR_START = "m1clip: "  # of a line with an error that a user can cause

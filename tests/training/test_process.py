@@ -27,8 +27,11 @@ from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
 from m1clip.training.context import RunContext
 from m1clip.training.process import (
+    ABOUT_LABELS,
+    OUTPUT,
     Interrupted,
     Stopped,
+    check_unused,
     create_run_folder,
     lock_run,
     stop_on_signals,
@@ -217,3 +220,10 @@ def test_run_that_ended_has_no_owner_though_its_process_lives_on(tmp_path: Path)
     with pytest.raises(ValueError, match="failed"), lock_run(tmp_path):
         raise ValueError("failed")
     assert read_owner(tmp_path) is None
+
+
+def test_note_of_the_label_page_is_no_content_of_a_run_folder(tmp_path: Path) -> None:
+    """The page writes it after it has waited for a run that begins late on a busy machine."""
+    (tmp_path / ABOUT_LABELS).write_text("{}", encoding="utf-8")
+    (tmp_path / OUTPUT).touch()
+    check_unused(tmp_path)
