@@ -1,8 +1,7 @@
 """Which pretrained towers `auto` takes: those in packages, and better ones that were downloaded.
 
-A pure function of the data, the time and the machine. Times are those of two cores of an AMD EPYC
-with bf16 instructions, from an empty cache (docs/finetune.md); they need not be more than roughly
-right, because towers cost seconds or many minutes.
+A pure function of the data, the time and the machine. Speeds are rough: CPU time of one core of an
+AMD EPYC with bf16 instructions, beside other programs.
 """
 
 from __future__ import annotations
