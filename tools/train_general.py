@@ -11,7 +11,8 @@ out. --names: the 1,000 class names of ImageNet, one per line, in the order of t
 the towers' packages. --cache: where features are stored, so that a second run does not compute them
 again.
 
-The same data gives the same file on the same kind of machine: all random numbers have a fixed seed.
+The same data gives the same file on the same kind of machine: all random numbers have a fixed seed,
+and the heads are trained on one thread.
 
 The towers are frozen. Both heads start from a canonical correlation analysis (CCA) of images and
 captions, and are then trained with a contrastive loss on captions, on class folders, and on
@@ -566,6 +567,7 @@ def main() -> None:
         f"{len(captioned.images):,} images with {len(captioned.captions):,} captions, "
         f"{len(images):,} images of classes, {len(names):,} names"
     )
+    torch.set_num_threads(1)  # sums of several threads would depend on the number of cores
     model = new_model(towers)
     initialize(model, captioned)
     seen = torch.cat([captioned.images, images])
