@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -367,7 +368,7 @@ def new_model(towers: Towers) -> CLIP:
 def class_logits(features: Tensor, towers: Towers) -> Tensor:
     """(n, 1000) logits of ImageNet: the mean of the classifiers in the packages, centered for each image."""
     image_name = BOXED[GENERAL].towers[0]
-    ends = (towers.image.first.width, towers.image.width)  # type: ignore[union-attr]
+    ends = itertools.accumulate(part.width for part in towers.image.parts)  # type: ignore[union-attr]
     total = torch.zeros(len(features), 1)
     for package, end in zip(PACKAGES[image_name], ends, strict=True):
         weight = read_checkpoint(package_file(package, image_name))["_fc.weight"]

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +102,27 @@ def test_class_has_its_everyday_names_and_held_out_folders_are_not_read(
         ["red fox"],
     ]
     assert (len(images), labels.tolist(), len(names)) == (1, [5], len(vocabulary))
+
+
+def test_logits_are_the_sum_of_the_classifiers_of_both_towers(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = importlib.util.module_from_spec(tool.__spec__)
+    monkeypatch.setitem(sys.modules, "train_general", loaded)
+    tool.__spec__.loader.exec_module(loaded)  # with its own class_logits
+    numbers = torch.arange(float(CLASSES))
+    weights = iter([torch.outer(numbers, row) for row in torch.eye(3)[:2]])
+    classifier = lambda path: {"_fc.weight": next(weights)}  # noqa: E731
+    boxed = replace(BOXED[GENERAL], towers=("efficientnet-lite0+lite2", "minilm"))
+    monkeypatch.setitem(named.BOXED, GENERAL, boxed)
+    monkeypatch.setattr(loaded, "HEAD_CHANNELS", 3)
+    monkeypatch.setattr(loaded, "package_file", lambda package, name: package)
+    monkeypatch.setattr(loaded, "read_checkpoint", classifier)
+    image = SimpleNamespace(parts=[SimpleNamespace(width=4), SimpleNamespace(width=5)])
+    features = torch.arange(9, dtype=torch.float16)[None]
+    logits = loaded.class_logits(features, SimpleNamespace(image=image))
+    # Features 1 and 7 are the ones that the classifiers use.
+    assert torch.equal(logits, (1 + 7) * (numbers - numbers.mean())[None])
 
 
 def test_cached_features_are_those_of_the_named_images(
