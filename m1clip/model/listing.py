@@ -117,7 +117,7 @@ def _general(speed: Speed | None) -> ListedModel:
         parameters=35.0,
         parameters_source="counted; docs/models.md",
         megabytes=138,
-        megabytes_source="packages of its towers on PyPI, and 4.5 MB in m1clip",
+        megabytes_source="packages of its towers on PyPI, and 5.4 MB in m1clip",
         license="see docs/models.md",
         languages=ENGLISH,
         imagenet=None,

@@ -63,8 +63,8 @@ BOXED = {
     GENERAL: BoxedModel(
         folder=Path(__file__).parent.parent / "models" / GENERAL,
         sha256={
-            CONFIG: "1065243bb36b207d4fa927d8df69456631f30c4d5760f7a04dbd0da870cf42d4",
-            HEADS: "ac08636d51281597e3cb90355dace9b70bac683daf51981985acfcce3f4c1c7a",
+            CONFIG: "800b31e1a4a2c5a2496d6179470515aaed1cd20a95ba9d31846f00e8fc39e767",
+            HEADS: "695bc08a98f913036e7ca1877c96e1d856a845e4a3b06ac44d6969d5b0e5336d",
         },
         towers=("efficientnet-lite0+lite2", "minilm"),
     )
