@@ -48,6 +48,7 @@ def write_tensors(
     # Types of more bytes come first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest = hashlib.sha256()
+    path.unlink(missing_ok=True)  # tensors may be mapped from it: a mapped file is never truncated
     with path.open("wb") as file, ThreadPoolExecutor(1, "sha256") as hashing:
         header = _tensor_header(ordered, metadata)
         hashed = hashing.submit(digest.update, header)

@@ -49,3 +49,14 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
 def test_unwritable_file_is_an_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_tensors(tmp_path / "missing" / "a.safetensors", {"a": torch.ones(3)})
+
+
+def test_tensors_that_are_mapped_from_a_file_can_replace_it(tmp_path: Path) -> None:
+    """Truncating a mapped file would end the process with SIGBUS."""
+    path = tmp_path / "weights.safetensors"
+    wanted = {"a": torch.arange(100_000.0), "b": torch.ones(3, dtype=torch.int64)}
+    write_tensors(path, wanted)
+    mapped = load_file(path)
+    assert write_tensors(path, mapped) == hashlib.sha256(path.read_bytes()).hexdigest()
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor, wanted[name])
