@@ -60,10 +60,7 @@ SMOKE = {
         "--images 40 --rounds 1 --batch-size 8 --workers 2",
         {"images_per_second", "batches", "rows"},
     ),
-    "probes": (
-        "--rounds 1 --steps 2 --eval-every 2",
-        {"rounds", "seconds_by_analysis", "fraction"},
-    ),
+    "probes": ("--rounds 1 --steps 2 --eval-every 2", {"rounds", "seconds_by_probe", "fraction"}),
     "original_run": (
         f"--flags '{SMALL} --image-size 32 --patch-size 16 --embed-dim 16 --steps 2 --workers 0"
         " --synthetic-images 24 --threads 1'",
