@@ -107,7 +107,7 @@ def test_label_by_keyboard_skip_undo_several_and_correct(browser: Any, folder: P
         page.fill("#caption", "two people")
         page.click("#save")
         until(page, "!state.busy && state.photos[0].captions.join() === 'two people'")
-        assert sorted(captions(folder).values())[-1] == ["two people"]
+        assert ["two people"] in captions(folder).values()
         page.keyboard.press("Escape")
         page.keyboard.press("Escape")
         until(page, "state.view === 'next'")
