@@ -80,7 +80,7 @@ def test_general_finds_photos_by_what_is_on_them(tmp_path: Path) -> None:
     images = model.encode_image([str(folder / name) for name in captions])
     cosines = model.encode_text(list(captions.values())) @ images.T
     better = (cosines > cosines.diagonal()[:, None]).sum(dim=1).float()
-    assert better.mean() < 16, "19.5 by chance"
+    assert better.mean() < 14.5, "19.5 by chance"
     names = list(captions)
     for caption, row in zip(list(captions.values())[:5], cosines[:5], strict=True):
         best = index.search(caption, k=1).nearest[0]
