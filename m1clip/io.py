@@ -355,9 +355,10 @@ class Owner:
             return None
 
 
-def lock_content() -> str:
-    """The three lines that this process writes to the lock of its run."""
-    return f"{os.getpid()}\n{platform.node()}\n{process_start_id(psutil.Process())}\n"
+def lock_content(pid: int | None = None) -> str:
+    """The three lines in the lock of a run that name its process, by default this one."""
+    process = psutil.Process(pid)
+    return f"{process.pid}\n{platform.node()}\n{process_start_id(process)}\n"
 
 
 def process_start_id(process: psutil.Process) -> str:

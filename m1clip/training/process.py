@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
 
 OUTPUT = "train.log"  # of a background run
-ABOUT_LABELS = "labels.json"  # of the Label page; on a busy machine, before the run has begun
+ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
@@ -188,10 +190,15 @@ def start_in_background(
         # A new session has no terminal, so closing the window sends no signal.
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
+    if resume is None:
+        name_owner(folder, process.pid)
+    named = _lock_time(folder)
     deadline, owned = time.monotonic() + START_SECONDS, False
     while time.monotonic() < deadline and _log_bytes(folder) == before:
-        # Fine-tuning begins with it.
-        owners = (read_owner(place) for place in (folder, Path(f"{folder}-frozen")))
+        # Fine-tuning begins with the second folder.
+        owners = [read_owner(Path(f"{folder}-frozen"))]
+        if _lock_time(folder) != named:
+            owners.append(read_owner(folder))
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
@@ -206,6 +213,26 @@ def start_in_background(
             )
         time.sleep(0.05)
     return folder, process.pid
+
+
+def name_owner(folder: Path, pid: int) -> None:
+    """Write the owner of a run into its lock file, for as long as its process starts.
+
+    On a busy machine, it takes the lock itself only after half a minute of imports. Without this,
+    the run would not be listed until then, and could be started twice.
+    """
+    with contextlib.suppress(OSError, psutil.Error):  # the process has locked it, or has ended
+        handle = os.open(folder / RUN_LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(handle, "w", encoding="utf-8") as lock:
+            lock.write(lock_content(pid))
+
+
+def _lock_time(folder: Path) -> int:
+    """When the lock file was written; 0 if there is none."""
+    try:
+        return (folder / RUN_LOCK).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _log_bytes(folder: Path) -> int:

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from m1clip.io import open_regular, read_small, write_json
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
-from m1clip.search.labels import LABELS_TO_TRAIN, Labels
+from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
-from m1clip.training.process import ABOUT_LABELS, OUTPUT, start_in_background
+from m1clip.training.process import ABOUT_LABELS, OUTPUT, remove_unused_folder, start_in_background
 from m1clip.web.server import key_of
 
 RUN_NAME = "labels"
 # ABOUT_LABELS is in the folder of a run: what it was trained on, and what it gained.
+MIN_TRAINED = 10  # labels for training, of those before the first training
 STOP_SECONDS = 120.0  # to wait for a step to end
 LAST_LINES = 2**14  # bytes of the output of a run or of the indexer in which its error is
 ERROR_START = "m1clip: "  # of a line with an error that a user can cause
@@ -66,6 +67,8 @@ class TrainPage:
         index = self._opened()
         found = self._newest(index)
         state = {"work": self._work, "failure": self._failure, "progress": index.progress()}
+        if self._work == "starting":
+            return {**state, "state": "starting"}
         if found is None:
             return {**state, "state": "none"}
         run, about = found
@@ -81,6 +84,7 @@ class TrainPage:
             **state,
             "state": ended,
             "message": message,
+            "output": one_line(str(run / OUTPUT)),
             "run": key_of(run),
             "name": run.name,
             "labels": about.get("labels"),
@@ -94,11 +98,7 @@ class TrainPage:
         """Start a run on the labels, in a process of its own."""
         index = self._opened()
         labels = self._labels()
-        count = len(labels.labelled())
-        if count < LABELS_TO_TRAIN:
-            raise UserError(
-                f"{LABELS_TO_TRAIN - count} more labels are needed before the first training"
-            )
+        count = check_enough(labels.labelled().values())
         found = self._newest(index)
         if found is not None and status_of(History(found[0]).poll()).state in (
             "preparing",
@@ -119,10 +119,12 @@ class TrainPage:
 
         def begin() -> None:
             run = self._new_folder()
+            write_json(run / ABOUT_LABELS, about)  # first: the page finds the run by it
             try:
                 start_in_background(words, run, RUN_NAME, None)
-                write_json(run / ABOUT_LABELS, about)
             except UserError as error:
+                (run / ABOUT_LABELS).unlink(missing_ok=True)
+                remove_unused_folder(run)
                 raise UserError(f"the training did not start: {error}") from None
 
         self._start("starting", begin, always=True)
@@ -234,6 +236,25 @@ class TrainPage:
         if process.returncode:
             raise UserError(f"the photos were not indexed: {last_line(process.stdout)}")
         self._use_model(str(run))
+
+
+def check_enough(labels: Collection[Label]) -> int:
+    """The number of labels; UserError if there are too few of them, or too few in a split."""
+    count = len(labels)
+    if count < LABELS_TO_TRAIN:
+        raise UserError(
+            f"{LABELS_TO_TRAIN - count} more labels are needed before the first training"
+        )
+    held_out = sum(label.split == "test" for label in labels)
+    validation = sum(label.split == "val" for label in labels)
+    trained = count - held_out - validation
+    if not held_out or trained < MIN_TRAINED:
+        raise UserError(
+            f"of {count} labels, {trained} are for training, {validation} for validation and "
+            f"{held_out} held out; photos that were labelled together, and near-duplicates, are all "
+            "in one of these parts: label some other photos one by one"
+        )
+    return count
 
 
 def start_options(model: str) -> Sequence[str]:

@@ -22,6 +22,8 @@ from small_run import (
 
 from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK, read_owner
+from m1clip.monitor.history import History
+from m1clip.monitor.status import status_of
 from m1clip.runlog import NAME, RunLog, read_log
 from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
@@ -222,8 +224,29 @@ def test_run_that_ended_has_no_owner_though_its_process_lives_on(tmp_path: Path)
     assert read_owner(tmp_path) is None
 
 
+def test_background_run_has_an_owner_before_it_has_written_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, its imports take half a minute, in which it could be started twice."""
+    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **streams: popen(sleeper, **streams))
+    folder, pid = process.start_in_background(["train"], tmp_path / "run", "x", None)
+    owner = read_owner(folder)
+    assert owner is not None
+    running = owner.process()
+    assert running is not None
+    assert running.pid == pid
+    assert status_of(History(folder).poll()).state == "preparing"
+    with lock_run(folder):  # the lock itself is free
+        assert (folder / RUN_LOCK).read_text().splitlines()[0] == str(os.getpid())
+    running.kill()
+    running.wait(PATIENCE)
+
+
 def test_note_of_the_label_page_is_no_content_of_a_run_folder(tmp_path: Path) -> None:
-    """The page writes it after it has waited for a run that begins late on a busy machine."""
+    """The page writes it before it starts the run."""
     (tmp_path / ABOUT_LABELS).write_text("{}", encoding="utf-8")
     (tmp_path / OUTPUT).touch()
     check_unused(tmp_path)

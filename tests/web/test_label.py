@@ -1,6 +1,7 @@
 """Labelling and training over HTTP: pages at once, photos that go away, bad requests, a run from start to switch."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from PIL import Image
 from small_run import PATIENCE
 
 from m1clip.data.caption_table import read_captions
+from m1clip.errors import UserError
+from m1clip.io import RUN_LOCK
 from m1clip.search.index import update_index
 from m1clip.search.labels import Labels
+from m1clip.training.process import OUTPUT, name_owner
 from m1clip.web import label as label_module
 from m1clip.web import training
 from m1clip.web.photos import Photos
@@ -227,13 +231,90 @@ def test_no_training_without_labels(server: Server) -> None:
     assert read(server, "/api/train")["state"] == "none"
 
 
+def label_alone(server: Server, count: int) -> None:
+    """Label photos one by one, which divides them into splits by their content."""
+    for photo in queue(server, count=count):
+        label(server, [photo], f"a dog number {photo['id']}")
+
+
+def test_second_start_is_rejected_while_the_first_is_slow(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a run may take half a minute of imports before it writes anything."""
+    label_alone(server, 36)
+    begun, may_start = threading.Event(), threading.Event()
+    started = list[Path]()
+
+    def start_slowly(words: list[str], run: Path, name: str, resume: None) -> None:
+        started.append(run)
+        begun.set()
+        may_start.wait(PATIENCE)
+
+    monkeypatch.setattr(training, "start_in_background", start_slowly)
+    assert post(server, "/api/train/start", b"{}")[0] == 200
+    assert read(server, "/api/train")["state"] == "starting"
+    status, answer = post(server, "/api/train/start", b"{}")
+    assert (status, answer["error"]) == (400, "starting now; wait until it is done")
+    assert begun.wait(PATIENCE)
+    # The process has not taken the lock, but the folder names it as its owner.
+    (run,) = started
+    name_owner(run, os.getpid())
+    may_start.set()
+    shown = until(server, work="", state="preparing")
+    assert shown["name"] == "labels"
+    status, answer = post(server, "/api/train/start", b"{}")
+    assert (status, answer["error"]) == (400, "labels is still running; wait for it, or stop it")
+    assert len(started) == 1
+
+
+def test_run_that_fails_later_shows_its_error_and_its_output(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label_alone(server, 36)
+
+    def start_and_end(words: list[str], run: Path, name: str, resume: None) -> None:
+        (run / RUN_LOCK).write_text("")  # as a process leaves it that has ended
+        (run / OUTPUT).write_text("data  36 images\nm1clip: captions.csv: no image to train on\n")
+
+    monkeypatch.setattr(training, "start_in_background", start_and_end)
+    post(server, "/api/train/start", b"{}")
+    shown = until(server, work="", state="died")
+    assert shown["message"] == "captions.csv: no image to train on"
+    assert shown["output"] == str(folder.parent / "runs/labels/train.log")
+    post(server, "/api/train/start", b"{}")
+    assert until(server, work="", state="died")["name"] == "labels-2"
+
+
+def test_run_that_fails_at_once_leaves_no_folder(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label_alone(server, 36)
+
+    def fail(words: list[str], run: Path, name: str, resume: None) -> None:
+        name_owner(run, os.getpid())
+        raise UserError("no memory")
+
+    monkeypatch.setattr(training, "start_in_background", fail)
+    post(server, "/api/train/start", b"{}")
+    shown = until(server, work="", state="none")
+    assert shown["failure"] == "the training did not start: no memory"
+    assert list((folder.parent / "runs").iterdir()) == []
+
+
+def test_labels_in_one_split_are_not_trained_on(server: Server) -> None:
+    photos = queue(server, count=36)
+    label(server, photos, "a dog")
+    status, answer = post(server, "/api/train/start", b"{}")
+    assert status == 400
+    assert "label some other photos one by one" in answer["error"]
+    assert read(server, "/api/train")["state"] == "none"
+
+
 @pytest.mark.slow
 def test_train_compare_and_switch(
     server: Server, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    photos = queue(server, count=36)
-    for photo in photos:
-        label(server, [photo], f"a dog number {photo['id']}")
+    label_alone(server, 36)
     options = (
         "--init",
         str(model),
@@ -263,7 +344,7 @@ def test_train_compare_and_switch(
     assert low <= result["gain"][0] <= high
     run = Path(folder.parent / "runs/labels")
     trained = json.loads((run / "labels.json").read_text(encoding="utf-8"))
-    assert trained["labels"] == len(photos)
+    assert trained["labels"] == 36
     assert not done["in_use"]
     post(server, "/api/train/switch", b"{}")
     until(server, in_use=True)

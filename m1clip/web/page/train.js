@@ -1,8 +1,8 @@
 "use strict";
 /* The Train button of the Label page: the run, its curves, what it gained, and the switch to its model. */
-const TRAIN_MS = 1500, LOSS = "loss";
+const TRAIN_MS = 1500, LOSS = "loss", ACTIVE = ["starting", "preparing", "running"];
 const RECALLS = { "mean_recall": "mean recall", "text_to_image/recall@1": "first result is the photo", "text_to_image/recall@10": "photo is among the first 10" };
-const run = { key: "", cursor: "new", steps: [], evaluations: [], status: null, found: null };
+const run = { key: "", cursor: "new", steps: [], evaluations: [], status: null, found: null, rejected: "" };
 const lossPlot = new Plot("Loss", { id: "loss" }), recallPlot = new Plot("Mean recall on validation labels, %", { id: "recall", none: "waiting for the first evaluation" });
 $("plots").append(lossPlot.figure, recallPlot.figure);
 
@@ -39,6 +39,7 @@ function words(status, found) {
   if (is === "running") return found?.steps ? `${trained}: step ${count(found.step)} of ${count(found.steps)}${found.seconds_left ? `, about ${Math.ceil(found.seconds_left)} s left` : ""}` : `${trained}: ${message}`;
   if (is === "finished") return `${trained}: finished.${inUse ? " Search uses this model." : ""}`;
   if (is === "stopped") return `${trained}: ${message}. Search was not changed.`;
+  if (is === "died") return `${trained}: failed. Search was not changed, and no label is lost.`;
   return "";
 }
 function showResult({ result, before, in_use: inUse, state: is, work }) {
@@ -53,43 +54,59 @@ function showResult({ result, before, in_use: inUse, state: is, work }) {
   $("switch").className = high < 0 ? "" : "main";
   $("switch").textContent = high < 0 ? "Search with the new model anyway" : "Search with the new model";
 }
+/* Why there is no model, and what to do. */
+function problem({ failure, problem: compared, state: is, message, output }) {
+  if (run.rejected || failure || compared) return run.rejected || failure || compared;
+  return is === "died" ? `${message} (its output is in ${output}). Train again starts a new run on the same labels.` : "";
+}
 function showStatus(status, found) {
-  const busy = Boolean(status.work), active = ["preparing", "running"].includes(status.state), needed = state.progress?.needed ?? 1;
+  const busy = Boolean(status.work), active = ACTIVE.includes(status.state), needed = state.progress?.needed ?? 1;
+  const starting = status.state === "starting";
   $("train-state").hidden = status.state === "none";
   $("train-state").textContent = status.state;
   $("train-state").className = `badge ${status.state}`;
   $("train-text").textContent = words(status, found) || (needed ? `${plural(needed, "more label")} needed before the first training.` : "A run in the background, of about a minute. You can go on labelling, or close the page.");
   if (needed && status.state !== "none" && !active && !busy) $("train-text").textContent += ` ${plural(needed, "more label")} needed to train again.`;
-  $("train-error").textContent = status.failure || status.problem || (status.state === "died" ? status.message : "");
+  $("train-error").textContent = problem(status);
   $("train-start").disabled = busy || active || needed > 0;
-  $("train-start").textContent = status.state === "none" ? "Train" : "Train again";
-  $("train-start").hidden = active;
-  $("train-stop").hidden = !active;
-  $("train-stop").disabled = busy;
+  $("train-start").textContent = status.state === "none" || status.state === "starting" ? "Train" : "Train again";
+  $("train-start").hidden = active && !starting;
+  $("train-stop").hidden = !active || starting;
+  $("train-stop").disabled = $("switch").disabled = busy;
   $("train-run").hidden = status.state === "none" || !run.steps.length;
   const part = status.state === "finished" ? 100 : found?.steps ? (100 * found.step) / found.steps : 0;
   $("train-bar").style.width = `${part}%`;
   $("train-progress").setAttribute("aria-valuenow", String(Math.round(part)));
   showResult(status);
 }
-let timer = 0, asking = false;
-async function followTraining() {
+let timer = 0, asking = null, commands = 0; // begun or answered: a status from before the last one is out of date
+async function poll() {
+  const before = commands, status = await ask("/api/train");
+  const found = status.run ? await curves(status.run) : null;
+  if (before !== commands) return;
+  if (status.error) { $("train-text").textContent = status.error; return; }
+  Object.assign(run, { status, found });
+  showStatus(status, found);
+}
+function followTraining() {
   clearTimeout(timer);
-  if (!asking) {
-    asking = true;
-    const status = await ask("/api/train");
-    const found = status.run ? await curves(status.run) : null;
-    asking = false;
-    if (!status.error) { Object.assign(run, { status, found }); showStatus(status, found); } else $("train-text").textContent = status.error;
-  }
-  timer = setTimeout(followTraining, TRAIN_MS);
+  asking ??= poll().finally(() => { asking = null; timer = setTimeout(followTraining, TRAIN_MS); });
+  return asking;
 }
 async function command(name) {
+  commands += 1;
+  run.rejected = "";
+  if (name === "start") {
+    const status = { ...run.status, state: "starting", work: "starting", failure: "", problem: "" };
+    Object.assign(run, { status, found: null });
+    showStatus(status, null);
+  }
   for (const id of ["train-start", "train-stop", "switch"]) $(id).disabled = true;
   const answer = await send(`/api/train/${name}`, {});
-  $("switch").disabled = false;
+  commands += 1;
+  run.rejected = answer.error || "";
+  await asking;
   await followTraining();
-  if (answer.error) $("train-error").textContent = answer.error;
 }
 $("train-start").addEventListener("click", () => command("start"));
 $("train-stop").addEventListener("click", () => command("stop"));
