@@ -2,7 +2,10 @@
 
 
 class UserError(Exception):
-    """A problem that the user can fix. The CLI prints it as one line and exits with code 2."""
+    """A problem that the user can fix. The CLI prints it as one line and exits with code 2.
+
+    Notes of the error (`add_note`) are printed below that line: what to do, if there are many ways.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
-        print(f"m1clip: {_message(error)}", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])
+        print("\n".join([f"m1clip: {_message(error)}", *notes]), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the pipe, such as head, has exited

@@ -15,6 +15,7 @@ from types import FrameType
 import psutil
 
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 from m1clip.io import RUN_LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
@@ -24,6 +25,7 @@ ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the ru
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
+ERROR_START = "m1clip: "  # of the line with an error; notes may follow it
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
@@ -202,17 +204,27 @@ def start_in_background(
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
-            with open_regular(output) as log:
-                log.seek(max(0, output.stat().st_size - LAST_OUTPUT))
-                lines = log.read(LAST_OUTPUT).decode("utf-8", "replace").strip().splitlines()
+            reason = failure_of(folder) or f"exit code {process.returncode}"
             if resume is None:
                 output.unlink(missing_ok=True)
                 remove_unused_folder(folder)
-            raise UserError(
-                (lines[-1] if lines else f"exit code {process.returncode}").removeprefix("m1clip: ")
-            )
+            raise UserError(reason)
         time.sleep(0.05)
     return folder, process.pid
+
+
+def failure_of(folder: Path) -> str:
+    """Why a background run ended, from its output; empty if it printed nothing."""
+    with open_regular(folder / OUTPUT) as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_OUTPUT))
+        return error_line(log.read(LAST_OUTPUT))
+
+
+def error_line(output: bytes) -> str:
+    """The error that a program printed: the last line that begins as errors do, else the last."""
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith(ERROR_START)]
+    return one_line((errors or lines or [""])[-1].removeprefix(ERROR_START))
 
 
 def name_owner(folder: Path, pid: int) -> None:

@@ -21,21 +21,27 @@ from typing import Any
 
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.io import open_regular, read_small, write_json
+from m1clip.io import read_small, write_json
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
 from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
-from m1clip.training.process import ABOUT_LABELS, OUTPUT, remove_unused_folder, start_in_background
+from m1clip.training.process import (
+    ABOUT_LABELS,
+    OUTPUT,
+    error_line,
+    failure_of,
+    remove_unused_folder,
+    start_in_background,
+)
 from m1clip.web.server import key_of
 
 RUN_NAME = "labels"
 # ABOUT_LABELS is in the folder of a run: what it was trained on, and what it gained.
 MIN_TRAINED = 10  # labels for training, of those before the first training
+NO_REASON = "its process ended without a message, as when memory runs out"
 STOP_SECONDS = 120.0  # to wait for a step to end
-LAST_LINES = 2**14  # bytes of the output of a run or of the indexer in which its error is
-ERROR_START = "m1clip: "  # of a line with an error that a user can cause
 Started = dict[str, Any]  # the content of ABOUT_LABELS
 
 
@@ -202,14 +208,12 @@ class TrainPage:
         return None
 
     def _reason(self, run: Path) -> str:
-        """Why a run ended: the last line of its output."""
+        """Why a run ended, from its output."""
         try:
-            with open_regular(run / OUTPUT) as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - LAST_LINES))
-                return last_line(log.read(LAST_LINES))
+            reason = failure_of(run)
         except OSError:
-            return "its process ended before the run finished"
+            reason = ""
+        return reason or NO_REASON
 
     def _compare(self, index: Index, run: Path, about: Started) -> None:
         """Compare both models on the labels that were held out, once."""
@@ -234,7 +238,9 @@ class TrainPage:
             check=False,
         )
         if process.returncode:
-            raise UserError(f"the photos were not indexed: {last_line(process.stdout)}")
+            raise UserError(
+                f"the photos were not indexed: {error_line(process.stdout) or NO_REASON}"
+            )
         self._use_model(str(run))
 
 
@@ -269,9 +275,3 @@ def run_or_model(model: str) -> str:
     """
     path = Path(model)
     return path.parent.name if is_run(path.parent) else path.name
-
-
-def last_line(output: bytes) -> str:
-    """The last line of a program's output, which says what went wrong."""
-    lines = output[-LAST_LINES:].decode("utf-8", "replace").strip().splitlines()
-    return one_line(lines[-1].removeprefix(ERROR_START)) if lines else "no reason was given"

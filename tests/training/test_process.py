@@ -245,6 +245,22 @@ def test_background_run_has_an_owner_before_it_has_written_anything(
     running.wait(PATIENCE)
 
 
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (
+            "step 1\nm1clip: photos: images but no captions\n\n  label some\n  sort them\n",
+            "photos: ",
+        ),
+        ("Traceback\nKeyError: 'x'\n", "KeyError: 'x'"),
+        ("", ""),
+    ],
+)
+def test_error_of_a_background_run_is_found_above_its_notes(output: str, error: str) -> None:
+    assert process.error_line(output.encode()).startswith(error)
+    assert bool(process.error_line(output.encode())) == bool(error)
+
+
 def test_note_of_the_label_page_is_no_content_of_a_run_folder(tmp_path: Path) -> None:
     """The page writes it before it starts the run."""
     (tmp_path / ABOUT_LABELS).write_text("{}", encoding="utf-8")

@@ -7,7 +7,8 @@ from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataFormat, DataPath, Options, user_error, walk_images
 from m1clip.data.sources.folders import CLASS_FOLDERS, FILE_NAMES, TEXT_FILES, has_words_as_names
 from m1clip.data.sources.hugging_face import HUGGING_FACE
-from m1clip.data.sources.metadata import KINDS_HINT, METADATA
+from m1clip.data.sources.metadata import METADATA
+from m1clip.data.sources.no_captions import no_captions
 from m1clip.data.sources.plain_text import binary_kind, check_is_text, spreadsheets
 from m1clip.data.sources.stream import WEBDATASET
 from m1clip.data.sources.tables import (
@@ -115,12 +116,7 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
     if workbooks := spreadsheets(path):
         what = f"images, but no table of captions that m1clip reads; {workbooks[0].name} is "
         return user_error(f"{path}: {what}{binary_kind(workbooks[0])}")
-    hint = f", or use the file names: --data filenames:{path}" if has_words_as_names(path) else ""
-    return user_error(
-        f"{path}: images but no captions; label some on the page of m1clip serve (after m1clip "
-        f"index {path}), write them into the table that m1clip data template {path} makes, or sort "
-        f"the images into one folder per class{hint} ({KINDS_HINT})"
-    )
+    return no_captions(path, metadata=True, file_names=has_words_as_names(path))
 
 
 def _listing(paths: Sequence[Path]) -> str:

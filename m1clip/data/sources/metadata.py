@@ -18,9 +18,9 @@ from m1clip.data.sources.base import (
     DataSource,
     Row,
     parse_json,
-    user_error,
     walk_images,
 )
+from m1clip.data.sources.no_captions import no_captions
 from m1clip.data.sources.photo_metadata.iptc_exif import embedded_exif, embedded_iptc
 from m1clip.data.sources.photo_metadata.png import read_late_chunks
 from m1clip.data.sources.photo_metadata.sidecars import (
@@ -46,10 +46,6 @@ CaptionKind = Literal["XMP sidecar", "XMP", "IPTC", "EXIF", "Takeout", "osxphoto
 CAPTION_KINDS: tuple[CaptionKind, ...] = get_args(CaptionKind)
 NO_KIND = "none"  # what the counts call photos without captions
 MIN_FRACTION = 0.25  # of the checked photos that must have captions for a folder to be recognized
-KINDS_HINT = (
-    "metadata: reads captions from XMP (sidecars too), IPTC, EXIF, "
-    "and the JSON files of Google Takeout and osxphotos"
-)
 
 
 class PhotoCaptions(NamedTuple):
@@ -232,7 +228,7 @@ def metadata_rows(source: DataSource) -> Iterator[Row]:
         yield Row(place, captions.texts, split, source.image_file(name), name)
     total = sum(counts.values())
     if total and counts[NO_KIND] == total and not _is_unreadable(source):
-        raise user_error(f"{source.path}: images but no captions; {KINDS_HINT}")
+        raise no_captions(source.path, metadata=False, file_names=False)
     source.caption_kinds = counts
     if total:
         source.note(_describe(counts))

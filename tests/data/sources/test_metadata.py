@@ -403,12 +403,18 @@ def test_table_of_other_columns_is_still_an_error(images: Write) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "metadata:"])
-def test_photos_without_captions_are_an_error_that_names_the_kinds(
+def test_photos_without_captions_are_an_error_that_lists_the_ways_on(
     images: Write, prefix: str
 ) -> None:
-    root = images(["IMG_0000.jpg", "IMG_0001.jpg"])
-    with pytest.raises(UserError, match=r"images but no captions; .*XMP .*Takeout and osxphotos"):
+    root = images(["my photos/IMG_0000.jpg", "my photos/IMG_0001.jpg"]) / "my photos"
+    with pytest.raises(UserError, match="images but no captions; label some") as raised:
         open_source(f"{prefix}{root}")
+    (ways,) = raised.value.__notes__
+    for command in ("index", "serve", "data caption", "data template"):
+        assert f"m1clip {command} '{root}'" in ways
+    assert (f"m1clip train metadata:'{root}'" in ways) == (prefix == "")
+    assert "filenames:" not in ways  # IMG_0000 is no caption
+    assert len(ways.splitlines()) < 20  # one screen
 
 
 def test_split_folders_are_used(images: Write) -> None:
