@@ -43,7 +43,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Add,
 }
-TIMEOUT_SECONDS = 120  # an endless loop counts as noticed
+MIN_LIMIT_SECONDS = 120.0
+LIMIT_FACTOR = 10  # times as long as the tests took without a change: an endless loop
 
 
 def places(tree: ast.Module) -> list[ast.AST]:
@@ -131,8 +132,11 @@ def tests_of(module: Path) -> Path:
     return Path("tests") / inner.parent / f"test_{inner.name}"
 
 
-def tests_fail(tests: list[Path]) -> bool:
-    """Run tests in a forked process, which has torch already and none of our modules."""
+def tests_fail(tests: list[Path], limit_seconds: float) -> bool | None:
+    """Run tests in a forked process, which has torch already and none of our modules.
+
+    None: they did not end within the limit.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -142,7 +146,7 @@ def tests_fail(tests: list[Path]) -> bool:
         import pytest
 
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *map(str, tests)])))
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -150,7 +154,7 @@ def tests_fail(tests: list[Path]) -> bool:
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return True
+    return None
 
 
 def main() -> None:
@@ -184,9 +188,11 @@ def main() -> None:
                 sys.exit(f"{module} and those after it: no time left")
             tests = [tests_of(module), *arguments.tests]
             original = module.read_text(encoding="utf-8")
-            if tests_fail(tests):
+            tests_began = time.monotonic()
+            if tests_fail(tests, 60 * arguments.minutes) is not False:
                 sys.exit(f"{module}: its tests fail without a change: {' '.join(map(str, tests))}")
-            made = survived = 0
+            limit = max(MIN_LIMIT_SECONDS, LIMIT_FACTOR * (time.monotonic() - tests_began))
+            made = survived = endless = 0
             for line, kind, text, mutated in mutants(
                 module, arguments.count, random.Random(arguments.seed)
             ):
@@ -194,11 +200,21 @@ def main() -> None:
                     break
                 module.write_text(mutated, encoding="utf-8")
                 made += 1
-                if not tests_fail(tests):
+                failed = tests_fail(tests, limit)
+                where = f"{module}:{line}: {kind}: {text}"
+                if failed is None:
+                    endless += 1
+                    print(f"  no end within {limit:.0f} s: {where}", flush=True)
+                elif not failed:
                     survived += 1
-                    print(f"  survived: {module}:{line}: {kind}: {text}", flush=True)
+                    print(f"  survived: {where}", flush=True)
                 module.write_text(original, encoding="utf-8")
-            print(f"{module}: {made - survived} of {made} mutants noticed", flush=True)
+            noticed = made - survived - endless
+            print(
+                f"{module}: {noticed} of {made} mutants noticed, {survived} survived,"
+                f" {endless} did not end",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
