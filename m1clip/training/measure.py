@@ -64,9 +64,11 @@ if TYPE_CHECKING:
 MEASURED_SECONDS = 30.0  # for measuring all candidates
 MINUTES_FRACTION = 0.05  # of --minutes, at most
 WARMUP_STEPS, TIMED_STEPS = 2, 5  # of a calibration
-CALIBRATION_FRACTION = 0.05  # of the time, at most, unless one step takes longer
+CALIBRATION_FRACTION = 0.05  # of the time, at most, unless two steps take longer
+FIRST_STEP_FRACTION = 0.15  # of the time: a first step that takes longer is the only one
 FEW_STEPS = 10  # a shorter run learns little
 SAMPLE_IMAGES = 64  # of the validation split, to time an evaluation
+WARMUP_IMAGES = 16  # encoded before them: the first pass takes twice as long
 BYTES_PER_NUMBER = 4  # of a float32
 MAX_MEMORY_FRACTION = 0.5  # of all memory that measuring may need
 PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
@@ -534,18 +536,23 @@ def closing_evaluations(inputs: RunInputs) -> float:
 def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) -> float:
     """Median seconds of a few steps, after some that warm up.
 
-    Within a small part of the time if one step is.
+    Within a small part of the time if two steps are.
     """
-    # A compiled model recompiles for each shape, so its first steps are not representative.
-    least = WARMUP_STEPS + 1 if inputs.config.model.compile else 1
-    limit = CALIBRATION_FRACTION * budget.left
+    # The first step of a model takes two to three times as long: everything else is estimated in
+    # steps, and would be estimated too low. A compiled model recompiles for each shape.
+    compiles = inputs.config.model.compile
+    least = WARMUP_STEPS + 1 if compiles else 2
+    budget_left = budget.left
+    limit = CALIBRATION_FRACTION * budget_left
     begin = time.perf_counter()
     taken: list[float] = []
     for step, batch in enumerate(
         batches(inputs.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
     ):
         start = time.perf_counter()
-        if any(inputs.ranks.all_reduce_max(step >= least and start + taken[-1] - begin > limit)):
+        is_enough = step >= least and start + taken[-1] - begin > limit
+        is_slow = step == 1 and taken[0] > FIRST_STEP_FRACTION * budget_left
+        if any(inputs.ranks.all_reduce_max(is_enough or (is_slow and not compiles))):
             break
         train_step.run(batch, step)
         inputs.device.synchronize()
@@ -556,6 +563,7 @@ def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) 
 def _evaluation_seconds(inputs: RunInputs, train_step: TrainStep) -> float:
     images = len(inputs.splits["val"].samples)
     sample = min(images, SAMPLE_IMAGES)
+    encode(inputs, inputs.complete_model(train_step), "val", min(images, WARMUP_IMAGES))
     start = time.perf_counter()
     encode(inputs, inputs.complete_model(train_step), "val", sample)
     return (time.perf_counter() - start) * images / sample

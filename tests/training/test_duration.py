@@ -26,7 +26,7 @@ from m1clip.analyses import ANALYSES, RECORD
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration, logger, loop, validation, workbench
+from m1clip.training import duration, logger, loop, measure, validation, workbench
 from m1clip.training import run as runs
 from m1clip.training.compose import TrainStep
 from m1clip.training.duration import (
@@ -118,6 +118,33 @@ def test_short_runs_log_more_often() -> None:
 def test_a_run_that_is_extended_on_its_last_planned_step_goes_on() -> None:
     plan = plan_of((0, 10), evaluations=2).corrected(10, 30)
     assert [step for step in range(1, 31) if plan.evaluates(step)] == [5, 10, 30]
+
+
+@given(
+    seconds=st.floats(20, 500),
+    every=st.integers(1, 60),
+    evaluation=st.floats(0, 4),
+    closing=st.floats(0, 8),
+)
+def test_planned_steps_and_their_evaluations_fill_the_time(
+    seconds: float, every: int, evaluation: float, closing: float
+) -> None:
+    """Steps of half a second, with an evaluation after every so many, and after the last one."""
+    costs = Costs(evaluation, closing)
+    total = planned_steps(plan_of((0, 1), eval_every=every), 0, seconds, 0.5, costs)
+    evaluations = plan_of((0, total), eval_every=every).evaluations_left(0)
+    used = 0.5 * (total + evaluations * evaluation + closing)
+    assert used <= seconds + 1e-6
+    # One step, or the last evaluation if it comes with a full interval, may be left over.
+    assert seconds - used < 0.5 * (evaluation + 1 + evaluation / every) + 1e-6
+
+
+def test_time_that_is_used_already_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimulatedTime()
+    clock.install(monkeypatch, duration)
+    budget = TimeBudget(60, used=8)
+    clock.work(2.0)
+    assert (budget.used, budget.left) == pytest.approx((10, 50))
 
 
 STEP, EVALUATION = 0.25, 2.0  # seconds on a quiet computer
@@ -308,6 +335,37 @@ def test_resumed_run_keeps_the_rest_of_its_time(
     runs.train_config(load_config(tmp_path / "run"), tmp_path / "again")
     assert weights_sha256(tmp_path / "again") == weights_sha256(tmp_path / "run")
     assert plan
+
+
+@pytest.mark.parametrize(
+    ("first", "usual", "steps"),
+    [(6.0, 2.0, 20), (12.0, 2.0, 3)],
+    ids=["first step is dropped", "first step is all that there is time for"],
+)
+def test_first_step_of_a_model_is_no_measure_of_the_others(
+    tmp_path: Path,
+    on_clock: SimulatedTime,
+    monkeypatch: pytest.MonkeyPatch,
+    first: float,
+    usual: float,
+    steps: int,
+) -> None:
+    """It is slower than the others, as the first pass of an evaluation is."""
+    passes = itertools.count()
+    quick_encode = measure.encode
+
+    def slow_at_first(*args: Any) -> Any:
+        on_clock.work(0.05 if next(passes) else 2.0)
+        return quick_encode(*args)
+
+    before_each_step(
+        lambda train_step, batch, step: on_clock.work(first if step == 0 else usual), monkeypatch
+    )
+    monkeypatch.setattr(measure, "encode", slow_at_first)
+    on_clock.install(monkeypatch, measure)
+    run_small(tmp_path / "run", ONE_MINUTE)
+    start = next(record for record in read_log(tmp_path / "run") if record["kind"] == "start")
+    assert start["steps"] == steps
 
 
 def test_preparing_that_takes_all_the_time_still_trains(
