@@ -394,8 +394,8 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
         # losses are correlated.
         return n * math.log(best[phases - 1][n] / n + floor) + 5 * phases * math.log(n)
 
-    possible = [count for count in range(1, MAX_PHASES + 1) if math.isfinite(best[count - 1][n])]
-    count = min(possible, key=criterion)
+    # Infinite for more phases than there are points for.
+    count = min(range(1, MAX_PHASES + 1), key=criterion)
     edges = [n]
     for level in range(count - 1, 0, -1):
         edges.append(begins[level][edges[-1]])

@@ -96,6 +96,22 @@ def test_fast_fall_slow_fall_and_rise_are_named() -> None:
     assert trends == ["falling fast", "falling", "rising"]
 
 
+@pytest.mark.parametrize(("fraction", "trend"), [(0.4, "falling"), (0.6, "falling fast")])
+def test_fall_of_less_than_half_the_steepest_slope_is_not_fast(fraction: float, trend: str) -> None:
+    curve = [(n, 9 - n / 20) for n in range(60)]
+    curve += [(n, 6 - fraction * (n - 60) / 20) for n in range(60, 140)]
+    assert [phase.trend for phase in find_phases(noisy(curve, 0.005))] == ["falling fast", trend]
+
+
+def test_slope_has_a_sign_unless_it_is_zero() -> None:
+    constant = [step(number, loss=2.0) for number in range(1, 30)]
+    rising = [step(number, loss=2.0 + number / 10) for number in range(1, 30)]
+    (flat,) = RunTables(constant, []).phase_cells
+    (up,) = RunTables(rising, []).phase_cells
+    assert [cell for cell in flat if cell.startswith("+")] == []
+    assert any(cell.startswith("+0.4") for cell in up), "0.1 in each of four steps"
+
+
 def test_straight_line_and_noise_are_one_phase() -> None:
     (line,) = find_phases(noisy([(n, 3 - n / 100) for n in range(100)]))
     assert line.trend == "falling", "fast only in comparison with another phase"

@@ -13,6 +13,7 @@ from m1clip.formatting import (
     ago,
     amount,
     clock,
+    did_you_mean,
     duration,
     number,
     one_line,
@@ -37,9 +38,11 @@ from m1clip.search.index import Report
         (duration(2.571), "2.57 s"),
         (duration(99.96), "1:40"),
         (size(0), "0 B"),
+        (size(500), "500 B"),
         (size(1500), "1.5 kB"),
         (size(999.6e6), "1 GB"),
         (size(1.421e9), "1.42 GB"),
+        (size(1e12), "1 TB"),
         (percent(0.7134), "71.3%"),
         (percent(0.0002), "0.02%"),
         (percent(0.0002, 0), "0%"),
@@ -61,6 +64,21 @@ from m1clip.search.index import Report
 )
 def test_number_formats(text: str, expected: str) -> None:
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("orignal", "original"),
+        ("ORIGINAL", "original"),
+        ("multi", "multi-positive"),
+        ("mul", None),  # too short to be a part of a name
+        ("elsewhere", None),
+    ],
+)
+def test_suggested_name(name: str, suggestion: str | None) -> None:
+    expected = "" if suggestion is None else f": did you mean '--{suggestion}'?"
+    assert did_you_mean(name, ["tiny", "original", "multi-positive"], prefix="--") == expected
 
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07 \u202egpj.exe\u2066 a\rb\x9b2J é 🐕"

@@ -40,6 +40,52 @@ def test_write_text_replaces_file_and_leaves_no_temporary_file(tmp_path: Path) -
     assert names(tmp_path / "new") == ["a.txt", "b.json"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "disk full")])
+def test_interrupted_write_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write_text(tmp_path / "a.txt", "old")
+
+    def interrupt(handle: int) -> None:
+        raise error
+
+    monkeypatch.setattr(io.os, "fsync", interrupt)
+    with pytest.raises(type(error)) as caught:
+        write_text(tmp_path / "a.txt", "new")
+    assert caught.value is error
+    assert names(tmp_path) == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_folder_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contents, then the folder's list of files, then its name in the folder around it."""
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_sync(handle: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        fsync(handle)
+
+    def record_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return rename(path, target)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("this system does not name the files of a process")
+    monkeypatch.setattr(io.os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    with io.atomic_folder(tmp_path / "model") as temporary:
+        (temporary / "weights").write_text("new")
+    assert events == [
+        "sync weights",
+        f"sync {temporary.name}",
+        "rename to model",
+        f"sync {tmp_path.name}",
+    ]
+
+
 def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/")):
@@ -223,3 +269,26 @@ def test_file_replaced_by_a_link_after_the_check_is_not_read(
     with pytest.raises(OSError, match="a link in"):
         read_small(path, inside=tmp_path / "folder")
     assert path.read_text() == "secret"  # it was replaced
+
+
+@pytest.mark.skipif(not io.CAN_OPEN_BENEATH, reason="no folder descriptors on this system")
+def test_folder_replaced_by_a_link_during_a_write_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder becomes a link to another one, which has a file of the temporary name."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    made(folder / "a", "own")
+    made(outside, "secret")
+    fdopen = os.fdopen
+
+    def swap(handle: int, mode: str) -> Any:
+        (temporary,) = (folder / "a").glob(f"*{io.PARTIAL}")
+        (outside / temporary.name).write_text("not ours")
+        (folder / "a").rename(folder / "aside")
+        (folder / "a").symlink_to(outside)
+        return fdopen(handle, mode)
+
+    monkeypatch.setattr(io.os, "fdopen", swap)
+    with pytest.raises(OSError, match="a link in"):
+        io.write_beneath(folder, "a/weights", b"overwritten")
+    assert (outside / "weights").read_text() == "secret"

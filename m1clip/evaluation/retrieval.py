@@ -62,8 +62,8 @@ def recall_by_group(features: SplitFeatures, groups: Sequence[str]) -> dict[str,
     for group in sorted(set(groups) - {""}):
         queries = np.flatnonzero(ranking.captioned & (of_image == group))
         texts = np.flatnonzero(of_image[features.image_index] == group)
-        if not len(queries) or not len(texts):
-            continue
+        if not len(queries):
+            continue  # none of these images has a caption
         by_text = _direction(
             "text_to_image",
             ranking.text_to_image[texts],

@@ -110,6 +110,10 @@ def test_recall_by_category_is_among_all_images() -> None:
     assert found["food"].chance == pytest.approx(everything.chance)
     whole = recall_by_group(features, ["all"] * 20)["all"]
     assert (whole.value, whole.interval) == (everything.value, everything.interval)
+    # The last five images have no captions: they are candidates, and a group of them has no recall.
+    fewer = SplitFeatures(images, text[:15], np.arange(15), np.arange(15), None)
+    groups = recall_by_group(fewer, ["food"] * 10 + ["urban"] * 6 + ["nature"] * 4)
+    assert {name: metric.n for name, metric in groups.items()} == {"food": 10, "urban": 5}
 
 
 def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:
