@@ -1,11 +1,12 @@
 """Does `--minutes` keep its promise while another program takes the processor?
 
-python benchmarks/minutes.py DATA --runs 10 --out docs/results/minutes.json
+chrt -f 2 python benchmarks/minutes.py DATA --runs 10 --out docs/results/minutes.json
 
-Each run trains for two minutes. From a random moment on, or until one, a load makes the computer
-1.5 to 3 times slower: the run is stopped and continued every few milliseconds, as when a hypervisor
-or a busy program takes the processor away. On Linux as root, real-time priority keeps other
-programs out, so that the strength of the load is the one that is reported.
+Each run trains from random weights for two minutes. From a random moment on, or until one, a load
+makes the computer 1.5 to 3 times slower: the run is stopped and continued every few milliseconds,
+as when a hypervisor or a busy program takes the processor away. On Linux as root, real-time
+priority keeps other programs out, so that the strength of the load is the one that is reported.
+Without it, what they take is added to the load (`load_average`, at the start and the end of a run).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sides import machine, write
+
 SLICE_SECONDS = 0.01  # the run has the processor for this long at a time while the load is on
 FACTORS = (1.5, 2.0, 3.0)  # how many times slower the load makes the computer
 
@@ -37,7 +40,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=20261118)
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument(
+        "--core", type=int, help="train on this core alone, so that other programs keep the others"
+    )
     options = parser.parse_args()
+    has_priority = shutil.which("chrt") is not None and os.geteuid() == 0
+    prefix = ["chrt", "-f", "1"] if has_priority else []
+    if options.core is not None:
+        prefix = ["taskset", "--cpu-list", str(options.core), *prefix]
+    place = machine()
     draw = random.Random(options.seed)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -47,27 +58,42 @@ def main() -> None:
             factor = draw.choice(FACTORS)
             run = Path(folder) / f"run{number}"
             row = train_under_load(
-                options.data, options.minutes, run, number, begins, moment, factor
+                options.data, options.minutes, run, number, begins, moment, factor, prefix
             )
             rows.append(row)
             print(json.dumps(row), flush=True)
     worst = max(abs(row["off_percent"]) for row in rows)
     print(f"{len(rows)} runs of {options.minutes:g} minutes: at most {worst:.1f}% off")
     if options.out is not None:
-        result = {"benchmark": "minutes", "data": options.data, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        data = Path(options.data).resolve().name
+        result = {
+            "benchmark": "minutes",
+            "machine": {**place, "data": data},
+            "real_time_priority": has_priority,
+            "core": options.core,
+            "minutes": options.minutes,
+            "worst_off_percent": worst,
+            "rows": rows,
+        }
+        write(options.out, result)
 
 
 def train_under_load(
-    data: str, minutes: float, run: Path, seed: int, begins: bool, moment: float, factor: float
+    data: str,
+    minutes: float,
+    run: Path,
+    seed: int,
+    begins: bool,
+    moment: float,
+    factor: float,
+    prefix: list[str],
 ) -> dict[str, Any]:
     """Train with a load that begins or ends at `moment`; returns how well the time was kept."""
     command = [sys.executable, "-m", "m1clip", "train", data, "--minutes", f"{minutes:g}"]
-    command += ["--seed", str(seed), "--out", str(run)]
-    if shutil.which("chrt") and os.geteuid() == 0:
-        command = ["chrt", "-f", "1", *command]
+    command += ["--recipe", "scratch", "--seed", str(seed), "--out", str(run)]
+    load_before = os.getloadavg()[0]
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*prefix, *command], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         is_loaded = (time.monotonic() - began > moment) == begins
         time.sleep(SLICE_SECONDS)
@@ -85,6 +111,7 @@ def train_under_load(
         "load": "begins" if begins else "ends",
         "at_seconds": round(moment),
         "times_slower": factor,
+        "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],
         "seconds": round(seconds, 1),
         "off_percent": round(100 * (seconds / (60 * minutes) - 1), 1),
         "exit_code": process.returncode,
