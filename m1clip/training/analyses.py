@@ -157,7 +157,7 @@ class StepAnalyses:
         self._values: dict[str, Any] = {}
         self._failed: dict[str, str] = {}  # name -> reason
         # A step that nothing looks at needs no probe, and may be replayed as a CUDA graph.
-        self.probe = self._look if any(each.needs == "step" for each in due) else None
+        self.probe = self._look if any(analysis.needs == "step" for analysis in due) else None
 
     def _look(self, view: StepView) -> None:
         for analysis in self._due:

@@ -96,10 +96,10 @@ def fit_projections(image_head: Head, text_head: Head, train: Split, ridges: Ten
     xx = (xx / images).addr_(x_mean, x_mean, alpha=-1)
     yy = (yy / captions).addr_(y_mean, y_mean, alpha=-1)
     xy = (xy / images).addr_(x_mean, ybar_mean, alpha=-1)
-    found = canonical(xx, yy, xy, len(wx), images, image_ridge=1.0)
+    projections = canonical(xx, yy, xy, len(wx), images, image_ridge=1.0)
     scales = (scale, torch.ones(text_head.project.weight.shape[1]))
     sides = zip(
-        (image_head, text_head), found, (x_mean, y_mean), (xx, yy), bases, scales, strict=True
+        (image_head, text_head), projections, (x_mean, y_mean), (xx, yy), bases, scales, strict=True
     )
     for head, directions, mean, covariance, basis, factor in sides:
         norm = ((directions @ covariance) * directions).sum().sqrt().clamp(min=1e-12)
@@ -121,17 +121,17 @@ def _bases(
     """
     is_small = len(train.samples) <= SPANNED_IMAGES
     blocks = [(image, text) for image, text, _ in _blocks(train)] if is_small else []
-    found = []
+    bases = []
     for side, head in enumerate((image_head, text_head)):
         width = head.project.weight.shape[1]
         rows = sum(len(block[side]) for block in blocks)
         if not 0 < rows < width:
-            found.append(torch.eye(width))
+            bases.append(torch.eye(width))
             continue
         x = head.standardized(torch.cat([block[side] for block in blocks]))
         x = x * image_scale if side == 0 else x
-        found.append(torch.linalg.qr(x.T.double()).Q.float())
-    return found[0], found[1]
+        bases.append(torch.linalg.qr(x.T.double()).Q.float())
+    return bases[0], bases[1]
 
 
 def canonical(

@@ -344,32 +344,32 @@ def share_checkpoint(
     """
     ranks, shards = train_step.parts.world.ranks, train_step.parts.world.shards
     device = train_step.parts.device.torch if shards is None else torch.device("cpu")
-    found: list[TensorGroups] = []
+    loaded: list[TensorGroups] = []
 
     def describe() -> (
         tuple[TrainState, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] | None
     ):
-        kept = read(device)
-        if kept is None:
+        checkpoint = read(device)
+        if checkpoint is None:
             return None
-        found.append(kept[1])
+        loaded.append(checkpoint[1])
         shapes = {
             group: {name: (t.shape, t.dtype) for name, t in ts.items()}
-            for group, ts in kept[1].items()
+            for group, ts in checkpoint[1].items()
         }
-        return kept[0], shapes
+        return checkpoint[0], shapes
 
     described = ranks.on_rank0(describe)
     if described is None:
         return None
     state, shapes = described
     groups: TensorGroups = {}
-    for group, each in shapes.items():
+    for group, tensors_of_group in shapes.items():
         groups[group] = {}
-        for name, (shape, dtype) in each.items():
+        for name, (shape, dtype) in tensors_of_group.items():
             tensor = (
-                found[0][group].pop(name)
-                if found
+                loaded[0][group].pop(name)
+                if loaded
                 else torch.empty(shape, dtype=dtype, device=device)
             )
             ranks.broadcast([tensor])
@@ -409,13 +409,13 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
     trained = {
         name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad
     }
-    expected, found = trained_tensors(train_step.model), groups.get("weights", {})
-    for name in sorted(found.keys() ^ expected.keys()):
+    expected, actual = trained_tensors(train_step.model), groups.get("weights", {})
+    for name in sorted(actual.keys() ^ expected.keys()):
         return f"weights: {name} is {'missing' if name in expected else 'unknown'}"
     for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
+        if actual[name].shape != tensor.shape:
             return (
-                f"weights: {name} has the shape {tuple(found[name].shape)}, not"
+                f"weights: {name} has the shape {tuple(actual[name].shape)}, not"
                 f" {tuple(tensor.shape)}"
             )
     moments = groups.get("optimizer", {})

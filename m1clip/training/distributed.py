@@ -159,17 +159,22 @@ class Ranks:
         if self.size == 1:
             return list(gradients)
         columns = [list(column) for column in zip(*sizes, strict=True)]
-        most = [max(column) for column in columns]
+        max_counts = [max(column) for column in columns]
         split = [
             gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)
         ]
-        parts = [torch.cat(list(map(_padded, rows, most))) for rows in zip(*split, strict=True)]
+        parts = [
+            torch.cat(list(map(_padded, rows, max_counts))) for rows in zip(*split, strict=True)
+        ]
         sent = [self.to_host(part) for part in parts]
         received = torch.empty_like(sent[0])
         with self._watched():
             dist.reduce_scatter(received, sent)
         own = received.to(gradients[0].device)
-        return [part[:count] for part, count in zip(own.split(most), sizes[self.rank], strict=True)]
+        return [
+            part[:count]
+            for part, count in zip(own.split(max_counts), sizes[self.rank], strict=True)
+        ]
 
     def concatenate_rows(self, rows: Tensor) -> Tensor:
         """The rows of all ranks in order; their numbers may differ."""
@@ -182,11 +187,13 @@ class Ranks:
 
         `sizes` are the rows of each tensor by rank.
         """
-        most = [max(each) for each in sizes]
-        gathered = self.gather(torch.cat(list(map(_padded, tensors, most)))).split(most, dim=1)
+        max_rows = [max(lengths) for lengths in sizes]
+        gathered = self.gather(torch.cat(list(map(_padded, tensors, max_rows)))).split(
+            max_rows, dim=1
+        )
         return [
-            torch.cat([rows[:n] for rows, n in zip(g, each, strict=True)])
-            for g, each in zip(gathered, sizes, strict=True)
+            torch.cat([rows[:n] for rows, n in zip(g, lengths, strict=True)])
+            for g, lengths in zip(gathered, sizes, strict=True)
         ]
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
@@ -230,18 +237,18 @@ class Ranks:
         """Run on rank 0 and give the result to all ranks, which wait for as long as it takes."""
         if self.size == 1:
             return work()
-        found: list[Any] = [None]
+        result_list: list[Any] = [None]
         if self.rank == 0:
             try:
-                found = [work()]
+                result_list = [work()]
             except BaseException:
                 self._meet([0], "failed")
                 raise
         if self._meet([0]) == b"failed":
             raise SystemExit(2)  # rank 0 reports the reason
         with self._watched():
-            dist.broadcast_object_list(found)
-        result: Result = found[0]
+            dist.broadcast_object_list(result_list)
+        result: Result = result_list[0]
         return result
 
     def gather_objects(self, value: Result) -> list[Result]:
@@ -249,10 +256,10 @@ class Ranks:
         if self.size == 1:
             return [value]
         self._meet(range(self.size))
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         with self._watched():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def gather_lists(self, values: list[Result]) -> list[Result]:
         return [value for part in self.gather_objects(values) for value in part]
@@ -264,8 +271,8 @@ class Ranks:
         result, error = None, ""
         try:
             result = work()
-        except UserError as found:
-            error = str(found)
+        except UserError as failure:
+            error = str(failure)
         for rank, problem in enumerate(self.gather_objects(error)):
             if problem:
                 self.abort(problem if rank == 0 else f"{self.name(rank)}: {problem}")
@@ -274,11 +281,11 @@ class Ranks:
     def check_same(self, facts: Mapping[str, Any]) -> None:
         """End all ranks if one of them differs from rank 0, naming the rank and the difference."""
         expected, *others = self.gather_objects(dict(facts))
-        for rank, found in enumerate(others, start=1):
-            for name in expected.keys() | found.keys():
-                if found.get(name) != expected.get(name):
+        for rank, actual in enumerate(others, start=1):
+            for name in expected.keys() | actual.keys():
+                if actual.get(name) != expected.get(name):
                     self.abort(
-                        f"{self.name(rank)}: {name} is {found.get(name)}, but {expected.get(name)}"
+                        f"{self.name(rank)}: {name} is {actual.get(name)}, but {expected.get(name)}"
                         " on rank 0; all ranks need the same version, command and data"
                     )
 
@@ -403,8 +410,8 @@ class GradientExchange:
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
-        most = max((sum(map(Tensor.numel, bucket)) for bucket in self.buckets), default=0)
-        spare = torch.zeros(most, dtype=parameters[0].dtype, device=parameters[0].device)
+        max_size = max((sum(map(Tensor.numel, bucket)) for bucket in self.buckets), default=0)
+        spare = torch.zeros(max_size, dtype=parameters[0].dtype, device=parameters[0].device)
         self._spare = ranks.to_host(spare)
         self._begin()
 
@@ -470,8 +477,8 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 def rows_of_rank(count: int, rank: int, size: int) -> slice:
     """The rows of a rank if `count` are divided as by torch.chunk."""
-    each = -(-count // size)
-    return slice(min(rank * each, count), min((rank + 1) * each, count))
+    rows_per_rank = -(-count // size)
+    return slice(min(rank * rows_per_rank, count), min((rank + 1) * rows_per_rank, count))
 
 
 def launched() -> bool:

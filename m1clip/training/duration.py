@@ -89,8 +89,8 @@ class StepPlan:
             if segment is first:
                 position = end
             else:
-                left = max(segment.total_steps - segment.start, 1)
-                position += (end - segment.start) * (first.total_steps - position) / left
+                remaining_steps = max(segment.total_steps - segment.start, 1)
+                position += (end - segment.start) * (first.total_steps - position) / remaining_steps
             if end == step:
                 break
         return position
@@ -142,7 +142,7 @@ class StepPlan:
     def purpose(self, steps_done: int) -> Purpose:
         """What the step is for that is the last of `steps_done` steps."""
         evaluates = self.evaluates(steps_done)
-        during_step = [each for each in ANALYSES.values() if each.record_kind == RECORD]
+        during_step = [analysis for analysis in ANALYSES.values() if analysis.record_kind == RECORD]
         analyses = tuple(during_step) if evaluates else ()
         checks_clock = evaluates or self.checks(steps_done)
         return Purpose(self.logs(steps_done), evaluates, checks_clock, analyses)
@@ -249,10 +249,10 @@ class Pacer:
     @property
     def step_seconds(self) -> float | None:
         """Recent seconds per step; None before the first check."""
-        wanted = RECENT_FRACTION * self.budget.left
+        needed_seconds = RECENT_FRACTION * self.budget.remaining
         steps, seconds = 0, 0.0
         for count, (interval_steps, interval_seconds) in enumerate(reversed(self._intervals)):
-            if count >= MIN_INTERVALS and seconds >= wanted:
+            if count >= MIN_INTERVALS and seconds >= needed_seconds:
                 break
             steps += interval_steps
             seconds += interval_seconds
@@ -302,20 +302,24 @@ class Pacer:
         step_seconds = self.step_seconds
         if step_seconds is None:
             return plan
-        left = self.budget.left
+        remaining = self.budget.remaining
         steps_left = plan.total_steps - step
         evaluations = plan.evaluations_left(step) if steps_left > 0 else 0
         expected = step_seconds * (
             steps_left + evaluations * self.costs.evaluation + self.costs.closing
         )
-        tolerated = max(TOLERATED_ERROR * self.budget.seconds, TOLERATED_OF_LEFT * left)
-        if abs(expected - left) <= tolerated:
+        tolerated = max(TOLERATED_ERROR * self.budget.seconds, TOLERATED_OF_LEFT * remaining)
+        if abs(expected - remaining) <= tolerated:
             return plan
-        if expected < left and self.max_steps is not None and plan.total_steps >= self.max_steps:
+        if (
+            expected < remaining
+            and self.max_steps is not None
+            and plan.total_steps >= self.max_steps
+        ):
             return plan  # the time that is left is given back
         final_steps = int(FINAL_FRACTION * self.budget.seconds / step_seconds)
         final_steps = max(1, min(MAX_FINAL_STEPS, final_steps))
-        total = planned_steps(plan, step, left, step_seconds, self.costs)
+        total = planned_steps(plan, step, remaining, step_seconds, self.costs)
         if self.max_steps is not None:
             total = min(total, self.max_steps)
         total = max(step + final_steps, total)

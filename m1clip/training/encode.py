@@ -241,8 +241,8 @@ class BatchEncoder:
         if batch.image_features is not None:
             return TowerCall(self.project_image, (batch.image_features[rows], *dropout))
         pixels = normalized_pixels(batch, self.preprocess, rows)
-        kept = None if batch.kept_patches is None else batch.kept_patches[rows]
-        return TowerCall(self.encode_image, (pixels, kept, *dropout))
+        kept_patches = None if batch.kept_patches is None else batch.kept_patches[rows]
+        return TowerCall(self.encode_image, (pixels, kept_patches, *dropout))
 
     def text_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
         """Prepare to encode some captions, from tokens or from the features of a frozen tower.
@@ -293,8 +293,8 @@ class BatchEncoder:
             for part in split(slice(0, len(batch.caption_ids)), INSPECTED_ROWS):
                 encode, inputs = self.text_call(batch, part)
                 bad[batch.image_index[part][~encode(*inputs).isfinite().all(dim=1)]] = True
-        found: list[int] = bad.nonzero().flatten().tolist()
-        return found if len(found) < rows else []
+        indices: list[int] = bad.nonzero().flatten().tolist()
+        return indices if len(indices) < rows else []
 
     def loss_context(self, batch: Batch) -> Autocast:
         """Return the precision that a large loss may use for its matmul (losses/run_loss.py).

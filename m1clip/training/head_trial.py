@@ -116,8 +116,14 @@ def mean_log_rank(features: SplitFeatures) -> float:
     """Mean logarithm of the rank of what is right, in both directions: smoother than recall on few
     images.
     """
-    found = ranks(*features[:4])
-    return float(np.log(found.text_to_image).mean() + np.log(found.image_to_text).mean()) / 2
+    retrieval_ranks = ranks(*features[:4])
+    return (
+        float(
+            np.log(retrieval_ranks.text_to_image).mean()
+            + np.log(retrieval_ranks.image_to_text).mean()
+        )
+        / 2
+    )
 
 
 def run_trial(inputs: RunInputs, model: CLIP) -> tuple[float, float]:
@@ -187,11 +193,11 @@ def fits_general(shape: CLIPConfig) -> bool:
         config = json.loads(boxed_files(GENERAL)[CONFIG])["model"]
     except (UserError, ValueError, KeyError):
         return False
-    known = CLIPConfig.from_dict(config)
-    hidden = known.image_head.hidden
+    trained_shape = CLIPConfig.from_dict(config)
+    hidden = trained_shape.image_head.hidden
     wide_enough = min(shape.image_head.hidden, shape.text_head.hidden) >= hidden
     return wide_enough and all(
-        getattr(known, name) == getattr(shape, name) for name in SAME_AS_GENERAL
+        getattr(trained_shape, name) == getattr(shape, name) for name in SAME_AS_GENERAL
     )
 
 
@@ -206,12 +212,12 @@ def general_heads(shape: CLIPConfig) -> Tensors:
     for side in ("image_head", "text_head"):
         hidden = getattr(shape, side).hidden
         for part in WIDER_PARTS:
-            known = heads[f"{side}.{part}"]
-            more = torch.zeros(hidden - len(known), *known.shape[1:])
-            if known.ndim == 2:
-                more.normal_(std=known.shape[1] ** -0.5, generator=draw)
-            heads[f"{side}.{part}"] = torch.cat([known, more])
-        known = heads[f"{side}.{NARROW_PART}"]
-        more = torch.zeros(len(known), hidden - known.shape[1])
-        heads[f"{side}.{NARROW_PART}"] = torch.cat([known, more], dim=1)
+            weights = heads[f"{side}.{part}"]
+            more = torch.zeros(hidden - len(weights), *weights.shape[1:])
+            if weights.ndim == 2:
+                more.normal_(std=weights.shape[1] ** -0.5, generator=draw)
+            heads[f"{side}.{part}"] = torch.cat([weights, more])
+        weights = heads[f"{side}.{NARROW_PART}"]
+        more = torch.zeros(len(weights), hidden - weights.shape[1])
+        heads[f"{side}.{NARROW_PART}"] = torch.cat([weights, more], dim=1)
     return heads

@@ -58,7 +58,7 @@ def how_many(
     if source.class_captions:
         raise UserError(f"{source.name}: classes, not captions: there is no curve of captions")
     order = np.random.default_rng(seed).permutation(len(samples))[:MAX_LABELS]
-    chosen = [samples[place] for place in np.sort(order)]
+    chosen = [samples[index] for index in np.sort(order)]
     is_aligned = model != NEW_HEADS
     cache = _feature_cache(loaded.clip, loaded, source, config, device, is_aligned)
     images, texts, image_index = _features(cache, chosen)

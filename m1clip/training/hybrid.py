@@ -49,10 +49,10 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
         "training a pretrained image tower": trains_image and image != "vit",
         "training a pretrained text tower": trains_text and text != "transformer",
     }
-    for what, given in unsupported.items():
-        if given:
+    for feature, is_requested in unsupported.items():
+        if is_requested:
             raise UserError(
-                f"--device {config.train.device} does not support {what}; use one device"
+                f"--device {config.train.device} does not support {feature}; use one device"
             )
 
 
@@ -149,7 +149,7 @@ class HybridEncoder(BatchEncoder):
     def text_call(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> TowerCall:
         """Prepare to encode some captions on the device of the text tower."""
         encode, inputs = super().text_call(batch, rows, keys)
-        return TowerCall(encode, tuple(each.to(self.device.text_torch) for each in inputs))
+        return TowerCall(encode, tuple(tensor.to(self.device.text_torch) for tensor in inputs))
 
     def dropout_keys(self, batch: Batch, step: int) -> list[Tensor | None]:
         """The keys of `BatchEncoder`, on the device of their head."""

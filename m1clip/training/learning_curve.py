@@ -164,16 +164,16 @@ class Pairs(NamedTuple):
         cls, images: np.ndarray, texts: np.ndarray, image_index: np.ndarray, chosen: np.ndarray
     ) -> Pairs:
         """Take the chosen photos and their captions, and standardize their features."""
-        place = np.full(int(image_index.max()) + 1, -1)
-        place[chosen] = np.arange(len(chosen))
-        rows = np.flatnonzero(place[image_index] >= 0)
-        rows = rows[np.argsort(place[image_index[rows]], kind="stable")]
+        positions = np.full(int(image_index.max()) + 1, -1)
+        positions[chosen] = np.arange(len(chosen))
+        rows = np.flatnonzero(positions[image_index] >= 0)
+        rows = rows[np.argsort(positions[image_index[rows]], kind="stable")]
         image_vectors = np.asarray(images[chosen], np.float32)
         text_vectors = np.asarray(texts[rows], np.float32)
         return cls(
             _coordinates(image_vectors),
             _coordinates(text_vectors),
-            place[image_index[rows]],
+            positions[image_index[rows]],
             (image_vectors.shape[1], text_vectors.shape[1]),
             image_vectors,
             text_vectors,
@@ -181,10 +181,10 @@ class Pairs(NamedTuple):
 
     def captions_of(self, photos: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the captions of some photos, and the place of each one's photo."""
-        place = np.full(len(self.images), -1)
-        place[photos] = np.arange(len(photos))
-        rows = np.flatnonzero(place[self.image_index] >= 0)
-        return rows, place[self.image_index[rows]]
+        positions = np.full(len(self.images), -1)
+        positions[photos] = np.arange(len(photos))
+        rows = np.flatnonzero(positions[self.image_index] >= 0)
+        return rows, positions[self.image_index[rows]]
 
 
 def _standardized(features: np.ndarray) -> torch.Tensor:
@@ -203,8 +203,8 @@ def _coordinates(features: np.ndarray) -> torch.Tensor:
     if len(rows) >= rows.shape[1]:
         return rows
     values, vectors = torch.linalg.eigh(rows @ rows.T)
-    kept = values > 1e-10 * values[-1]
-    return vectors[:, kept] * values[kept].sqrt()
+    is_significant = values > 1e-10 * values[-1]
+    return vectors[:, is_significant] * values[is_significant].sqrt()
 
 
 class Recalls(NamedTuple):
@@ -255,10 +255,10 @@ Map = Callable[[torch.Tensor], np.ndarray]
 def _fit_heads(pairs: Pairs, photos: np.ndarray) -> tuple[Map, Map]:
     """Return what maps coordinates of images and features of texts to unit vectors, by CCA."""
     photos = np.sort(photos)
-    rows, place = pairs.captions_of(photos)
+    rows, photo_index = pairs.captions_of(photos)
     x = pairs.images[torch.from_numpy(photos)]
     y = pairs.texts[torch.from_numpy(rows)]
-    index = torch.from_numpy(place)
+    index = torch.from_numpy(photo_index)
     counts = torch.bincount(index, minlength=len(x)).clamp(min=1)[:, None]
     y_of_image = torch.zeros(len(x), y.shape[1], dtype=y.dtype).index_add_(0, index, y) / counts
     x_mean = x.mean(dim=0)
@@ -285,7 +285,7 @@ def _recall(
     pairs: Pairs, photos: np.ndarray, image_map: Map, text_map: Map, weight: float | None
 ) -> np.ndarray:
     """(photos,) the mean recall of each held-out photo: @1, @5 and @10 in both directions."""
-    rows, place = pairs.captions_of(photos)
+    rows, photo_index = pairs.captions_of(photos)
     image = image_map(pairs.images[torch.from_numpy(photos)])
     text = text_map(pairs.texts[torch.from_numpy(rows)])
     if weight is not None:
@@ -293,11 +293,11 @@ def _recall(
         scale = np.float32(weight**0.5)
         image = np.hstack([pairs.image_vectors[photos], scale * image])
         text = np.hstack([pairs.text_vectors[rows], scale * text])
-    found = ranks(image, text, place)
-    by_text = np.mean([found.text_to_image <= k for k in RECALL_AT], axis=0)
-    by_image = np.mean([found.image_to_text <= k for k in RECALL_AT], axis=0)
-    counts = np.bincount(place, minlength=len(photos))
-    of_texts = np.bincount(place, by_text, len(photos)) / np.maximum(counts, 1)
+    text_ranks = ranks(image, text, photo_index)
+    by_text = np.mean([text_ranks.text_to_image <= k for k in RECALL_AT], axis=0)
+    by_image = np.mean([text_ranks.image_to_text <= k for k in RECALL_AT], axis=0)
+    counts = np.bincount(photo_index, minlength=len(photos))
+    of_texts = np.bincount(photo_index, by_text, len(photos)) / np.maximum(counts, 1)
     return np.asarray((of_texts + by_image) / 2)
 
 
@@ -366,7 +366,7 @@ def _gain(curves: Curves, labels: int, more: int) -> Gain:
     gains = 100 * (curves.at(labels + more) - curves.at(labels))
     low, middle, high = np.quantile(gains, (LOW_QUANTILE, 0.5, HIGH_QUANTILE))
     # Where nothing changes, one photo that is found or not is still uncertain.
-    least = 100 / labels
-    low = middle - max(least, WIDENING * (middle - low))
-    high = middle + max(least, WIDENING * (high - middle))
+    min_width = 100 / labels
+    low = middle - max(min_width, WIDENING * (middle - low))
+    high = middle + max(min_width, WIDENING * (high - middle))
     return Gain(more, float(middle), float(low), float(high))

@@ -130,10 +130,10 @@ class StepLogger:
 def logged_learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """`lr` of AdamW, or of the last part of an optimizer without it, and `muon_lr` of Muon."""
     rates = optimizer.learning_rates()
-    found = {"lr": rates.get("adamw", list(rates.values())[-1])}
+    by_name = {"lr": rates.get("adamw", list(rates.values())[-1])}
     if "muon" in rates:
-        found["muon_lr"] = rates["muon"]
-    return found
+        by_name["muon_lr"] = rates["muon"]
+    return by_name
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
@@ -286,11 +286,11 @@ class TrainingDisplay:
     def step(self, values: dict[str, Any]) -> None:
         # The median ignores outliers such as an hour of sleep between two steps.
         self._step_seconds.append(values["step_seconds"])
-        left = statistics.median(self._step_seconds) * (self._total - values["step"])
+        seconds_left = statistics.median(self._step_seconds) * (self._total - values["step"])
         self._step = values["step"]
         self._text = (
             f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._score}  "
-            f"{values['images_per_second']:,.0f} images/s  {size(values['memory_bytes'])}  {clock(left)} left"
+            f"{values['images_per_second']:,.0f} images/s  {size(values['memory_bytes'])}  {clock(seconds_left)} left"
         )
         if self._bar is not None:
             self._bar.show(self._text, self._step, self._total)

@@ -109,7 +109,7 @@ class Choice:
     @property
     def why(self) -> str:
         """The reason, shown after the device name; empty if nothing was measured."""
-        mine = next(
+        chosen_candidate = next(
             (
                 c
                 for c in self.candidates
@@ -117,17 +117,20 @@ class Choice:
             ),
             None,
         )
-        if mine is None or len(self.candidates) == 1:
+        if chosen_candidate is None or len(self.candidates) == 1:
             return ""
         words = []
         for other in self.candidates:
             if other.rejected:
                 words.append(f"{other.name} rejected: {other.rejected}")
-            elif other is not mine and mine.seconds and other.seconds:
-                ratio = statistics.median(other.seconds) / statistics.median(mine.seconds)
+            elif other is not chosen_candidate and chosen_candidate.seconds and other.seconds:
+                ratio = statistics.median(other.seconds) / statistics.median(
+                    chosen_candidate.seconds
+                )
                 words.append(f"{ratio:.1f}x as fast as {other.name}")
         if self.is_default and not all(
-            c.rejected or c is mine or _clearly_slower(c, mine) for c in self.candidates
+            c.rejected or c is chosen_candidate or _clearly_slower(c, chosen_candidate)
+            for c in self.candidates
         ):
             words.append(
                 "the default of this hardware, as no other was faster in nearly all rounds"
@@ -142,10 +145,10 @@ class Choice:
         return f"{', '.join(words)}; measured with batch {self.batch}{how}"
 
 
-def _clearly_slower(other: Candidate, mine: Candidate) -> bool:
-    return bool(other.seconds and mine.seconds) and statistics.median(
+def _clearly_slower(other: Candidate, chosen: Candidate) -> bool:
+    return bool(other.seconds and chosen.seconds) and statistics.median(
         other.seconds
-    ) > statistics.median(mine.seconds)
+    ) > statistics.median(chosen.seconds)
 
 
 Option = tuple[Kind, Precision]
@@ -226,9 +229,9 @@ def choose(
     )
     if is_kept:
         names = {f"{kind} {precision}": seconds for (kind, precision), seconds in rounds.items()}
-        what = f"training step of {config.model.name}, {plural(measured.batch, 'image')}"
+        subject = f"training step of {config.model.name}, {plural(measured.batch, 'image')}"
         result = choices.describe(names, f"{choice.device} {choice.precision}")
-        choices.save(path, what, result, {"choice": dataclasses.asdict(choice)})
+        choices.save(path, subject, result, {"choice": dataclasses.asdict(choice)})
     return choice
 
 
@@ -352,10 +355,10 @@ def _step(
 
 
 def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
-    _, found = gradient(step.for_check(step.model), samples)
+    _, gradients = gradient(step.for_check(step.model), samples)
     step.optimizer.zero_grad()
     step.model.train()
-    return found
+    return gradients
 
 
 def _key(
@@ -485,14 +488,14 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
 
     This is a first estimate: the run compares it with the clock and corrects it.
     """
-    least = MIN_TRAINING_FRACTION * budget.seconds
-    if budget.left < least:
+    min_seconds = MIN_TRAINING_FRACTION * budget.seconds
+    if budget.remaining < min_seconds:
         console.warn(
             f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of"
-            f" --minutes: training for {least:.0f} s more; what is cached now is not prepared again"
+            f" --minutes: training for {min_seconds:.0f} s more; what is cached now is not prepared again"
             " in the next run"
         )
-        budget.exclude(least - budget.left)
+        budget.exclude(min_seconds - budget.remaining)
     train_step = inputs.make_step()
     step_seconds = _step_seconds(inputs, train_step, budget)
     evaluation_seconds = _evaluation_seconds(inputs, train_step) if "val" in inputs.splits else 0.0
@@ -505,10 +508,12 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     train = inputs.config.train
     evaluations = train.evaluations or 0
     if not evaluations:
-        affordable = int(MAX_EVALUATION_FRACTION * budget.left / max(evaluation_seconds, 1e-9)) - 1
+        affordable = (
+            int(MAX_EVALUATION_FRACTION * budget.remaining / max(evaluation_seconds, 1e-9)) - 1
+        )
         evaluations = max(1, min(EVALUATIONS, affordable))
     empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
-    steps = planned_steps(empty, 0, budget.left, step_seconds, costs)
+    steps = planned_steps(empty, 0, budget.remaining, step_seconds, costs)
     if steps < FEW_STEPS:
         console.warn(
             f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of"
@@ -545,7 +550,7 @@ def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) 
     budget_left = budget.left
     limit = CALIBRATION_FRACTION * budget_left
     begin = time.perf_counter()
-    taken: list[float] = []
+    end_times: list[float] = []
     for step, batch in enumerate(
         batches(inputs.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
     ):
@@ -556,8 +561,8 @@ def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) 
             break
         train_step.run(batch, step)
         inputs.device.synchronize()
-        taken.append(time.perf_counter() - start)
-    return timing(taken[WARMUP_STEPS:] or taken[-1:]).median
+        end_times.append(time.perf_counter() - start)
+    return timing(end_times[WARMUP_STEPS:] or end_times[-1:]).median
 
 
 def _evaluation_seconds(inputs: RunInputs, train_step: TrainStep) -> float:

@@ -122,20 +122,20 @@ class MemoryEstimate:
             return step
         return process_bytes(self.facts) + self.data_bytes + int(HEAP_BASE + HEAP_SLACK * step)
 
-    def largest(self, limit: float, most: int, checkpointing: bool) -> int:
+    def largest(self, limit: float, max_batch: int, checkpointing: bool) -> int:
         """The largest power of two from 2 to `most` that fits in `limit`; 0 if none does.
 
         Beyond `TRACED`, memory is extrapolated: tracing the loss of a very large batch takes
         minutes.
         """
-        batch = power_of_two(min(most, TRACED))
+        batch = power_of_two(min(max_batch, TRACED))
         while batch >= 2 and (peak := self.peak(batch, checkpointing)) > limit:
             # Memory is a constant plus at least a linear term, so every batch above this bound is
             # too large as well.
             batch = power_of_two(min(batch - 1, int(batch * limit / peak)))
         if batch == TRACED:
             per_image = (peak - self.peak(batch // 2, checkpointing)) / (batch // 2)
-            batch = power_of_two(min(most, batch + int((limit - peak) / per_image)))
+            batch = power_of_two(min(max_batch, batch + int((limit - peak) / per_image)))
         return batch if batch >= 2 else 0
 
     def step_bytes(self, batch: int, checkpointing: bool) -> int:
@@ -176,12 +176,12 @@ class MemoryEstimate:
                 self.model_init.config, batch, self.text_tokens, captions, (image, text)
             )
             train_step(parts, samples, 1)  # creates the optimizer state
-            known = [
+            persistent = [
                 *model.parameters(),
                 *model.buffers(),
                 *parts.update.optimizer.tensors().values(),
             ]
-            with PeakMemory([*known, *samples.tensors().values()]) as memory:
+            with PeakMemory([*persistent, *samples.tensors().values()]) as memory:
                 train_step(parts, samples, 1)
         if self.device.kind == "cpu" or checkpointing:
             return memory.peak

@@ -44,11 +44,11 @@ class SavedTensors:
     `known` tensors, such as weights and the batch, are not counted.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, persistent: Iterable[Tensor]) -> None:
         self.now = 0
         self.peak = 0
         self.problem = ""  # why it has stopped counting
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in persistent}
         self._users: dict[int, int] = {}  # address of a storage -> how many saved tensors use it
 
     def pack(self, tensor: Tensor) -> _Saved:

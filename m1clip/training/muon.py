@@ -120,7 +120,7 @@ class Muon(SkippableOptimizer):
 
         # A convolution is a matrix from its receptive field to its output channels.
         weights, grads, buffers = (
-            [t.flatten(1) for t in each] for each in (params, grads, buffers)
+            [t.flatten(1) for t in tensors] for tensors in (params, grads, buffers)
         )
         shapes = [
             (self.full_rows.get(id(p), len(p)), w.shape[1])
@@ -129,26 +129,26 @@ class Muon(SkippableOptimizer):
 
         def nesterov(places: Sequence[int]) -> Sequence[Tensor]:
             return torch._foreach_lerp(
-                [grads[place] for place in places], [buffers[place] for place in places], momentum
+                [grads[index] for index in places], [buffers[index] for index in places], momentum
             )
 
         def orthogonal(
-            places: Sequence[int], given: Mapping[int, Tensor]
+            places: Sequence[int], matrices: Mapping[int, Tensor]
         ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
             """The updates of some matrices, stack by stack: for all at once, momentum would need
             another gradient.
             """
             for stack in _stacks(places, shapes, weights):
                 x = self._orthogonal(
-                    [given[place] for place in stack] if given else nesterov(stack)
+                    [matrices[index] for index in stack] if matrices else nesterov(stack)
                 )
                 yield stack, x if skip is None else torch._foreach_mul(x, (1 - skip).to(self.dtype))
 
         def add(places: Sequence[int], updates: Sequence[Tensor]) -> None:
             _add_updates(
-                [weights[place] for place in places],
+                [weights[index] for index in places],
                 updates,
-                [shapes[place] for place in places],
+                [shapes[index] for index in places],
                 lr,
             )
 
@@ -158,24 +158,24 @@ class Muon(SkippableOptimizer):
                 add(stack, updates)
             return
         parts = balance([_cost(shape) for shape in shapes], ranks.size)
-        own, given = parts[ranks.rank], dict[int, Tensor]()
+        own, matrices = parts[ranks.rank], dict[int, Tensor]()
         if self.full_rows:
             rows = [m.to(self.dtype) for m in nesterov(range(len(weights)))]
-            given = self._collected(ranks, rows, parts, shapes)
-        found = {
-            place: x
-            for stack, updates in orthogonal(own, given)
-            for place, x in zip(stack, updates, strict=True)
+            matrices = self._collected(ranks, rows, parts, shapes)
+        updates_by_index = {
+            index: x
+            for stack, updates in orthogonal(own, matrices)
+            for index, x in zip(stack, updates, strict=True)
         }
         if self.full_rows:
-            add(range(len(weights)), self._scattered(ranks, found, parts, shapes))
+            add(range(len(weights)), self._scattered(ranks, updates_by_index, parts, shapes))
             return
-        sizes = [sum(math.prod(shapes[place]) for place in part) for part in parts]
+        sizes = [sum(math.prod(shapes[index]) for index in part) for part in parts]
         flat = torch.zeros(max(sizes), dtype=self.dtype, device=weights[0].device)
-        for view, place in zip(_views(flat, [shapes[place] for place in own]), own, strict=True):
-            view.copy_(found[place])
+        for view, index in zip(_views(flat, [shapes[index] for index in own]), own, strict=True):
+            view.copy_(updates_by_index[index])
         for part, received in zip(parts, ranks.gather(flat), strict=True):
-            add(part, _views(received, [shapes[place] for place in part]))
+            add(part, _views(received, [shapes[index] for index in part]))
 
     def _collected(
         self, ranks: Ranks, rows: list[Tensor], parts: list[list[int]], shapes: list[Shape]
@@ -183,36 +183,45 @@ class Muon(SkippableOptimizer):
         """The complete matrices that this rank orthogonalizes, from the rows of all ranks."""
         own = parts[ranks.rank]
         held = [
-            [_held(shapes[place], rank, ranks.size) for place in own] for rank in range(ranks.size)
+            [_held(shapes[index], rank, ranks.size) for index in own] for rank in range(ranks.size)
         ]
         received = ranks.exchange(
             [_flat([rows[p] for p in part], rows[0]) for part in parts], [*map(_numbers, held)]
         )
-        views = [_views(flat, each) for flat, each in zip(received, held, strict=True)]
+        views = [
+            _views(flat, shapes_of_rank)
+            for flat, shapes_of_rank in zip(received, held, strict=True)
+        ]
         return {
-            place: torch.cat(each)
-            for place, each in zip(own, zip(*views, strict=True), strict=True)
+            index: torch.cat(rows_of_matrix)
+            for index, rows_of_matrix in zip(own, zip(*views, strict=True), strict=True)
         }
 
     def _scattered(
-        self, ranks: Ranks, found: dict[int, Tensor], parts: list[list[int]], shapes: list[Shape]
+        self,
+        ranks: Ranks,
+        updates_by_index: dict[int, Tensor],
+        parts: list[list[int]],
+        shapes: list[Shape],
     ) -> list[Tensor]:
         """The rows of this rank of the updates of all matrices."""
         sent = []
         for rank in range(ranks.size):
-            each = [
-                found[place][rows_of_rank(shapes[place][0], rank, ranks.size)]
-                for place in parts[ranks.rank]
+            own_rows = [
+                updates_by_index[index][rows_of_rank(shapes[index][0], rank, ranks.size)]
+                for index in parts[ranks.rank]
             ]
             sent.append(
-                _flat(each, torch.empty(0, dtype=self.dtype, device=next(iter(self.state)).device))
+                _flat(
+                    own_rows, torch.empty(0, dtype=self.dtype, device=next(iter(self.state)).device)
+                )
             )
-        held = [[_held(shapes[place], ranks.rank, ranks.size) for place in part] for part in parts]
+        held = [[_held(shapes[index], ranks.rank, ranks.size) for index in part] for part in parts]
         received = ranks.exchange(sent, [*map(_numbers, held)])
         updates = dict[int, Tensor]()
         for part, flat, shapes_held in zip(parts, received, held, strict=True):
             updates |= zip(part, _views(flat, shapes_held), strict=True)
-        return [updates[place] for place in range(len(shapes))]
+        return [updates[index] for index in range(len(shapes))]
 
     def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """The updates of matrices with the same two sides."""
@@ -242,14 +251,14 @@ def _stacks(
     Few on the CPU, since a stack and its products are several copies.
     """
     stacks: dict[tuple[int, int, torch.device], list[int]] = {}
-    for place in places:
+    for index in places:
         stacks.setdefault(
-            (min(shapes[place]), max(shapes[place]), weights[place].device), []
-        ).append(place)
+            (min(shapes[index]), max(shapes[index]), weights[index].device), []
+        ).append(index)
     for (short, long, device), stack in stacks.items():
-        most = max(1, MAX_CPU_STACK // (short * long)) if device.type == "cpu" else len(stack)
-        for start in range(0, len(stack), most):
-            yield stack[start : start + most]
+        max_stack = max(1, MAX_CPU_STACK // (short * long)) if device.type == "cpu" else len(stack)
+        for start in range(0, len(stack), max_stack):
+            yield stack[start : start + max_stack]
 
 
 def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
@@ -257,10 +266,10 @@ def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
     least work.
     """
     parts, work = [list[int]() for _ in range(ranks)], [0] * ranks
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        least = work.index(min(work))
-        parts[least].append(place)
-        work[least] += costs[place]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        idlest = work.index(min(work))
+        parts[idlest].append(index)
+        work[idlest] += costs[index]
     return parts
 
 
@@ -293,10 +302,10 @@ def _add_updates(
     Those of tall matrices are scaled up for the same effect on the output.
     """
     groups: dict[float, list[int]] = {}
-    for place, (rows, columns) in enumerate(shapes):
-        groups.setdefault(math.sqrt(max(1.0, rows / columns)), []).append(place)
+    for index, (rows, columns) in enumerate(shapes):
+        groups.setdefault(math.sqrt(max(1.0, rows / columns)), []).append(index)
     for scale, places in groups.items():
-        chosen, added = [weights[place] for place in places], [updates[place] for place in places]
+        chosen, added = [weights[index] for index in places], [updates[index] for index in places]
         if isinstance(lr, Tensor):
             torch._foreach_add_(
                 chosen, torch._foreach_mul([u.to(chosen[0].dtype) for u in added], -lr * scale)

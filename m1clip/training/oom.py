@@ -263,5 +263,5 @@ def oom_as_user_error() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed, on any device."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(message in str(error).lower() for message in OOM_MESSAGES)
+    has_known_type = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return has_known_type or any(message in str(error).lower() for message in OOM_MESSAGES)

@@ -72,7 +72,7 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
     products, few = optimizer_difference(train_step), first_samples(batch)
     check = check.without_teacher()
     on_device, reference = gradient(check, few), gradient(on_cpu(check, inputs.facts), few)
-    found = {
+    differences = {
         "computes gradients that differ from the CPU's": max(
             map(relative_difference, on_device, reference)
         ),
@@ -81,7 +81,7 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
         ),
         "computes updates of the optimizer that differ from the CPU's": products,
     }
-    for number, (what, difference) in enumerate(found.items()):
+    for number, (finding, difference) in enumerate(differences.items()):
         allowed = TOLERANCE[precision]
         if precision == "bf16" and number == 0 and difference > allowed:
             rounded = gradient(on_cpu(check, inputs.facts, precision), few)
@@ -90,12 +90,12 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
             )
         if difference > allowed:
             raise UserError(
-                f"{kind} {what} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel"
+                f"{kind} {finding} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel"
                 " gives wrong results for this model; use --device cpu, another --precision, or"
                 f" another version of {'mlx' if kind == 'mlx' else 'torch'} (m1clip doctor lists"
                 " known errors)"
             )
-    return Parity(max(found.values()), at_size.skipped)
+    return Parity(max(differences.values()), at_size.skipped)
 
 
 @torch.no_grad()
@@ -108,11 +108,11 @@ def check_causality(
     tower = fill_zeros(copy.deepcopy(model.text_tower)).eval()
     length, end = tower.config.context_length, tower.config.eot_id
     other = [token for token in range(min(tower.config.vocab_size, 3)) if token != end][:2]
-    place = torch.arange(length)
+    positions = torch.arange(length)
     # Five positions in sequence: kernels work on groups of four or more (pytorch#195910).
     ends = torch.arange(length // 2 - 2, length // 2 + 3).clamp(0, length - 2)[:, None]
-    tokens = torch.where(place == ends, end, other[0])
-    changed = torch.where(place > ends, other[-1], tokens)
+    tokens = torch.where(positions == ends, end, other[0])
+    changed = torch.where(positions > ends, other[-1], tokens)
     with context():
         device = next(tower.parameters()).device
         before, after = (tower(rows.to(device)).float() for rows in (tokens, changed))
@@ -160,7 +160,7 @@ def optimizer_difference(train_step: TrainStep) -> float:
 
     0 without Muon.
     """
-    found = 0.0
+    max_difference = 0.0
     for muon in train_step.optimizer.parts.values():
         if isinstance(muon, Muon):
             sides = {
@@ -171,8 +171,8 @@ def optimizer_difference(train_step: TrainStep) -> float:
             for shape in sides:
                 x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
                 there = train_step.orthogonalize(x.to(muon.dtype))
-                found = max(found, relative_difference(there, orthogonalize(x)))
-    return found
+                max_difference = max(max_difference, relative_difference(there, orthogonalize(x)))
+    return max_difference
 
 
 @torch.no_grad()

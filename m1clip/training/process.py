@@ -158,8 +158,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
             os.kill(os.getpid(), number)
             return
         request.signal = number
-        for each, usual in before.items():
-            signal.signal(each, usual)
+        for signal_number, usual in before.items():
+            signal.signal(signal_number, usual)
         if request.interrupts:
             raise Interrupted(number)
 

@@ -161,11 +161,11 @@ class StepChecks:
         values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
         run.log.write("event", step=steps_done, event="update skipped", reason=reason, **values)
         if is_first:
-            found = "samples with non-finite features" if suspects else "the batch contained"
+            cause = "samples with non-finite features" if suspects else "the batch contained"
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
             shown = ", ".join(named[:SHOWN_SAMPLES]) + more
             console.warn(
-                f"step {steps_done:,}: {reason}, so the step was skipped; {found}: {shown}"
+                f"step {steps_done:,}: {reason}, so the step was skipped; {cause}: {shown}"
                 " (run.jsonl lists all)"
             )
 

@@ -95,7 +95,7 @@ class MemoryModel(Protocol):
         """Bytes of a step."""
         ...
 
-    def largest(self, limit: float, most: int, checkpointing: bool) -> int:
+    def largest(self, limit: float, max_batch: int, checkpointing: bool) -> int:
         """The largest power of two that fits; 0 if none does."""
         ...
 
@@ -248,7 +248,7 @@ def _with_tuning(
     settings: Settings, dataset: Callable[[], Dataset], tuning: Callable[[Config], TuningFacts]
 ) -> Settings:
     """The settings with what is trained of a model to start from, by its options or by the rule."""
-    option = next((name for name in FINETUNE_OPTIONS if name in settings.given), None)
+    option = next((name for name in FINETUNE_OPTIONS if name in settings.specified), None)
     if option is not None:
         chosen = settings.changed(recipe="finetune")
         chosen.chosen_by["recipe"] = "rule"
@@ -256,16 +256,16 @@ def _with_tuning(
     data = dataset()
     config = settings.config
     if data.streamed:  # features of all images cannot be cached
-        found = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
+        choice = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
     else:
-        found = choose_tuning(data.images, config.train.minutes, *tuning(config))
-    other = "--recipe finetune" if found.recipe == "frozen" else "--recipe frozen"
+        choice = choose_tuning(data.images, config.train.minutes, *tuning(config))
+    other = "--recipe finetune" if choice.recipe == "frozen" else "--recipe frozen"
     console.print(
-        f"recipe     {found.recipe}, {found.what}: {found.reason} (to choose otherwise:"
+        f"recipe     {choice.recipe}, {choice.trained_part}: {choice.reason} (to choose otherwise:"
         f" {other}, --lora or --unfreeze-image and --unfreeze-text)"
     )
-    decided = settings.changed(recipe=found.recipe, **found.settings)
-    decided.chosen_by.update(dict.fromkeys(("recipe", *found.settings), "rule"))
+    decided = settings.changed(recipe=choice.recipe, **choice.settings)
+    decided.chosen_by.update(dict.fromkeys(("recipe", *choice.settings), "rule"))
     return decided
 
 
@@ -281,7 +281,7 @@ def choose_recipe(
         ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
         ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),
     ):
-        if option := next((name for name in names if name in settings.given), None):
+        if option := next((name for name in names if name in settings.specified), None):
             return recipe, f"--{option.replace('_', '-')} {reason}"
     if is_synthetic(config.data):
         return "scratch", "random weights, because pretrained towers were trained on photographs"
@@ -456,14 +456,14 @@ def _grow_batch(
     """
     train = draft.config.train
     batch = train.batch_size_or(0)
-    most = card_batch(dataset.images)
+    max_batch = card_batch(dataset.images)
     from_random_weights = not model.is_pretrained and not model.new_heads
-    asked = settings.train.batch_size is not None or train.micro_batch or train.memory
-    if asked or train.device != "cuda" or not from_random_weights or most <= batch:
+    is_chosen = settings.train.batch_size is not None or train.micro_batch or train.memory
+    if is_chosen or train.device != "cuda" or not from_random_weights or max_batch <= batch:
         return
     limit, steps = machine.measure.memory(draft.config)
     checkpointing = draft.config.model.grad_checkpointing
-    largest = steps.largest(CARD_MEMORY_FRACTION * limit, most, checkpointing)
+    largest = steps.largest(CARD_MEMORY_FRACTION * limit, max_batch, checkpointing)
     if largest > batch:
         draft.decide("rule", batch_size=largest)
         console.print(
@@ -541,7 +541,7 @@ def _decide_memory(
     draft.decide("measurement", **measured["memory"])
 
 
-def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> Fit | None:
+def fit_memory(config: Config, max_batch: int, limit: float, steps: MemoryModel) -> Fit | None:
     """What fits: the configured settings, else with gradient checkpointing, else in micro-batches,
     else with both.
     """
@@ -549,7 +549,7 @@ def fit_memory(config: Config, most: int, limit: float, steps: MemoryModel) -> F
     micro_batch = config.train.micro_batch
     configured = config.model.grad_checkpointing
     if not batch:
-        batch = steps.largest(limit, most, configured)
+        batch = steps.largest(limit, max_batch, configured)
         if batch:
             return Fit(batch, micro_batch if micro_batch <= batch else 0, configured)
         batch = 2
@@ -643,17 +643,17 @@ def _decide_heads(
     is_start_open = transfer.init is None and transfer.heads == "auto"
     if not (is_lr_open or is_adapter_open or is_start_open):
         return
-    found = machine.measure.heads(draft.config, None if is_lr_open else draft.config.optim.lr)
-    console.print(f"heads      {found.chosen}: {found.reason}")
-    measured["heads"] = found._asdict() | {"chosen": str(found.chosen)}
-    origin: Origin = "measurement" if found.ranks else "rule"
+    trial = machine.measure.heads(draft.config, None if is_lr_open else draft.config.optim.lr)
+    console.print(f"heads      {trial.chosen}: {trial.reason}")
+    measured["heads"] = trial._asdict() | {"chosen": str(trial.chosen)}
+    origin: Origin = "measurement" if trial.ranks else "rule"
     if is_lr_open:
-        draft.decide(origin, lr=found.chosen.lr)
+        draft.decide(origin, lr=trial.chosen.lr)
         draft.chosen_by["lr"] = origin  # also if it stays: a resumed run does not try again
-    if found.chosen.adapter is not None:
-        draft.decide(origin, adapter=found.chosen.adapter)
-    if found.chosen.start is not None:
-        draft.decide(origin, heads=found.chosen.start)
+    if trial.chosen.adapter is not None:
+        draft.decide(origin, adapter=trial.chosen.adapter)
+    if trial.chosen.start is not None:
+        draft.decide(origin, heads=trial.chosen.start)
 
 
 def _decide_fsdp(draft: Draft, machine: Machine) -> None:
@@ -675,7 +675,7 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
         "--precision fp16": config.train.precision == "fp16",
         f"--lora {config.transfer.lora}": config.transfer.lora > 0,
     }
-    unsupported = next((name for name, given in excluded.items() if given), None)
+    unsupported = next((name for name, is_excluded in excluded.items() if is_excluded), None)
     if machine.ranks > 1 and requested == "on" and unsupported:
         raise UserError(f"--fsdp on does not support {unsupported}: remove one of them")
     if requested != "auto":
@@ -725,15 +725,15 @@ def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]
         limit = max_epochs(draft.config.transfer.recipe, steps_per_epoch, can_mix)
         draft.decide("rule", max_epochs=limit)
     limit = draft.config.train.max_epochs or 0.0
-    most = steps_of_epochs(limit, steps_per_epoch)
-    if length.steps <= most:
+    max_steps = steps_of_epochs(limit, steps_per_epoch)
+    if length.steps <= max_steps:
         return length
     console.print(
         f"budget     {train.minutes:g} minutes are enough for {length.steps / steps_per_epoch:.0f}"
         f" epochs of {plural(images, 'image')}; more than {limit:g} do not help, so the run will end early "
         f"(to choose otherwise: --max-epochs, or --epochs)"
     )
-    return Length(most, length.evaluations)
+    return Length(max_steps, length.evaluations)
 
 
 def _decide_strength(draft: Draft, images: int, model: InitialModel, undecided: set[str]) -> None:

@@ -280,10 +280,10 @@ def _train_and_finish(
         inputs.device.reset_peak()  # of what this process has done before, as in a notebook
     train_step = inputs.make_step(model)
     if resumed:
-        kept = share_checkpoint(train_step, lambda device: load_latest(folder, device))
-        if kept is not None:
-            state = kept[0]
-            restore(train_step, *kept)
+        checkpoint = share_checkpoint(train_step, lambda device: load_latest(folder, device))
+        if checkpoint is not None:
+            state = checkpoint[0]
+            restore(train_step, *checkpoint)
             if pacer is not None:
                 pacer.resume(
                     state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost)
@@ -352,7 +352,7 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     Each rank a part of it.
     """
     inputs, train_step, folder = run.inputs, run.train_step, run.folder
-    ranks, last, found = inputs.ranks, inputs.complete_model(train_step), list[Model]()
+    ranks, last, best_models = inputs.ranks, inputs.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
 
@@ -364,11 +364,15 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
         if inputs.config.transfer.wise_ft != "off":
             run.saver.wait()
             interpolate_weights(inputs, folder, run.log.write)
-        found.append(load(folder, device=inputs.device.torch.type, precision=inputs.precision))
-        return found[0].clip.config
+        best_models.append(
+            load(folder, device=inputs.device.torch.type, precision=inputs.precision)
+        )
+        return best_models[0].clip.config
 
     config = ranks.on_rank0(save_and_load)
-    best = found[0] if found else inputs.to_model(empty_clip(config, inputs.device.torch))
+    best = (
+        best_models[0] if best_models else inputs.to_model(empty_clip(config, inputs.device.torch))
+    )
     ranks.broadcast(list(best.clip.state_dict().values()))
     split = next((name for name in ("test", "val") if name in inputs.splits), "train")
     features = encode(inputs, best.clip, split)
@@ -433,8 +437,8 @@ def _unimproved(config: Config, best_step: int) -> str:
     if best_step > 0:
         return ""
     start = config.transfer.init
-    what = f"{start} is unchanged" if start else "the model is that before the first step"
-    return f"; training did not improve on the start: {what}; more captions may help"
+    outcome = f"{start} is unchanged" if start else "the model is that before the first step"
+    return f"; training did not improve on the start: {outcome}; more captions may help"
 
 
 def _print_tables(tables: RunTables) -> None:
@@ -507,10 +511,10 @@ def _write_run_files(spec: RunSpec, inputs: RunInputs, folder: Path, minutes: fl
 
 def _check_same_data(inputs: RunInputs, folder: Path) -> None:
     try:
-        known = json.loads(read_small(folder / "environment.json")).get("data")
+        recorded = json.loads(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
-        known = None
-    if known != _fingerprint(inputs):
+        recorded = None
+    if recorded != _fingerprint(inputs):
         raise UserError(
             f"{folder}: the training data has changed since the run started, so it cannot be"
             " continued exactly; restore the data, or start a new run with --config"
@@ -639,7 +643,7 @@ def describe_first_stage(settings: Settings) -> str:
     """One line about fine-tuning's first stage, and the given settings that it does not use."""
     config = first_stage(settings).config
     length = f"{config.train.epochs:g} epochs, {config.optim.optimizer}, lr {config.optim.lr:g}"
-    unused = [name for name in sorted(settings.given) if not is_for_first_stage(name)]
+    unused = [name for name in sorted(settings.specified) if not is_for_first_stage(name)]
     options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
     note = f" ({options}: for stage 2)" if unused else ""
     return f"stage 1    training heads on frozen towers: {length}{note}"

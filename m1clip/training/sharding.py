@@ -60,7 +60,12 @@ class Shards:
         reduce_dtype = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [child for each in lists for child in each if any(True for _ in child.children())]
+        blocks = [
+            child
+            for module_list in lists
+            for child in module_list
+            if any(True for _ in child.children())
+        ]
         for module in [*blocks, tower]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
@@ -124,8 +129,8 @@ class Shards:
 
     def local_rows(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's rows of a complete tensor, as an ordinary tensor."""
-        found = self.own_rows(key, tensor)
-        return found.to_local() if isinstance(found, DTensor) else found
+        rows = self.own_rows(key, tensor)
+        return rows.to_local() if isinstance(rows, DTensor) else rows
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

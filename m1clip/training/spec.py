@@ -189,36 +189,38 @@ class Settings:
             return tables
         origins = read_origins(tables, str(self.file))
         values = flat_values(tables)
-        kept = edited_values(values, origins)
-        kept |= {name for name, origin in origins.items() if origin in ("user", "preset")}
+        kept_names = edited_values(values, origins)
+        kept_names |= {name for name, origin in origins.items() if origin in ("user", "preset")}
         has_new_length = bool(chosen_names(self._flat_options) & set(DURATIONS))
         if origins.get("steps") != "recipe" and not has_new_length:
-            kept |= set(LENGTH)
+            kept_names |= set(LENGTH)
         return {
-            **nest_options({name: values[name] for name in values if name in kept}),
-            CHOSEN_BY: {name: origins[name] for name in origins if name in kept},
+            **nest_options({name: values[name] for name in values if name in kept_names}),
+            CHOSEN_BY: {name: origins[name] for name in origins if name in kept_names},
         }
 
     @cached_property
     def chosen_by(self) -> dict[str, Origin]:
         """Who chose each value that is not a default."""
-        found: dict[str, Origin] = {}
+        origins_by_name: dict[str, Origin] = {}
         for name in NAMES:
             if setting(self.config, name) != setting(Config(), name):
                 # Unless one of those below gave it.
-                found[name] = "rule" if name == "recipe" else "recipe"
+                origins_by_name[name] = "rule" if name == "recipe" else "recipe"
         written = flat_values(self.tables)
         if self.preset is not None:
-            found |= dict.fromkeys(chosen_names(written), "preset")
+            origins_by_name |= dict.fromkeys(chosen_names(written), "preset")
         elif CHOSEN_BY not in self.tables:
-            found |= dict.fromkeys(chosen_names(written), "user")
+            origins_by_name |= dict.fromkeys(chosen_names(written), "user")
         else:
             origins = read_origins(self.tables, str(self.file))
-            found |= dict.fromkeys(edited_values(written, origins), "user")
-            found |= origins
-        found |= dict.fromkeys(chosen_names(self._flat_options), "user")
+            origins_by_name |= dict.fromkeys(edited_values(written, origins), "user")
+            origins_by_name |= origins
+        origins_by_name |= dict.fromkeys(chosen_names(self._flat_options), "user")
         return {
-            name: origin for name, origin in found.items() if setting(self.config, name) is not None
+            name: origin
+            for name, origin in origins_by_name.items()
+            if setting(self.config, name) is not None
         }
 
     @property
@@ -290,16 +292,18 @@ def edited_values(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> s
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of TOML tables by flat name; without what is not a setting."""
-    flat = {place: name for name, place in NAMES.items()}
-    found: dict[str, Any] = {}
+    flat_names = {path: name for name, path in NAMES.items()}
+    values_by_name: dict[str, Any] = {}
     for section, table in values.items():
         if isinstance(table, dict):
-            found |= {
-                flat[section, key]: value for key, value in table.items() if (section, key) in flat
+            values_by_name |= {
+                flat_names[section, key]: value
+                for key, value in table.items()
+                if (section, key) in flat_names
             }
-        elif ("", section) in flat:
-            found[flat["", section]] = table
-    return found
+        elif ("", section) in flat_names:
+            values_by_name[flat_names["", section]] = table
+    return values_by_name
 
 
 @dataclass(frozen=True)

@@ -221,12 +221,16 @@ def can_capture(
     model: CLIP, config: Config, device: Device, precision: Precision, teacher: Teacher | None
 ) -> bool:
     """Whether the steps of this run may be captured as a CUDA graph."""
-    wanted = (
+    is_requested = (
         config.model.cuda_graph
         and device.capabilities.graphs
         and OPTIMIZERS[config.optim.optimizer].skips_on_device
     )
     capturable = model.image_tower.capturable and model.text_tower.capturable
     return (
-        wanted and capturable and precision != "fp16" and not has_dropout(model) and teacher is None
+        is_requested
+        and capturable
+        and precision != "fp16"
+        and not has_dropout(model)
+        and teacher is None
     )

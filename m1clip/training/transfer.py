@@ -232,17 +232,17 @@ def load_features(
         )
         if isinstance(source, StreamedSource) and split == "train":
             return stream_split(source, *how)
-        found = load_split(source, split, *how)
+        loaded = load_split(source, split, *how)
         if model_init.trainable.text:
-            return found
+            return loaded
         return dataclasses.replace(
-            found, captions=_captions(cache, source, found.samples, split, model_init)
+            loaded, captions=_captions(cache, source, loaded.samples, split, model_init)
         )
-    images, features, kept, failures = cache.images(
+    images, features, samples, failures = cache.images(
         source.samples(split), split, config.data.max_unreadable
     )
-    captions = _captions(cache, source, kept, split, model_init)
-    return Split(images, captions, kept, failures, "features", features)
+    captions = _captions(cache, source, samples, split, model_init)
+    return Split(images, captions, samples, failures, "features", features)
 
 
 def _captions(
@@ -317,10 +317,10 @@ def load_teacher(
     cache = FeatureCache(
         image, text, teacher.tokenizer, clip.config.context_length, teacher.preprocess, *where
     )
-    _, images, kept, _ = cache.images(train.samples, "train", 0.0)
-    if len(kept) != len(train.samples):
+    _, images, samples, _ = cache.images(train.samples, "train", 0.0)
+    if len(samples) != len(train.samples):
         raise UserError(
-            f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training"
+            f"{transfer.teacher}: cannot read {len(train.samples) - len(samples)} of the training"
             " images"
         )
     texts = cache.captions(train.samples, "train").features
@@ -346,7 +346,7 @@ def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., An
     setting, val = inputs.config.transfer.wise_ft, inputs.splits.get("val")
     best = load(folder, device=inputs.device.torch.type, precision=inputs.precision)
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
-    found: list[tuple[float, float]] = []
+    scores: list[tuple[float, float]] = []
     shown = ""
     for weight in WISE_FT_GRID if setting == "search" else (float(setting),):
         best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
@@ -355,14 +355,14 @@ def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., An
             metric = selection_metric(
                 retrieval(*encode_split(best, val), other_class_vectors(best, val))
             )
-        found.append((0.0 if metric is None else metric.value, weight))
+        scores.append((0.0 if metric is None else metric.value, weight))
         write(
             "wise_ft",
             new_fraction=weight,
             **({} if metric is None else {f"val_{metric.name}": metric.value}),
         )
-        shown = "" if metric is None else f": validation {metric.label} {100 * max(found)[0]:.1f}%"
-    weight = max(found)[1]
+        shown = "" if metric is None else f": validation {metric.label} {100 * max(scores)[0]:.1f}%"
+    weight = max(scores)[1]
     best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
     console.print(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
     best.save(folder / "best")

@@ -44,7 +44,7 @@ class Tuning(NamedTuple):
     """How to adapt a model, and why."""
 
     recipe: Literal["frozen", "finetune"]
-    what: str  # is trained
+    trained_part: str
     reason: str
     settings: dict[str, int]  # by flat name
 

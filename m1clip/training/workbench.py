@@ -378,9 +378,9 @@ class Workbench:
         # The steps are what is measured: until then, any number that is more than the warmup.
         unmeasured = config.changed(minutes=None, steps=UNMEASURED_STEPS + int(config.optim.warmup))
         inputs = self.inputs(RunSpec(DecidedConfig.of(unmeasured)))
-        found = calibrate(inputs, budget)
+        calibration = calibrate(inputs, budget)
         steps, evaluations, self.costs = self.ranks.on_rank0(
-            lambda: (found.steps, found.evaluations, found.costs)
+            lambda: (calibration.steps, calibration.evaluations, calibration.costs)
         )
         return Length(steps, evaluations)
 
@@ -561,8 +561,8 @@ class Rank0Estimate:
     def peak(self, batch: int, checkpointing: bool) -> float:
         return self.ranks.on_rank0(lambda: self.estimate.peak(batch, checkpointing))
 
-    def largest(self, limit: float, most: int, checkpointing: bool) -> int:
-        return self.ranks.on_rank0(lambda: self.estimate.largest(limit, most, checkpointing))
+    def largest(self, limit: float, max_batch: int, checkpointing: bool) -> int:
+        return self.ranks.on_rank0(lambda: self.estimate.largest(limit, max_batch, checkpointing))
 
 
 def prepare(config: Config) -> RunInputs:
@@ -763,6 +763,6 @@ def _check_memory(shape: CLIPConfig, facts: MachineInfo) -> None:
 
 def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> int:
     """Tokens of the longest caption, rounded up to a multiple of 8."""
-    sample = [captions[place] for place in even_indices(len(captions), SAMPLED_CAPTIONS)]
+    sample = [captions[index] for index in even_indices(len(captions), SAMPLED_CAPTIONS)]
     longest = int(tokenize_captions([tuple(sample)], tokenizer, context_length).lengths.max())
     return min(ceil_div(longest, 8) * 8, context_length)

@@ -162,7 +162,7 @@ def simulate(
     clock.work(STEP * 3)
     step_seconds = (clock.now - began) / 3
     costs = Costs(EVALUATION / STEP, EVALUATION / STEP)
-    total = planned_steps(plan_of((0, 1), evaluations=5), 0, budget.left, step_seconds, costs)
+    total = planned_steps(plan_of((0, 1), evaluations=5), 0, budget.remaining, step_seconds, costs)
     plan = plan_of((0, total), evaluations=5)
     pacer = Pacer(budget, costs, 0)
     step = 0
@@ -224,7 +224,7 @@ def test_a_pause_of_the_machine_is_not_part_of_the_time(monkeypatch: pytest.Monk
     clock.work(1.0)
     pacer.record(11)
     assert pacer.check(plan, 11) == plan
-    assert pacer.budget.left == pytest.approx(89)
+    assert pacer.budget.remaining == pytest.approx(89)
 
 
 def test_a_faster_machine_does_not_exceed_the_steps_that_help(

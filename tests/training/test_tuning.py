@@ -48,7 +48,7 @@ def test_choice(
     reason: str,
 ) -> None:
     found = choose_tuning(images, minutes, memory, speed, size)
-    assert found.what.startswith(what)
+    assert found.trained_part.startswith(what)
     assert reason in found.reason
     assert (found.recipe == "frozen") == (what == "heads")
 
