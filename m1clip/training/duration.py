@@ -191,7 +191,7 @@ class TimeBudget:
         return time.perf_counter() - self._begin
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         return self.seconds - self.used
 
     def exclude(self, seconds: float) -> None:

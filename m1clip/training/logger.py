@@ -105,7 +105,7 @@ class StepLogger:
         run.measurements.stage_timer.record_line(seconds / n)
         if run.ranks.size > 1:  # without the time in which a rank waits for others
             own = torch.tensor((seconds - split.get("exchange", 0.0)) / n)
-            line["rank_seconds"] = [round(each, 6) for each in run.ranks.gather(own).tolist()]
+            line["rank_seconds"] = [round(value, 6) for value in run.ranks.gather(own).tolist()]
         if len(finite) < n:
             line["skipped"] = n - len(finite)  # the means exclude them
         run.log.write("step", **line)

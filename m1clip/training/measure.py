@@ -284,13 +284,13 @@ def measure(
                 models[kind] = _model(config, model_init, devices[kind])
             step = _step(config, model_init, models[kind], devices[kind], precision, batch)
             difference = relative_difference(_gradient(step, samples), reference)
-            wrong = (
+            rejection = (
                 f"gradients {difference:.0%} different from the CPU's"
                 if difference > TOLERANCE[precision]
                 else ""
             )
-            results[option] = Candidate(*option, (), difference, wrong)
-            if not wrong:
+            results[option] = Candidate(*option, (), difference, rejection)
+            if not rejection:
                 steps[option] = step
         except RuntimeError as error:  # also out of memory
             results[option] = _failed(option, error)

@@ -174,8 +174,8 @@ def resume(
     }
     checked = make_config(changes)  # an error for a value that the command would reject
     changes = {name: setting(checked, name) for name in changes}
-    known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
-    ranks = connect_same(changes.get("device", known))
+    saved_device = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
+    ranks = connect_same(changes.get("device", saved_device))
     saved = ranks.on_rank0(lambda: read_spec(folder))
     with _open_session(folder, ranks, on_log) as session:
         for part in (

@@ -104,14 +104,14 @@ class Shards:
 
         Keys are names of parameters, or part/name/key.
         """
-        found = {}
+        complete_tensors = {}
         for key, tensor in tensors.items():
             rows = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sharded = rows is not tensor or (_name(key) in self.local and rows.ndim > 0)
             whole = self.ranks.concatenate_rows(rows) if sharded else rows
             if on_all_ranks or self.ranks.rank == 0:
-                found[key] = whole.detach().cpu()
-        return found
+                complete_tensors[key] = whole.detach().cpu()
+        return complete_tensors
 
     def own_rows(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's rows of a complete tensor, as a DTensor with the shape of the

@@ -233,7 +233,7 @@ class Settings:
         return {**flat_values(self.tables), **self._flat_options}
 
     @property
-    def given(self) -> set[str]:
+    def specified(self) -> set[str]:
         """The flat names of the settings in the options, the file or the preset."""
         return {name for name, value in self.flat.items() if value is not None}
 
@@ -263,7 +263,7 @@ class DecidedSettings(Settings):
         }
 
     @property
-    def given(self) -> set[str]:
+    def specified(self) -> set[str]:
         return set(self.chosen_by)
 
     def changed(self, **options: Any) -> Settings:
