@@ -64,9 +64,9 @@ def draw_patches(
     dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray
 ) -> np.ndarray:
     """(n, kept) of `count` patches for each sample, sorted, as a function of (seed, epoch, sample)."""
-    kept = max(1, round(count * (1 - dropout)))
+    kept_count = max(1, round(count * (1 - dropout)))
     draws = rnd.bits(seed, epoch, samples[:, None] * count + np.arange(count), rnd.PATCH)
-    return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
+    return np.sort(np.argsort(draws, axis=1)[:, :kept_count], axis=1)
 
 
 def draw_boxes(cutmix: float, seed: int, epoch: int, samples: np.ndarray) -> Tensor:

@@ -48,16 +48,16 @@ class RowWriter:
     """
 
     def __init__(self, file: int, row_bytes: int, dtype: np.dtype, rows: Sequence[int]) -> None:
-        """For a file descriptor; `rows` are the rows of the wanted items, by place."""
+        """For a file descriptor; `rows` are the rows of the missing items, by index."""
         self.file = file
         self.row_bytes = row_bytes
         self.dtype = dtype
         self.rows = rows
 
-    def write(self, places: Sequence[int], block: np.ndarray) -> None:
-        """Write the rows of some places, neighbors at once."""
+    def write(self, indices: Sequence[int], block: np.ndarray) -> None:
+        """Write the rows at some indices, neighbors at once."""
         values = np.ascontiguousarray(block, self.dtype)
-        rows = np.array([self.rows[place] for place in places], np.int64)
+        rows = np.array([self.rows[index] for index in indices], np.int64)
         if not len(rows):
             return
         ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
@@ -81,11 +81,11 @@ class _KeySaver:
         self._thread = threading.Thread(target=self._run, name="cache")
         self._thread.start()
 
-    def add(self, places: Sequence[int]) -> None:
-        """Rows of these places are written; OSError if earlier ones could not be synced."""
+    def add(self, indices: Sequence[int]) -> None:
+        """Rows at these indices are written; OSError if earlier ones could not be synced."""
         if self._error is not None:
             raise self._error
-        self._done.put(places)
+        self._done.put(indices)
 
     def close(self) -> None:
         """Wait until all keys are on disk; OSError if that fails."""
@@ -98,35 +98,35 @@ class _KeySaver:
         try:
             is_open = True
             while is_open:
-                places, is_open = self._collect()
-                self._save(places)
+                indices, is_open = self._collect()
+                self._save(indices)
         except OSError as error:
             self._error = error
 
     def _collect(self) -> tuple[list[int], bool]:
-        """The places of some seconds, and whether there will be more."""
-        places = list[int]()
-        found = self._done.get()
+        """The indices of some seconds, and whether there will be more."""
+        collected = list[int]()
+        indices = self._done.get()
         end = time.monotonic() + SAVE_SECONDS
-        while found is not None:
-            places.extend(found)
+        while indices is not None:
+            collected.extend(indices)
             try:
-                found = self._done.get(timeout=max(0.0, end - time.monotonic()))
+                indices = self._done.get(timeout=max(0.0, end - time.monotonic()))
             except Empty:
-                return places, True
-        return places, False
+                return collected, True
+        return collected, False
 
-    def _save(self, places: Sequence[int]) -> None:
+    def _save(self, indices: Sequence[int]) -> None:
         os.fsync(self.writer.file)  # before the keys: after a power loss each key has its row
-        for place in places:
-            offset = self.writer.rows[place] * KEY_BYTES
-            write_at(self.key_file, memoryview(self.keys[place]), offset)
+        for index in indices:
+            offset = self.writer.rows[index] * KEY_BYTES
+            write_at(self.key_file, memoryview(self.keys[index]), offset)
         os.fsync(self.key_file)
 
 
-# Yields places in the list of wanted items whose rows are written.
+# Yields indices in the list of missing items whose rows are written.
 Computed = Generator[Sequence[int]]
-# Adds the places that failed to the dict.
+# Adds the indices that failed to the dict.
 Compute = Callable[[list[int], dict[int, str], RowWriter], Computed]
 
 
@@ -140,11 +140,14 @@ def image_keys(samples: Sequence[Sample], folders: Sequence[str]) -> list[bytes]
 
     Paths are relative to the data folders, so that the data may be moved.
     """
-    here, roots = os.getcwd(), [os.path.join(os.path.abspath(folder), "") for folder in folders]
+    working_folder, roots = (
+        os.getcwd(),
+        [os.path.join(os.path.abspath(folder), "") for folder in folders],
+    )
     keys = []
     for sample in samples:
         stamp = sample.image.stamp()
-        path = os.path.normpath(os.path.join(here, stamp))
+        path = os.path.normpath(os.path.join(working_folder, stamp))
         inside = next((path[len(root) :] for root in roots if path.startswith(root)), stamp)
         keys.append(row_key(inside))
     return keys
@@ -186,31 +189,31 @@ class RowCache:
         """Append rows as they are computed, and return the failures; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            wanted = self.missing(keys)
-            if not wanted:  # another process has added them
+            missing = self.missing(keys)
+            if not missing:  # another process has added them
                 return {}
-            self._check_space(len(wanted) * self.row_bytes)
+            self._check_space(len(missing) * self.row_bytes)
             failed: dict[int, str] = {}
             try:
                 with self._open(ROWS_FILE) as row_file, self._open(KEYS) as key_file:
                     # Held also by the processes that write rows, until the last of them has ended.
                     wait_for_writers(row_file)
-                    rows = self._free_rows(key_file, len(wanted))
+                    rows = self._free_rows(key_file, len(missing))
                     writer = RowWriter(row_file, self.row_bytes, self.dtype, rows)
-                    wanted_keys = [keys[item] for item in wanted]
+                    wanted_keys = [keys[item] for item in missing]
                     with (
                         closing(_KeySaver(writer, key_file, wanted_keys)) as saver,
-                        closing(compute(wanted, failed, writer)) as done,
+                        closing(compute(missing, failed, writer)) as done,
                     ):
-                        for places in done:
-                            saver.add(places)
+                        for indices in done:
+                            saver.add(indices)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise UserError(
                     f"{self.path}: the disk is full; free some space and run again to continue"
                 ) from None
-        return {keys[wanted[place]]: reason for place, reason in failed.items()}
+        return {keys[missing[index]]: reason for index, reason in failed.items()}
 
     def _free_rows(self, key_file: int, count: int) -> list[int]:
         """The first rows without content."""
@@ -284,17 +287,17 @@ class RowCache:
             )
 
 
-def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
+def cache_folder(requested: str | None, data: Sequence[str]) -> Path:
     """The requested folder; else next to the data.
 
     Else, if that is not writable, the user's cache folder.
     """
-    places = (
-        [Path(asked).expanduser()]
-        if asked
+    folders = (
+        [Path(requested).expanduser()]
+        if requested
         else [*(Path(folder) / CACHE_FOLDER for folder in data[:1]), user_cache()]
     )
-    return first_writable(places, "cache", "choose one with --cache-dir, or use --cache ram")
+    return first_writable(folders, "cache", "choose one with --cache-dir, or use --cache ram")
 
 
 def data_folders(source: Source) -> tuple[str, ...]:

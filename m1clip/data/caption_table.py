@@ -96,8 +96,8 @@ def read_captions(path: Path) -> CaptionFile:
     if path.stat().st_size > MAX_TABLE:
         raise user_error(f"{path}: larger than {MAX_TABLE >> 20} MiB; rename it to start another")
     check_is_text(path)
-    delimiter, _, known = tables.read_header(path, DEFAULT_OPTIONS)
-    if not known:
+    delimiter, _, is_caption_table = tables.read_header(path, DEFAULT_OPTIONS)
+    if not is_caption_table:
         tables.explain_columns(path, DEFAULT_OPTIONS)
     try:
         header, *rows = csv.reader(text_lines(path), delimiter=delimiter)
@@ -151,20 +151,20 @@ class CaptionFile:
         A split is only set where the image has none. An empty row of `m1clip data template` is
         filled.
         """
-        wanted = list(dict.fromkeys(captions))
-        places = self._rows_of(name)
-        missing = [text for text in wanted if text not in self._texts(places, source)]
-        self._remove(places, source, wanted)
+        new_captions = list(dict.fromkeys(captions))
+        row_indices = self._rows_of(name)
+        missing = [text for text in new_captions if text not in self._texts(row_indices, source)]
+        self._remove(row_indices, source, new_captions)
         if missing and self._source is None and source != PERSON:
             self._source = self._add_column("source")
         if split and self._split is None:
             self._split = self._add_column("split")
-        for row in map(self.rows.__getitem__, places):
+        for row in map(self.rows.__getitem__, row_indices):
             if missing and not any(self._cell(row, column).strip() for column in self._captions):
                 self._set(row, self._captions[0], missing.pop(0))
                 self._set(row, self._source, source)
-        first = end = places[-1] + 1 if places else len(self.rows)
-        spelling = self._cell(self.rows[places[0]], self._image) if places else name
+        first = end = row_indices[-1] + 1 if row_indices else len(self.rows)
+        spelling = self._cell(self.rows[row_indices[0]], self._image) if row_indices else name
         for text in missing:
             row = [""] * len(self.header)
             self._set(row, self._image, spelling)
@@ -172,9 +172,11 @@ class CaptionFile:
             self._set(row, self._source, source)
             self.rows.insert(end, row)
             end += 1
-        if places:
+        if row_indices:
             # A table of `m1clip data template` keeps a row for each image.
-            self._drop_empty(places if wanted or self._source is not None else places[1:])
+            self._drop_empty(
+                row_indices if new_captions or self._source is not None else row_indices[1:]
+            )
             self._index()
         elif end > first:  # no other row has moved, so that many images are added quickly
             self._places[normalized(name)] = list(range(first, end))
@@ -182,8 +184,8 @@ class CaptionFile:
 
     def rename(self, old: str, new: str) -> None:
         """Give the rows of an image its new name."""
-        for place in self._rows_of(old):
-            self._set(self.rows[place], self._image, new)
+        for row_index in self._rows_of(old):
+            self._set(self.rows[row_index], self._image, new)
         self._index()
 
     def write(self) -> None:
@@ -197,15 +199,15 @@ class CaptionFile:
             write_bytes(self.path, (BYTE_ORDER_MARK + text.getvalue()).encode("utf-8"))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "the disk is full; free some space" if full else f"{error.strerror}"
-            raise UserError(f"{self.path}: not saved: {what}; then try again") from None
+            reason = "the disk is full; free some space" if full else f"{error.strerror}"
+            raise UserError(f"{self.path}: not saved: {reason}; then try again") from None
 
     def _index(self) -> None:
         self._places = {}
-        for place, row in enumerate(self.rows):
+        for row_index, row in enumerate(self.rows):
             name = self._cell(row, self._image)
             if name.strip():
-                self._places.setdefault(normalized(name), []).append(place)
+                self._places.setdefault(normalized(name), []).append(row_index)
 
     def _rows_of(self, name: str) -> list[int]:
         """The rows of an image; a table may name it relative to images/ beside it."""
@@ -216,36 +218,36 @@ class CaptionFile:
             key = rest
         return list(self._places.get(key, ()))
 
-    def _texts(self, places: Sequence[int], source: str) -> set[str]:
+    def _texts(self, row_indices: Sequence[int], source: str) -> set[str]:
         return {
-            " ".join(self._cell(self.rows[place], column).split())
-            for place in places
-            if (self._cell(self.rows[place], self._source) or PERSON) == source
+            " ".join(self._cell(self.rows[row_index], column).split())
+            for row_index in row_indices
+            if (self._cell(self.rows[row_index], self._source) or PERSON) == source
             for column in self._captions
         }
 
-    def _remove(self, places: Sequence[int], source: str, wanted: Sequence[str]) -> None:
+    def _remove(self, row_indices: Sequence[int], source: str, captions: Sequence[str]) -> None:
         """Empty the cells with captions of a source that are no longer wanted."""
-        for row in map(self.rows.__getitem__, places):
+        for row in map(self.rows.__getitem__, row_indices):
             if (self._cell(row, self._source) or PERSON) != source:
                 continue
             for column in self._captions:
-                if " ".join(self._cell(row, column).split()) not in wanted:
+                if " ".join(self._cell(row, column).split()) not in captions:
                     self._set(row, column, "")
 
-    def _drop_empty(self, places: Sequence[int]) -> None:
+    def _drop_empty(self, row_indices: Sequence[int]) -> None:
         """Delete those of some rows that have no caption."""
-        for place in sorted(places, reverse=True):
-            row = self.rows[place]
+        for row_index in sorted(row_indices, reverse=True):
+            row = self.rows[row_index]
             if not any(self._cell(row, column).strip() for column in self._captions):
-                del self.rows[place]
+                del self.rows[row_index]
 
     def _set_split(self, name: str, split: str | None) -> None:
-        rows = [self.rows[place] for place in self._rows_of(name)]
-        known = next(filter(None, (self._cell(row, self._split) for row in rows)), split)
-        if known:
+        rows = [self.rows[row_index] for row_index in self._rows_of(name)]
+        current = next(filter(None, (self._cell(row, self._split) for row in rows)), split)
+        if current:
             for row in rows:
-                self._set(row, self._split, known)
+                self._set(row, self._split, current)
 
     def _add_column(self, name: str) -> int:
         self.header.append(name)

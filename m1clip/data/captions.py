@@ -72,12 +72,14 @@ class CaptionTable:
         captions).
         """
         counts = (self.first[1:] - self.first[:-1])[images]
-        taken = np.minimum(counts, count)
-        rows = np.repeat(np.arange(len(images)), taken)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(taken) - taken, taken)
+        picked_counts = np.minimum(counts, count)
+        rows = np.repeat(np.arange(len(images)), picked_counts)
+        offset = np.arange(len(rows)) - np.repeat(
+            np.cumsum(picked_counts) - picked_counts, picked_counts
+        )
         # Consecutive captions from a random start: no duplicates, and all are equally likely.
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
-        return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
+        return rows, self.first[images][rows] + (start[rows] + offset) % counts[rows]
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,21 @@ def drop_tokens(
 
     BOS, EOT and at least one token stay.
     """
-    place = np.arange(tokens.shape[1])
-    inner = (place > 0) & (place < lengths[:, None] - 1)
+    positions = np.arange(tokens.shape[1])
+    inner = (positions > 0) & (positions < lengths[:, None] - 1)
     dropped = dropped & inner
     empty = (dropped.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
     dropped[empty, 1] = False
     order = np.argsort(dropped, axis=1, kind="stable")
-    kept, left = (
+    remaining, remaining_lengths = (
         np.take_along_axis(tokens, order, axis=1),
         lengths - dropped.sum(axis=1, dtype=lengths.dtype),
     )
     # Third-party towers read every token that is not padding, even after the EOT token.
-    kept[(place >= left[:, None]) & dropped.any(axis=1, keepdims=True)] = pad_id
-    return kept, left
+    remaining[(positions >= remaining_lengths[:, None]) & dropped.any(axis=1, keepdims=True)] = (
+        pad_id
+    )
+    return remaining, remaining_lengths
 
 
 def caption_ids_of(captions: Sequence[str]) -> np.ndarray:

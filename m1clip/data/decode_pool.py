@@ -82,7 +82,7 @@ class DecodePool:
         self.results: dict[int, list[Any]] = {}  # of blocks that are in parts after a restart
         self.left: dict[int, int] = {}  # items of each block without an answer
         self.sizes: dict[int, int] = {}
-        self.parts: dict[int, tuple[int, int]] = {}  # of a part: its block and its place in it
+        self.parts: dict[int, tuple[int, int]] = {}  # of a part: its block and its index in it
         self.tries: dict[int, int] = {}  # restarts of a part
         self._part_numbers = itertools.count(-1, -1)
         self._stopped = False
@@ -112,33 +112,33 @@ class DecodePool:
     def next_done(self) -> tuple[int, list[Any]]:
         """(number, reports) of the next block that is complete, in any order."""
         while True:
-            ready = wait([each.pipe for each in self.processes])
-            for each in [one for one in self.processes if one.pipe in ready]:
-                answer = self._receive(each)
+            ready = wait([worker.pipe for worker in self.processes])
+            for worker in [worker for worker in self.processes if worker.pipe in ready]:
+                answer = self._receive(worker)
                 if answer is not None:
                     return answer
 
     def stop(self) -> None:
         """Kill the processes; another thread that waits in `next_done` gets PoolStopped."""
         self._stopped = True
-        for each in list(self.processes):
-            each.process.kill()
+        for worker in list(self.processes):
+            worker.process.kill()
 
     def close(self) -> None:
         """Kill the processes: they have no state to save, and may hang in a read."""
         atexit.unregister(self.close)
         self.stop()
-        for each in self.processes:
-            each.pipe.close()
+        for worker in self.processes:
+            worker.pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(WAIT_SECONDS)
+                worker.process.wait(WAIT_SECONDS)
         self.processes.clear()
 
     def _start(self) -> _Process:
         own_end, far_end = Pipe()
         shared = [self.job.out] if self.job.out >= 0 else []
-        places = [place or os.getcwd() for place in sys.path]
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        folders = [folder or os.getcwd() for folder in sys.path]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", PROGRAM, str(far_end.fileno())],
@@ -154,26 +154,26 @@ class DecodePool:
 
     def _send(self) -> None:
         for ahead in range(BLOCKS_AHEAD):
-            for each in self.processes:
+            for worker in self.processes:
                 if not self.waiting:
                     return
-                if len(each.blocks) <= ahead:
-                    each.blocks.append(self.waiting.popleft())
+                if len(worker.blocks) <= ahead:
+                    worker.blocks.append(self.waiting.popleft())
                     # A process that was killed is found when its answer is read.
                     with contextlib.suppress(OSError):
-                        each.pipe.send(each.blocks[-1])
+                        worker.pipe.send(worker.blocks[-1])
 
-    def _receive(self, each: _Process) -> tuple[int, list[Any]] | None:
+    def _receive(self, worker: _Process) -> tuple[int, list[Any]] | None:
         try:
-            done = each.pipe.recv()
+            done = worker.pipe.recv()
         except (EOFError, OSError):
-            self._replace(each)
+            self._replace(worker)
             return None
-        if not each.ready:  # its greeting
-            each.ready = True
+        if not worker.ready:  # its greeting
+            worker.ready = True
             return None
         assert isinstance(done, Done)
-        each.blocks.popleft()
+        worker.blocks.popleft()
         self._deaths = 0
         self._send()
         if done.error is not None:
@@ -184,8 +184,8 @@ class DecodePool:
         if done.number >= 0:
             del self.sizes[done.number]
             return done.number, done.results
-        number, place = self.parts.pop(done.number)
-        self.results[number][place] = done.results[0]
+        number, item_index = self.parts.pop(done.number)
+        self.results[number][item_index] = done.results[0]
         self.left[number] -= 1
         if self.left[number]:
             return None
@@ -235,9 +235,9 @@ class DecodePool:
         self.left[block.number] = len(block.items)
         self.results[block.number] = [None] * len(block.items)
         parts = []
-        for place, (item, row) in enumerate(zip(block.items, block.rows, strict=True)):
+        for item_index, (item, row) in enumerate(zip(block.items, block.rows, strict=True)):
             number = next(self._part_numbers)
-            self.parts[number] = block.number, place
+            self.parts[number] = block.number, item_index
             parts.append(Block(number, [item], [row]))
         return parts
 

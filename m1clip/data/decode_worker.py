@@ -79,17 +79,17 @@ def main() -> None:
 
 
 def answer(job: Job, block: Block) -> Done:
-    """Compute the rows of a block and write them to their places."""
+    """Compute the rows of a block and write them to the file."""
     from m1clip.data.images import map_with_timeout
 
     results: list[Any] = []
     try:
-        found = map_with_timeout(block.items, job.work, job.timeout)
-        for each, row in zip(found, block.rows, strict=True):
-            if each is None:
+        outcomes = map_with_timeout(block.items, job.work, job.timeout)
+        for outcome, row in zip(outcomes, block.rows, strict=True):
+            if outcome is None:
                 results.append(Late(job.timeout))
                 continue
-            values, result = each
+            values, result = outcome
             if values is not None and job.out >= 0:
                 write_at(job.out, np.ascontiguousarray(values).data, row * job.row_bytes)
             results.append(result)

@@ -84,11 +84,15 @@ class LazyImages:
             np.zeros((len(indices), self.side, self.side, 3), np.uint8),
             dict[int, Failure](),
         )
-        for place, found in enumerate(self.decode(indices.tolist(), min(threads, len(indices)))):
-            if isinstance(found, str):
-                failed[place] = Failure(int(indices[place]), str(self.refs[indices[place]]), found)
+        for position, decoded in enumerate(
+            self.decode(indices.tolist(), min(threads, len(indices)))
+        ):
+            if isinstance(decoded, str):
+                failed[position] = Failure(
+                    int(indices[position]), str(self.refs[indices[position]]), decoded
+                )
             else:
-                pixels[place] = found
+                pixels[position] = decoded
         return pixels, failed
 
     def decode(self, indices: Sequence[int], threads: int = 1) -> Iterator[np.ndarray | str]:
@@ -101,8 +105,8 @@ class LazyImages:
             [self.refs[index] for index in indices], work, self.timeout, threads
         )
         return (
-            f"{TIMED_OUT} within {self.timeout:g} s" if found is None else found
-            for found in results
+            f"{TIMED_OUT} within {self.timeout:g} s" if decoded is None else decoded
+            for decoded in results
         )
 
     def to_device(self, device: torch.device, free_bytes: int) -> None:
@@ -130,8 +134,8 @@ class DecodeSquare:
     resize: str
 
     def __call__(self, ref: ImageRef) -> tuple[np.ndarray | None, str | None]:
-        found = _decode(ref, self.side, self.resize)
-        return (None, found) if isinstance(found, str) else (found, None)
+        decoded = _decode(ref, self.side, self.resize)
+        return (None, decoded) if isinstance(decoded, str) else (decoded, None)
 
 
 def _decode(ref: ImageRef, side: int, resize: str) -> np.ndarray | str:
@@ -152,15 +156,17 @@ def read_or_replace(
     """
     pixels, failed = images.try_read(members)
     chosen, failures = members.copy(), list[Failure]()
-    for place in sorted(failed):  # worker processes report them in any order
-        again = {0: failed[place]}
+    for position in sorted(failed):  # worker processes report them in any order
+        again = {0: failed[position]}
         for tries in range(REPLACEMENT_TRIES):
             failures.append(again[0])
-            sample = np.array([int(members[place]) + tries * len(images)])
-            chosen[place] = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0] % np.uint64(
+            sample = np.array([int(members[position]) + tries * len(images)])
+            chosen[position] = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0] % np.uint64(
                 len(images)
             )
-            pixels[place : place + 1], again = images.try_read(chosen[place : place + 1])
+            pixels[position : position + 1], again = images.try_read(
+                chosen[position : position + 1]
+            )
             if not again:
                 break
         else:
@@ -213,10 +219,10 @@ def decode_images(
     gpu: DecodeBatch | None = None,
     write: Callable[[Sequence[int], np.ndarray], None] | None = None,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """(places, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
+    """(indices, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
 
     Decoded on the GPU (`processes` read them), in `processes`, or in threads of this process. `write`
-    gets the places and pixels of each chunk before they are yielded: from a GPU in several threads.
+    gets the indices and pixels of each chunk before they are yielded: from a GPU in several threads.
     """
     refresh = console.current_progress()
     if gpu is not None:
@@ -232,32 +238,32 @@ def decode_images(
     refresh(done, len(refs))
     with contextlib.closing(chunks):
         for reasons, pixels in chunks:
-            good = []
-            for place, reason in enumerate(reasons):
+            readable = []
+            for index, reason in enumerate(reasons):
                 if reason is None:
-                    good.append(place)
+                    readable.append(index)
                 else:
-                    failures[done + place] = _checked(reason, refs[done + place])
-            if good:
+                    failures[done + index] = _checked(reason, refs[done + index])
+            if readable:
                 # A copy: the next chunk may be decoded to the same memory. The GPU's has its own.
-                chosen = pixels if gpu and len(good) == len(reasons) else pixels[good]
-                places = [done + place for place in good]
+                chosen = pixels if gpu and len(readable) == len(reasons) else pixels[readable]
+                indices = [done + index for index in readable]
                 if write and not gpu:
-                    write(places, chosen)
-                yield places, chosen
+                    write(indices, chosen)
+                yield indices, chosen
             done += len(reasons)
             refresh(done, len(refs))
 
 
 def _decode_in_threads(images: LazyImages, threads: int) -> Generator[tuple[Reports, np.ndarray]]:
-    """(why each image failed, or None; pixels) of chunks in order."""
-    decoded = images.decode(range(len(images)), threads)
-    while chunk := list(itertools.islice(decoded, DECODED_CHUNK)):
+    """(why decoded image failed, or None; pixels) of chunks in order."""
+    results = images.decode(range(len(images)), threads)
+    while chunk := list(itertools.islice(results, DECODED_CHUNK)):
         pixels = np.zeros((len(chunk), images.side, images.side, 3), np.uint8)
-        reasons: Reports = [each if isinstance(each, str) else None for each in chunk]
-        for place, each in enumerate(chunk):
-            if isinstance(each, np.ndarray):
-                pixels[place] = each
+        reasons: Reports = [report if isinstance(report, str) else None for report in chunk]
+        for index, decoded in enumerate(chunk):
+            if isinstance(decoded, np.ndarray):
+                pixels[index] = decoded
         yield reasons, pixels
 
 
@@ -273,15 +279,15 @@ def decode_to_rows(
 ) -> Computed:
     """Write the pixels of all images to their rows, in any order.
 
-    Yields the places that are written.
+    Yields the indices that are written.
     """
     processes = processes_for(refs, options.cpus)
     if gpu or not processes:
         blocks = decode_images(
             refs, side, resize, failures, options.threads, timeout, processes, gpu, writer.write
         )
-        for places, _ in blocks:
-            yield places
+        for indices, _ in blocks:
+            yield indices
         return
     refresh = console.current_progress()
     refresh(0, len(refs))
@@ -295,20 +301,20 @@ def decode_to_rows(
         def submit(count: int) -> None:
             for number in itertools.islice(ahead, count):
                 block = range(starts[number], min(starts[number] + IMAGES_PER_BLOCK, len(refs)))
-                rows = [writer.rows[place] for place in block]
-                pool.submit(number, [refs[place] for place in block], rows)
+                rows = [writer.rows[index] for index in block]
+                pool.submit(number, [refs[index] for index in block], rows)
 
         submit((BLOCKS_AHEAD + 1) * processes)
         for _ in starts:
             number, reasons = pool.next_done()
             submit(1)
-            good = []
-            for place, reason in enumerate(reasons, starts[number]):
+            readable = []
+            for index, reason in enumerate(reasons, starts[number]):
                 if reason is None:
-                    good.append(place)
+                    readable.append(index)
                 else:
-                    failures[place] = _checked(reason, refs[place])
-            yield good
+                    failures[index] = _checked(reason, refs[index])
+            yield readable
             done += len(reasons)
             refresh(done, len(refs))
 

@@ -40,7 +40,7 @@ def near_duplicates(images: Sequence[tuple[bytes, bytes]]) -> Iterator[list[int]
     """
     usable = np.array([i for i, (perceptual_hash, _) in enumerate(images) if perceptual_hash], int)
     looks, thumbs = (
-        np.frombuffer(b"".join(each[part] for each in images), np.uint8) for part in (0, 1)
+        np.frombuffer(b"".join(image[part] for image in images), np.uint8) for part in (0, 1)
     )
     looks, thumbs = looks.reshape(-1, LOOK_BYTES), thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
     distinct = thumbs.std(axis=(1, 2)) >= MIN_CONTRAST
@@ -70,8 +70,8 @@ def _unit_vectors(thumbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         / 25
     )
     pair = (
-        each.reshape(-1, _THUMB_SIDE**2)
-        for each in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades)
+        pixels.reshape(-1, _THUMB_SIDE**2)
+        for pixels in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades)
     )
     plain, detail = (
         values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6) for values in pair

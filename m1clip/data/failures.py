@@ -28,23 +28,23 @@ def check_failures(
     bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float
 ) -> tuple[Failure, ...]:
     """Report the first bad images; UserError if there are too many."""
-    found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
-    for failure in found[:FAILURES_SHOWN]:
+    failures = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
+    for failure in failures[:FAILURES_SHOWN]:
         console.warn(f"skipped {failure.where}: {failure.reason}")
-    if len(found) > limit * tried:
-        raise _too_many_failures(found, plural(tried, f"{split} image"), tried, limit)
-    if len(found) > FAILURES_SHOWN:
+    if len(failures) > limit * tried:
+        raise _too_many_failures(failures, plural(tried, f"{split} image"), tried, limit)
+    if len(failures) > FAILURES_SHOWN:
         console.warn(
-            f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl"
+            f"skipped {len(failures):,} of {tried:,} {split} images that cannot be read; run.jsonl"
             " lists all of them"
         )
-    return found
+    return failures
 
 
-def _too_many_failures(found: Sequence[Failure], of: str, tried: int, limit: float) -> UserError:
-    examples = "; ".join(f"{failure.where}: {failure.reason}" for failure in found[:EXAMPLES])
+def _too_many_failures(failures: Sequence[Failure], of: str, tried: int, limit: float) -> UserError:
+    examples = "; ".join(f"{failure.where}: {failure.reason}" for failure in failures[:EXAMPLES])
     return UserError(
-        f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}),"
+        f"{len(failures):,} of {of} cannot be read ({len(failures) / tried:.0%}, allowed {limit:.0%}),"
         f" such as {examples}. m1clip data lint lists all of them; repair them, or raise"
         " --max-unreadable"
     )

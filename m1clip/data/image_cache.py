@@ -42,7 +42,7 @@ Kind = Literal["ram", "disk", "off"]
 
 
 def choose_kind(
-    asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int
+    requested: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int
 ) -> Kind:
     """Where to cache a split that needs `needed` more bytes on disk, of a set of `total` bytes.
 
@@ -50,8 +50,8 @@ def choose_kind(
     immediately; if the disk is too small they stay in RAM, and if that is too small they are
     decoded each time.
     """
-    if asked not in ("auto", "stream"):
-        return asked  # type: ignore[return-value]
+    if requested not in ("auto", "stream"):
+        return requested  # type: ignore[return-value]
     fits_memory = total <= RAM_FRACTION * memory
     if fits_memory and (synthetic or images <= CACHED_IN_MEMORY):
         return "ram"
@@ -62,9 +62,11 @@ def choose_kind(
 
 def _unreadable(refs: Sequence[ImageRef], tried: Sequence[int], threads: int) -> dict[int, str]:
     """Which of the images that are tried cannot be read, and why."""
-    found = LazyImages(refs, side=32).decode(tried, threads)
+    decoded = LazyImages(refs, side=32).decode(tried, threads)
     return {
-        index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)
+        index: reason
+        for index, reason in zip(tried, decoded, strict=True)
+        if isinstance(reason, str)
     }
 
 
@@ -101,8 +103,8 @@ def cache_split(
     options = replace(options, threads=threads)
     bad: dict[int, str] = {}
 
-    def decode(wanted: Sequence[int], failed: dict[int, str], writer: RowWriter) -> Computed:
-        chosen = [refs[index] for index in wanted]
+    def decode(missing: Sequence[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+        chosen = [refs[index] for index in missing]
         with console.progress(f"preparing {split} images"):
             yield from decode_to_rows(chosen, side, resize, failed, writer, options, gpu=gpu)
 

@@ -125,7 +125,7 @@ def failure_reason(error: Exception) -> str:
 
 
 def decode(
-    data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None
+    data: bytes | str | os.PathLike[str], min_side: int | None = None, where: str | None = None
 ) -> Image.Image:
     """8-bit RGB, upright, first frame.
 
@@ -133,11 +133,11 @@ def decode(
 
     A JPEG of more than MAX_PIXELS is always decoded smaller.
     """
-    place = where or ("image in memory" if isinstance(data, bytes) else os.fspath(data))
-    with open_header(data, place) as image:
+    name = where or ("image in memory" if isinstance(data, bytes) else os.fspath(data))
+    with open_header(data, name) as image:
         try:
             if isinstance(image, JpegImageFile):
-                _reduce(image, want)
+                _reduce(image, min_side)
                 fast = _decode_jpeg(image, data if isinstance(data, bytes) else None)
                 if fast is not None:
                     return fast
@@ -146,7 +146,7 @@ def decode(
                 ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image)
         except Exception as error:
-            raise BadImage(place, *_reason(error)) from error
+            raise BadImage(name, *_reason(error)) from error
 
 
 # What the orientation in EXIF data asks for.
@@ -202,16 +202,16 @@ def _simplejpeg() -> Any:
         return None
 
 
-def _reduce(image: JpegImageFile, want: int | None) -> None:
+def _reduce(image: JpegImageFile, min_side: int | None) -> None:
     """Let a JPEG be decoded at a fraction of its size: not below the short side `want`, unless it
     is too large.
     """
     width, height = image.size
-    least = next(scale for scale in JPEG_SCALES if width * height <= MAX_PIXELS * scale**2)
-    largest = (max(1, width // least), max(1, height // least))
-    if want:
-        image.draft(None, (min(want, largest[0]), min(want, largest[1])))
-    elif least > 1:
+    min_scale = next(scale for scale in JPEG_SCALES if width * height <= MAX_PIXELS * scale**2)
+    largest = (max(1, width // min_scale), max(1, height // min_scale))
+    if min_side:
+        image.draft(None, (min(min_side, largest[0]), min(min_side, largest[1])))
+    elif min_scale > 1:
         image.draft(None, largest)
 
 
@@ -313,14 +313,14 @@ class _LimitedFile(io.BufferedReader):
             self._refuse("an image file")
         return data
 
-    def allow(self, count: int, what: str) -> None:
+    def allow(self, count: int, kind: str) -> None:
         """Allow as many bytes more; BadImage if the file has more than that."""
         if self.size > count + MAX_EXTRA_BYTES:
-            self._refuse(what)
+            self._refuse(kind)
         self.left += count
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise BadImage(self.where, f"{self.size >> 20} MiB is too large for {what}", "too-large")
+    def _refuse(self, kind: str) -> NoReturn:
+        raise BadImage(self.where, f"{self.size >> 20} MiB is too large for {kind}", "too-large")
 
 
 def _open_file(path: str | os.PathLike[str], where: str, inside: str | None = None) -> BinaryIO:
@@ -397,12 +397,12 @@ class ImageRef:
     # each image.
     in_processes: ClassVar[bool] = False
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         """Decode to RGB; `want` is the short side needed, so that JPEG may be decoded smaller.
 
         BadImage on failure.
         """
-        return decode(self.read(), want, str(self))
+        return decode(self.read(), min_side, str(self))
 
     def read(self) -> bytes:
         """The encoded bytes; BadImage if they cannot be read."""
@@ -420,9 +420,9 @@ class FileImage(ImageRef):
     path: str
     inside: str | None = None  # a folder: the file is not read through a link out of it
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         source = self.path if self.inside is None else self.read()
-        return decode(source, want, self.path)
+        return decode(source, min_side, self.path)
 
     def read(self) -> bytes:
         with _open_file(self.path, self.path, self.inside) as stream:
@@ -621,7 +621,7 @@ def map_with_timeout(
                 if read.done():  # the error of `work`
                     raise
                 read.abandoned = True
-                _abandoned[:] = [each for each in (*_abandoned, read) if not each.done()]
+                _abandoned[:] = [thread for thread in (*_abandoned, read) if not thread.done()]
                 if len(_abandoned) > MAX_ABANDONED:
                     raise UserError(
                         f"{item}: the {len(_abandoned)}th read that hangs for more than {timeout:g}"

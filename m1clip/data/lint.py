@@ -84,12 +84,16 @@ class Finding:
 
 
 def finding(
-    code: str, severity: Severity, message: str, hint: str, places: Sequence[str]
+    code: str, severity: Severity, message: str, hint: str, locations: Sequence[str]
 ) -> list[Finding]:
-    """A finding at these places; none without a place."""
+    """A finding at these locations; none without a location."""
     return (
-        [Finding(code, severity, len(places), message, hint, tuple(places[:EXAMPLES_IN_JSON]))]
-        if places
+        [
+            Finding(
+                code, severity, len(locations), message, hint, tuple(locations[:EXAMPLES_IN_JSON])
+            )
+        ]
+        if locations
         else []
     )
 
@@ -136,12 +140,12 @@ class LintReport:
                 + ", ".join(f"{key} {value:,}" for key, value in values.items())
             )
         lines += [f"  note: {note}" for note in self.notes]
-        for found in self.findings:
-            lines.append(f"{found.severity:>7}  {found.message}: {found.count:,}")
-            shown = found.examples[:EXAMPLES_SHOWN]
+        for item in self.findings:
+            lines.append(f"{item.severity:>7}  {item.message}: {item.count:,}")
+            shown = item.examples[:EXAMPLES_SHOWN]
             lines += [f"           {example}" for example in shown]
-            if shown and found.count > len(shown):
-                more = f"... and {found.count - len(shown):,} more"
+            if shown and item.count > len(shown):
+                more = f"... and {item.count - len(shown):,} more"
                 lines.append(f"           {more}; --json lists up to {EXAMPLES_IN_JSON}")
         return "\n".join(
             [*lines, f"verdict: {self.verdict}", *(f"  - {hint}" for hint in self.advice())]
@@ -182,27 +186,27 @@ def lint(
     everything = sample is None and not source.streamed
     checked = _entries(source, counts, total if everything else min(sample or STREAMED, total))
     facts = inspect_all([entry.sample.image for entry in checked], max(workers, source.threads))
-    found = check_images(checked, facts)
+    findings = check_images(checked, facts)
     if everything:
-        found += find_duplicates(checked, facts)
+        findings += find_duplicates(checked, facts)
     items = f"{source.item}s"
     for kind, (severity, message, hint) in SKIPPED.items():
-        places = [str(problem) for problem in source.problems if problem.kind == kind]
+        locations = [str(problem) for problem in source.problems if problem.kind == kind]
         words = (message.format(items=items), hint.format(items=items))
-        found += finding(f"skipped-{kind}", severity, *words, places)
-    found += check_captions(checked, context_length, source.class_captions)
+        findings += finding(f"skipped-{kind}", severity, *words, locations)
+    findings += check_captions(checked, context_length, source.class_captions)
     hint = "name the splits train, val and test, or remove the split column"
     if "train" not in counts:
-        found += finding("no-train", "problem", "missing splits", hint, ["train"])
+        findings += finding("no-train", "problem", "missing splits", hint, ["train"])
     if "val" not in counts:
-        found += finding("no-val", "warning", "missing splits", hint, ["val"])
+        findings += finding("no-val", "warning", "missing splits", hint, ["val"])
     return LintReport(
         source=source.name,
         images=counts,
         captions=source.caption_count(),
         checked=len(checked),
         seconds=time.perf_counter() - start,
-        findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
+        findings=tuple(sorted(findings, key=lambda item: list(_VERDICT).index(item.severity))),
         facts=(
             ({"caption_kinds": source.caption_kinds} if source.caption_kinds else {})
             | ({} if sample is not None else _statistics(checked, facts))
@@ -214,13 +218,13 @@ def lint(
     )
 
 
-def _entries(source: Source, counts: dict[str, int], wanted: int) -> list[Entry]:
+def _entries(source: Source, counts: dict[str, int], max_count: int) -> list[Entry]:
     """Samples that are spread over all splits and all parts of the data."""
     entries, before, total = list[Entry](), 0, sum(counts.values())
     for split, count in counts.items():
         # The k-th of them is sample k * total // wanted of all splits in a row.
-        numbers = range(-(-before * wanted // total), -(-(before + count) * wanted // total))
-        picked = source.pick(split, [number * total // wanted - before for number in numbers])
+        numbers = range(-(-before * max_count // total), -(-(before + count) * max_count // total))
+        picked = source.pick(split, [number * total // max_count - before for number in numbers])
         entries += [Entry(item, split, source.origin) for item in picked]
         before += count
     return entries
@@ -298,20 +302,20 @@ def inspect_all(refs: Sequence[ImageRef], workers: int) -> list[ImageFacts]:
 
 def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[Finding]:
     """Broken images, extreme sizes and blank images."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     bad = sum(fact.fault is not None for fact in facts)
     if bad > MAX_UNREADABLE_FRACTION * len(facts):
         message = (
             f"unusable images among {len(facts):,} (training stops above"
             f" {MAX_UNREADABLE_FRACTION:.0%})"
         )
-        found.append(Finding("too-many-bad", "problem", bad, message))
+        findings.append(Finding("too-many-bad", "problem", bad, message))
     both = list(zip(entries, facts, strict=True))
     for fault, (message, hint) in FAULTS.items():
-        places = [
+        locations = [
             f"{entry.image_name()}: {fact.reason}" for entry, fact in both if fact.fault == fault
         ]
-        found += finding(fault, "problem", f"{message}, skipped", hint, places)
+        findings += finding(fault, "problem", f"{message}, skipped", hint, locations)
     named = [
         (f"{entry.image_name()}: {fact.size[0]} x {fact.size[1]}", fact)
         for entry, fact in both
@@ -324,9 +328,9 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[
     ]
     message = f"images under {MIN_SIDE} px or more than {USUAL_ASPECT} times as long as wide"
     hint = "check images of extreme size: icons and strips contribute little"
-    found += finding("extreme-size", "warning", message, hint, odd)
+    findings += finding("extreme-size", "warning", message, hint, odd)
     blank = [name for name, fact in named if fact.contrast < NEAR_EMPTY_CONTRAST]
-    return found + finding(
+    return findings + finding(
         "near-empty", "warning", "images of nearly a single color", "remove blank images", blank
     )
 
@@ -342,7 +346,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
         if facts[i].digest != facts[j].digest
     ]
 
-    def places(pairs: Sequence[tuple[int, int]], between: bool) -> list[str]:
+    def pair_names(pairs: Sequence[tuple[int, int]], between: bool) -> list[str]:
         return [
             " = ".join(f"{entry.split} {entry.image_name()}" for entry in (entries[i], entries[j]))
             for i, j in pairs
@@ -359,27 +363,27 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
     )
     join = "join the captions of copies under one image: two copies in a batch are false negatives"
     return [
-        *finding("leak-identical", "problem", leak, leak_remedy, places(same, True)),
+        *finding("leak-identical", "problem", leak, leak_remedy, pair_names(same, True)),
         *finding(
             "leak-near",
             "warning",
             f"near-duplicates in two splits {saved_again}",
             near_remedy,
-            places(near, True),
+            pair_names(near, True),
         ),
         *finding(
             "duplicate-identical",
             "warning",
             "identical images within a split",
             join,
-            places(same, False),
+            pair_names(same, False),
         ),
         *finding(
             "duplicate-near",
             "info",
             f"near-duplicates within a split {saved_again}",
             "",
-            places(near, False),
+            pair_names(near, False),
         ),
     ]
 
@@ -403,27 +407,27 @@ def check_captions(
     cut = 0
     images: dict[str, set[str]] = defaultdict(set)  # of each caption
     for entry in entries:
-        seen: set[str] = set()
+        earlier: set[str] = set()
         for number, text in enumerate(entry.sample.captions):
-            key, place = text.casefold().strip(" ."), (entry, number)
+            key, location = text.casefold().strip(" ."), (entry, number)
             if _IS_FILE_NAME.search(text):
-                file_names.append(place)
-            if key in seen:
-                repeated.append(place)
+                file_names.append(location)
+            if key in earlier:
+                repeated.append(location)
             if len(text.split()) <= LABEL_WORDS:
-                short.append(place)
+                short.append(location)
             # A token has at least one byte.
             if len(text.encode()) > limit and (tokens := len(tokenizer.encode(text))) > limit:
                 cut += tokens - limit
-                overlong.append(place)
-            seen.add(key)
+                overlong.append(location)
+            earlier.add(key)
             images[key].add(entry.sample.id)
 
-    def names(places: Sequence[tuple[Entry, int]]) -> list[str]:
-        return [entry.caption_name(number) for entry, number in places]
+    def names(texts: Sequence[tuple[Entry, int]]) -> list[str]:
+        return [entry.caption_name(number) for entry, number in texts]
 
     message = "captions that are file names or URLs"
-    found = finding(
+    findings = finding(
         "file-name",
         "warning",
         message,
@@ -431,9 +435,11 @@ def check_captions(
         names(file_names),
     )
     message = "captions that repeat another one of their image"
-    found += finding("duplicate-caption", "warning", message, f"remove {message}", names(repeated))
+    findings += finding(
+        "duplicate-caption", "warning", message, f"remove {message}", names(repeated)
+    )
     message = f"captions over {limit} tokens ({plural(cut, 'token')} cut off)"
-    found += finding(
+    findings += finding(
         "overlong",
         "warning",
         message,
@@ -445,7 +451,7 @@ def check_captions(
             f"images whose captions are made from {plural(len(images), 'class name')} (this is"
             " classification)"
         )
-        return [*found, Finding("labels", "info", len(entries), message)]
+        return [*findings, Finding("labels", "info", len(entries), message)]
     captions = sum(len(entry.sample.captions) for entry in entries)
     if len(short) > _MANY * captions or (
         len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)
@@ -459,7 +465,9 @@ def check_captions(
             " sentences"
         )
         examples = tuple(names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
-        found.append(Finding("labels", "warning", len(short) or captions, message, hint, examples))
+        findings.append(
+            Finding("labels", "warning", len(short) or captions, message, hint, examples)
+        )
     shared = sorted(
         (text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text])
     )
@@ -467,6 +475,6 @@ def check_captions(
     shown = [f"{plural(len(images[text]), 'image')}: {text[:80]}" for text in shared]
     severity: Severity = "warning" if fraction > _MANY else "info"
     hint = "write captions that distinguish the images"
-    return found + finding(
+    return findings + finding(
         "shared-caption", severity, "captions of more than one image", hint, shown
     )

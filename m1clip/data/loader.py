@@ -115,12 +115,12 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that differ between steps, by name."""
-        found = {
+        values = {
             field.name: getattr(self, field.name)
             for field in fields(self)
             if field.name != "cached_images"
         }
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         moved: dict[str, Any] = {name: move(tensor) for name, tensor in self.tensors().items()}
@@ -153,10 +153,10 @@ class BatchPlan:
 
     def members(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, image indices) of a step, or of this rank's part of it."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, offset = divmod(step, self.steps_per_epoch)
         rank, ranks = self.part
         first, last = (
-            place * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1)
+            offset * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1)
         )
         if self.blocks is not None:
             return epoch, rnd.windowed_order(self.seed, epoch, self.blocks, first, last)
@@ -231,8 +231,8 @@ class TrainingSet:
         fields["views"] = draw_views(self.augmentation, seed, epoch, members)
         dropout = self.augmentation.patch_dropout
         if self.patches and dropout:
-            kept = draw_patches(dropout, self.patches, seed, epoch, members)
-            fields["kept_patches"] = torch.from_numpy(kept)
+            kept_patches = draw_patches(dropout, self.patches, seed, epoch, members)
+            fields["kept_patches"] = torch.from_numpy(kept_patches)
         if self.augmentation.cutmix:
             fields["boxes"] = draw_boxes(self.augmentation.cutmix, seed, epoch, members)
         return members, fields
@@ -247,8 +247,8 @@ class TrainingSet:
         context = tokens.shape[1]
         if dropout:
             numbers = chosen if table.numbers is None else table.numbers[chosen]
-            places = numbers[:, None] * context + np.arange(context)
-            dropped = rnd.uniform(self.plan.seed, epoch, places, rnd.WORD) < dropout
+            positions = numbers[:, None] * context + np.arange(context)
+            dropped = rnd.uniform(self.plan.seed, epoch, positions, rnd.WORD) < dropout
             tokens, lengths = drop_tokens(tokens, lengths, dropped, table.pad_id)
         return torch.from_numpy(tokens.astype(np.int64)), tuple(lengths.tolist())
 
@@ -495,7 +495,7 @@ class _Workers:
         A thread receives the next one, and pins its memory, while the caller uses the last.
         """
         with ThreadPoolExecutor(1) as thread:
-            coming = (thread.submit(self._receive, place) for place in range(len(self.steps)))
+            coming = (thread.submit(self._receive, index) for index in range(len(self.steps)))
             try:
                 for future, _ in itertools.pairwise(itertools.chain(coming, [None])):
                     assert future is not None
@@ -513,11 +513,11 @@ class _Workers:
             for step in self.steps[:WORKER_AHEAD]:
                 pipe.send(step)
 
-    def _receive(self, place: int) -> Batch:
-        pieces = [self._receive_piece(number, place) for number in range(len(self.workers))]
+    def _receive(self, index: int) -> Batch:
+        pieces = [self._receive_piece(number, index) for number in range(len(self.workers))]
         return self.data.join(pieces, self.pin)
 
-    def _receive_piece(self, number: int, place: int) -> Batch:
+    def _receive_piece(self, number: int, index: int) -> Batch:
         process, pipe = self.workers[number]
         try:
             piece = pipe.recv()
@@ -534,9 +534,9 @@ class _Workers:
         if isinstance(piece, Exception):
             raise piece
         self.greetings[number].join()  # two threads must not send at the same time
-        if place + WORKER_AHEAD < len(self.steps):
+        if index + WORKER_AHEAD < len(self.steps):
             with contextlib.suppress(OSError):  # it died, as the next call will find out
-                pipe.send(self.steps[place + WORKER_AHEAD])
+                pipe.send(self.steps[index + WORKER_AHEAD])
         # A copy frees the shared memory, whose file descriptors are limited.
         return piece.clone() if len(self.workers) > 1 else piece
 

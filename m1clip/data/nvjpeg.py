@@ -105,24 +105,24 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """
     if data[:2] != b"\xff\xd8" or data[-64:].rstrip(b"\0")[-2:] != END_OF_IMAGE:
         return None
-    place, size = 2, None
-    while place + 4 <= len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
+    offset, size = 2, None
+    while offset + 4 <= len(data) and data[offset] == 0xFF:
+        marker = data[offset + 1]
         if marker == START_OF_SCAN:
             break
         if marker in WITHOUT_LENGTH:
-            place += 2
+            offset += 2
             continue
-        (length,) = struct.unpack_from(">H", data, place + 2)
-        segment = data[place + 4 : place + 2 + length]
+        (length,) = struct.unpack_from(">H", data, offset + 2)
+        segment = data[offset + 4 : offset + 2 + length]
         if marker == 0xEE or (marker == 0xE1 and _is_rotated(segment)):  # 0xEE: Adobe's colors
             return None
         if marker in SIZED_FRAMES and length >= 8:
-            depth, height, width, colors = struct.unpack_from(">BHHB", data, place + 4)
+            depth, height, width, colors = struct.unpack_from(">BHHB", data, offset + 4)
             if depth != 8 or colors not in (1, 3):
                 return None
             size = width, height
-        place += 2 + length
+        offset += 2 + length
     if size is None or min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
         return None
     return None if max(size) > MAX_DECODED_ASPECT * min(size) else size
@@ -148,11 +148,11 @@ def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
     import torch
 
     device = images[0].device
-    found = torch.empty((len(images), side, side, 3), dtype=torch.uint8, device=device)
+    squares_on_device = torch.empty((len(images), side, side, 3), dtype=torch.uint8, device=device)
     by_size: dict[torch.Size, list[int]] = {}
-    for place, image in enumerate(images):
-        by_size.setdefault(image.shape, []).append(place)
-    for shape, places in by_size.items():
+    for index, image in enumerate(images):
+        by_size.setdefault(image.shape, []).append(index)
+    for shape, indices in by_size.items():
         height, width = shape[1:]
         if resize == "squash":
             wide = high = side
@@ -160,7 +160,7 @@ def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
             wide, high = side, max(side, int(side * height / width))
         else:
             wide, high = max(side, int(side * width / height)), side
-        pixels = torch.stack([images[place] for place in places]).float()
+        pixels = torch.stack([images[index] for index in indices]).float()
         if (width, height) != (wide, high):
             pixels = torch.nn.functional.interpolate(
                 pixels, (high, wide), mode="bicubic", antialias=True, align_corners=False
@@ -172,8 +172,8 @@ def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
         top, left = halved
         cut = pixels[:, :, top : top + side, left : left + side]
         rows = cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-        found[torch.tensor(places, device=device)] = rows
-    return found
+        squares_on_device[torch.tensor(indices, device=device)] = rows
+    return squares_on_device
 
 
 def read_bytes(ref: ImageRef) -> bytes | BadImage:
@@ -219,9 +219,9 @@ def mostly_for_gpu(refs: Sequence[ImageRef]) -> bool:
     The others are decoded by a few threads, which would be slower than processes for all.
     """
     draw = np.random.default_rng(0)
-    sample = [refs[place] for place in draw.permutation(len(refs))[:TRIED_FILES]]
+    sample = [refs[index] for index in draw.permutation(len(refs))[:TRIED_FILES]]
     data = map_with_timeout(sample, read_bytes, threads=READ_THREADS)
-    suitable = [isinstance(each, bytes) and jpeg_size(each) is not None for each in data]
+    suitable = [isinstance(encoded, bytes) and jpeg_size(encoded) is not None for encoded in data]
     return sum(suitable) >= SUITABLE_FRACTION * len(sample)
 
 
@@ -237,71 +237,71 @@ class GpuBatches:
     resize: str
     decode: DecodeBatch
     fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
-    write: Callable[[Sequence[int], np.ndarray], None] | None  # gets places and their pixels
+    write: Callable[[Sequence[int], np.ndarray], None] | None  # gets indices and their pixels
 
     def __call__(
         self, first: int, refs: Sequence[ImageRef], read: Sequence[Read]
     ) -> tuple[Reports, np.ndarray]:
-        """(reports, pixels) of images, whose places begin with `first`."""
+        """(reports, pixels) of images, whose indices begin with `first`."""
         on_device: list[tuple[list[int], Tensor]] = []
         others: dict[int, Read] = {
-            place: each for place, each in enumerate(read) if not isinstance(each, Encoded)
+            index: decoded for index, decoded in enumerate(read) if not isinstance(decoded, Encoded)
         }
-        for places, data in _groups(read):
+        for indices, data in _groups(read):
             try:
-                on_device.append((places, squares(self.decode(data), self.side, self.resize)))
+                on_device.append((indices, squares(self.decode(data), self.side, self.resize)))
             except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
-                others |= {place: self.fallback(refs[place]) for place in places}
+                others |= {index: self.fallback(refs[index]) for index in indices}
         pixels = _on_host(on_device, len(refs), self.side)
         reports: Reports = [None] * len(refs)
-        for place, each in others.items():
-            if isinstance(each, np.ndarray):
-                pixels[place] = each
+        for index, decoded in others.items():
+            if isinstance(decoded, np.ndarray):
+                pixels[index] = decoded
             else:
-                assert not isinstance(each, Encoded)
-                reports[place] = each
+                assert not isinstance(decoded, Encoded)
+                reports[index] = decoded
         if self.write is not None:
-            good = [place for place, report in enumerate(reports) if report is None]
-            block = pixels if len(good) == len(refs) else pixels[good]
-            self.write([first + place for place in good], block)
+            readable = [index for index, report in enumerate(reports) if report is None]
+            block = pixels if len(readable) == len(refs) else pixels[readable]
+            self.write([first + index for index in readable], block)
         return reports, pixels
 
 
 def _groups(read: Sequence[Read]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """The places and data of images for the GPU, in groups with a limited number of pixels."""
+    """The indices and data of images for the GPU, in groups with a limited number of pixels."""
     import torch
 
-    places: list[int] = []
+    indices: list[int] = []
     data: list[Tensor] = []
     pixels = 0
-    for place, each in enumerate(read):
-        if not isinstance(each, Encoded):
+    for index, encoded in enumerate(read):
+        if not isinstance(encoded, Encoded):
             continue
-        if data and pixels + each.pixels > GROUP_PIXELS:
-            yield places, data
-            places, data, pixels = [], [], 0
-        places.append(place)
-        data.append(torch.frombuffer(bytearray(each.data), dtype=torch.uint8))
-        pixels += each.pixels
+        if data and pixels + encoded.pixels > GROUP_PIXELS:
+            yield indices, data
+            indices, data, pixels = [], [], 0
+        indices.append(index)
+        data.append(torch.frombuffer(bytearray(encoded.data), dtype=torch.uint8))
+        pixels += encoded.pixels
     if data:
-        yield places, data
+        yield indices, data
 
 
 def _on_host(groups: list[tuple[list[int], Tensor]], count: int, side: int) -> np.ndarray:
-    """(count, side, side, 3) with the squares of groups in their places."""
+    """(count, side, side, 3) with the squares of groups, each at its index."""
     import torch
 
     is_cuda = any(made.is_cuda for _, made in groups)
     # Pinned memory is used again, without mapping new pages for each batch.
     pixels = torch.empty((count, side, side, 3), dtype=torch.uint8, pin_memory=is_cuda)
-    done = sum(len(places) for places, _ in groups)
+    done = sum(len(indices) for indices, _ in groups)
     if done < count:
         pixels.zero_()
-    for places, made in groups:
-        if len(places) == count:
+    for indices, made in groups:
+        if len(indices) == count:
             pixels.copy_(made)
         else:
-            pixels[torch.tensor(places)] = made.cpu()
+            pixels[torch.tensor(indices)] = made.cpu()
     return pixels.numpy()
 
 
@@ -328,7 +328,7 @@ def read_batches(
 def _images_per_block(refs: Sequence[ImageRef]) -> int:
     """How many images a process sends at a time: fewer if their files are large."""
     data = [read_bytes(ref) for ref in refs[:: ceil_div(len(refs), FILES_WEIGHED)]]
-    largest = max((len(each) for each in data if isinstance(each, bytes)), default=1)
+    largest = max((len(encoded) for encoded in data if isinstance(encoded, bytes)), default=1)
     return max(1, min(READ_BLOCK, BLOCK_BYTES // max(1, largest)))
 
 
@@ -347,7 +347,7 @@ def _read_in_threads(
                 yield read
             else:
                 alone = map_with_timeout(block, work, timeout)
-                yield [Late(timeout) if each is None else each[1] for each in alone]
+                yield [Late(timeout) if outcome is None else outcome[1] for outcome in alone]
 
 
 def decode_on_gpu(

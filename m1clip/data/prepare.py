@@ -91,8 +91,8 @@ def choose_augmentation(
     elif mentions_sides:
         # A mirrored or shifted image would make its caption false.
         usual = replace(usual, crop_min=1.0, flip=0.0)
-    asked = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
-    return replace(usual, **{name: value for name, value in asked.items() if value is not None})
+    options = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
+    return replace(usual, **{name: value for name, value in options.items() if value is not None})
 
 
 def often_mention_sides(captions: Iterable[str]) -> bool:
@@ -196,11 +196,11 @@ def other_classes(source: Source, samples: Sequence[Sample]) -> list[Sample]:
     """
     if not source.class_captions:
         return []
-    here = {_class_key(sample) for sample in samples}
+    own_keys = {_class_key(sample) for sample in samples}
     others = {
         _class_key(sample): sample for split in source.splits() for sample in source.samples(split)
     }
-    return [others[key] for key in sorted(others.keys() - here)]
+    return [others[key] for key in sorted(others.keys() - own_keys)]
 
 
 def _class_key(sample: Sample) -> str:
@@ -222,14 +222,14 @@ def quick_check(source: Source, context_length: int) -> dict[str, Any]:
     for note in source.notes:
         console.print(f"note       {note}")
     report = lint(source, QUICK, context_length=context_length)
-    found = [finding for finding in report.findings if finding.severity != "info"]
-    for finding in found[:FINDINGS_WARNED]:
+    serious = [finding for finding in report.findings if finding.severity != "info"]
+    for finding in serious[:FINDINGS_WARNED]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
         console.warn(f"data: {finding.message}: {finding.count:,}{first}")
-    if len(found) > FINDINGS_WARNED:
-        more = plural(len(found) - FINDINGS_WARNED, "more finding")
+    if len(serious) > FINDINGS_WARNED:
+        more = plural(len(serious) - FINDINGS_WARNED, "more finding")
         console.warn(f"data: {more}; m1clip data lint shows all")
-    kept = [
-        {**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found
+    logged = [
+        {**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in serious
     ]
-    return {"verdict": report.verdict, "checked": report.checked, "findings": kept}
+    return {"verdict": report.verdict, "checked": report.checked, "findings": logged}

@@ -52,9 +52,9 @@ def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: 
         n * SHUFFLE_WINDOW + _window(seed, epoch, n, size)
         for n, size in zip(windows, sizes, strict=True)
     ]
-    places = np.concatenate(shuffled)[first - windows[0] * SHUFFLE_WINDOW :][: last - first]
-    block = np.searchsorted(ends, places, side="right")
-    return starts[block] + places - (ends - blocks[order])[block]
+    positions = np.concatenate(shuffled)[first - windows[0] * SHUFFLE_WINDOW :][: last - first]
+    block = np.searchsorted(ends, positions, side="right")
+    return starts[block] + positions - (ends - blocks[order])[block]
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,17 +27,23 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
     """
     head, length = stream.read(10), stream.seek(0, io.SEEK_END)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4]) if len(head) == 10 else None
-    found = list(_directories(stream, order, head[4:8])) if order else []
-    if not found or not (head[8:] == b"CR" or DNG in found[0] or found[0].get(SUBFILE) == (1,)):
+    directories = list(_directories(stream, order, head[4:8])) if order else []
+    if not directories or not (
+        head[8:] == b"CR" or DNG in directories[0] or directories[0].get(SUBFILE) == (1,)
+    ):
         return None
     pairs = ((JPEG, JPEG_BYTES), (STRIP, STRIP_BYTES))
-    places = {each.get(start, ()) + each.get(size, ()) for each in found for start, size in pairs}
+    spans = {
+        directory.get(start, ()) + directory.get(size, ())
+        for directory in directories
+        for start, size in pairs
+    }
     usable = [
-        place
-        for place in places
-        if len(place) == 2 and place[1] <= MAX_PREVIEW_BYTES and sum(place) <= length
+        span
+        for span in spans
+        if len(span) == 2 and span[1] <= MAX_PREVIEW_BYTES and sum(span) <= length
     ]
-    for at, size in sorted(usable, key=lambda place: (-place[1], place[0])):
+    for at, size in sorted(usable, key=lambda span: (-span[1], span[0])):
         stream.seek(at)
         try:
             image = Image.open(io.BytesIO(stream.read(size)), formats=("JPEG",))
@@ -47,38 +53,52 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
             continue
         exif = image.getexif()
         exif.setdefault(
-            ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1)
+            ORIENTATION,
+            next(
+                (
+                    directory[ORIENTATION][0]
+                    for directory in directories
+                    if directory.get(ORIENTATION)
+                ),
+                1,
+            ),
         )
-        taken = next(
-            (each[tag] for tag in (TAKEN_TAG, DATE_TAG) for each in found if tag in each), ()
+        date = next(
+            (
+                directory[tag]
+                for tag in (TAKEN_TAG, DATE_TAG)
+                for directory in directories
+                if tag in directory
+            ),
+            (),
         )
-        exif.setdefault(DATE_TAG, bytes(each & 255 for each in taken).decode("ascii", "replace"))
+        exif.setdefault(DATE_TAG, bytes(byte & 255 for byte in date).decode("ascii", "replace"))
         return image
     return None
 
 
 def _directories(stream: BinaryIO, order: str, first: bytes) -> Iterator[Directory]:
     """All directories of a TIFF file, as far as they can be read."""
-    places, seen = [*struct.unpack(f"{order}I", first)], set[int]()
-    while places and len(seen) < MAX_DIRECTORIES:
-        if (at := places.pop(0)) in seen or at == 0:
+    offsets, visited = [*struct.unpack(f"{order}I", first)], set[int]()
+    while offsets and len(visited) < MAX_DIRECTORIES:
+        if (at := offsets.pop(0)) in visited or at == 0:
             continue
-        seen.add(at)
+        visited.add(at)
         try:
-            found, following = _directory(stream, order, at)
+            directory, following = _directory(stream, order, at)
         except struct.error:  # truncated
             continue
-        yield found
-        places += [*found.get(CHILDREN, ()), *found.get(EXIF, ()), following]
+        yield directory
+        offsets += [*directory.get(CHILDREN, ()), *directory.get(EXIF, ()), following]
 
 
 def _directory(stream: BinaryIO, order: str, at: int) -> tuple[Directory, int]:
-    """The directory at a place of the file, and the place of the next."""
-    found: Directory = {}
+    """The directory at an offset in the file, and the offset of the next."""
+    directory: Directory = {}
     stream.seek(at)
     (count,) = struct.unpack(f"{order}H", stream.read(2))
     if count > MAX_ENTRIES:
-        return found, 0
+        return directory, 0
     entries = stream.read(12 * count)
     (following,) = struct.unpack(f"{order}I", stream.read(4))
     for tag, kind, number, value in struct.iter_unpack(f"{order}HHI4s", entries):
@@ -88,5 +108,5 @@ def _directory(stream: BinaryIO, order: str, at: int) -> tuple[Directory, int]:
         inside = number * size <= 4
         stream.seek(0 if inside else struct.unpack(f"{order}I", value)[0])
         stored = value[: number * size] if inside else stream.read(number * size)
-        found[tag] = struct.unpack(f"{order}{number}{letter}", stored)
-    return found, following
+        directory[tag] = struct.unpack(f"{order}{number}{letter}", stored)
+    return directory, following

@@ -19,7 +19,7 @@ class _Request:
 
     members: np.ndarray
     slot: int
-    left: int  # blocks
+    remaining: int  # blocks
     failed: dict[int, Failure] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ class ReadAhead:
         self.block = max(1, min(IMAGES_PER_BLOCK, batch // (2 * processes)))
         self.shared = SharedRows(slots * batch, (images.side, images.side, 3), np.uint8)
         self.requests: deque[_Request] = deque()
-        self._blocks: dict[int, tuple[_Request, int]] = {}  # by number: its batch, its first place
+        self._blocks: dict[int, tuple[_Request, int]] = {}  # by number: its batch, its first position
         self._requested = 0
         self._block_count = 0
         self.pool = DecodePool(
@@ -76,12 +76,12 @@ class ReadAhead:
         request = _Request(members, slot, len(starts))
         self.requests.append(request)
         for start in starts:
-            places = range(start, min(start + self.block, len(members)))
+            positions = range(start, min(start + self.block, len(members)))
             self._blocks[self._block_count] = request, start
             self.pool.submit(
                 self._block_count,
-                [self.images.refs[int(members[place])] for place in places],
-                [slot * self.batch + place for place in places],
+                [self.images.refs[int(members[index])] for index in positions],
+                [slot * self.batch + index for index in positions],
             )
             self._block_count += 1
 
@@ -92,19 +92,19 @@ class ReadAhead:
         if not self.requests or not np.array_equal(self.requests[0].members, indices):
             return self.images.try_read(indices)
         request = self.requests.popleft()
-        while request.left:
+        while request.remaining:
             number, reports = self.pool.next_done()
             owner, start = self._blocks.pop(number)
-            owner.left -= 1
-            for place, report in enumerate(reports, start):
+            owner.remaining -= 1
+            for position, report in enumerate(reports, start):
                 if report is not None:
-                    index = int(owner.members[place])
+                    index = int(owner.members[position])
                     reason = report_reason(report)
-                    owner.failed[place] = Failure(index, str(self.images.refs[index]), reason)
+                    owner.failed[position] = Failure(index, str(self.images.refs[index]), reason)
         first = request.slot * self.batch
         pixels = self.shared.array[first : first + len(indices)]
-        for place in request.failed:
-            pixels[place] = 0
+        for position in request.failed:
+            pixels[position] = 0
         return pixels, request.failed
 
     def stop(self) -> None:

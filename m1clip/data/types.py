@@ -37,7 +37,7 @@ def sample_ids_of(samples: Sequence[Sample]) -> np.ndarray:
     """(n,) int64: the index of the first sample with the same image."""
     first: dict[ImageRef, int] = {}
     return np.array(
-        [first.setdefault(sample.image, place) for place, sample in enumerate(samples)], np.int64
+        [first.setdefault(sample.image, index) for index, sample in enumerate(samples)], np.int64
     )
 
 
@@ -46,7 +46,7 @@ class Problem:
     """Something that was skipped: the file and row, what is wrong, and the kind of problem."""
 
     where: str
-    what: str
+    message: str
     kind: ProblemKind = "unreadable"
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Problem:
             raise ValueError(f"{self.kind!r} is not one of {', '.join(PROBLEM_KINDS)}")
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+        return f"{self.where}: {self.message}"
 
 
 class Source:

@@ -69,7 +69,7 @@ def test_palette_alpha_cmyk_animation_and_orientation() -> None:
 
 def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
     data = encoded(Image.new("RGB", (1000, 600)), "JPEG")
-    assert min(decode(data, want=112).size) in range(112, 224)
+    assert min(decode(data, min_side=112).size) in range(112, 224)
     assert decode(data).size == (1000, 600)
 
 
@@ -186,7 +186,7 @@ def test_broken_file_error_names_file_and_reason(tmp_path: Path) -> None:
         with pytest.raises(BadImage, match="here: "):
             decode(data[: len(data) // 2], where="here")
     with pytest.raises(BadImage, match="truncated"):
-        decode(encoded(noise, "JPEG")[:2000], want=16, where="here")
+        decode(encoded(noise, "JPEG")[:2000], min_side=16, where="here")
     (tmp_path / "empty.jpg").touch()
     os.mkfifo(tmp_path / "pipe.jpg")
     for name, reason in (

@@ -124,7 +124,7 @@ def test_largest_preview_upright_with_date(data: bytes) -> None:
     assert np.asarray(image)[:300].min() > 240 > 15 > np.asarray(image)[340:].max()
     with open_header(data, "x") as header:
         assert _facts(header) == (320, 640, "2023-04-05T06:07:08", 6)
-    assert decode(data, want=80).size == (80, 160)
+    assert decode(data, min_side=80).size == (80, 160)
 
 
 def test_ordinary_tiff_is_not_replaced_by_its_thumbnail() -> None:

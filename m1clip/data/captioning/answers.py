@@ -90,12 +90,12 @@ def check_answer(text: str, prompt: str, is_cut_off: bool = False) -> Answer:
 
 def _printable(text: str) -> str:
     """Remove control and invisible characters, and extra spaces."""
-    kept = (
+    printable = (
         " " if unicodedata.category(char) == "Cc" else char
         for char in text
         if unicodedata.category(char) not in ("Cf", "Co", "Cn", "Cs")
     )
-    return clean_text("".join(kept))
+    return clean_text("".join(printable))
 
 
 def _without_lead(text: str) -> str:
@@ -156,5 +156,5 @@ class Repeats:
 
     def most_common(self) -> tuple[int, int]:
         """Return how many photos have the most frequent caption, and how many have any."""
-        most = self._counts.most_common(1)
-        return (most[0][1] if most else 0), self._counts.total()
+        repeated = self._counts.most_common(1)
+        return (repeated[0][1] if repeated else 0), self._counts.total()

@@ -64,8 +64,10 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "the disk is full; free some space" if full else f"{error.strerror}"
-            raise UserError(f"{self.path}: not saved: {what}; the same command continues") from None
+            reason = "the disk is full; free some space" if full else f"{error.strerror}"
+            raise UserError(
+                f"{self.path}: not saved: {reason}; the same command continues"
+            ) from None
 
     def keep(self, entries: Iterable[Entry]) -> None:
         """Forget all answers but these; without any, the file is deleted."""

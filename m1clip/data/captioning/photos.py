@@ -282,12 +282,12 @@ class _Run:
         if self.table.exists():
             return
         try:
-            found = detect_format(DataPath(self.root))
+            data_format = detect_format(DataPath(self.root))
         except UserError:
             return
-        if found.hidden_by_table:
+        if data_format.hidden_by_table:
             raise UserError(
-                f"{self.root}: has captions already, in the format {found.name}, which captions.csv"
+                f"{self.root}: has captions already, in the format {data_format.name}, which captions.csv"
                 " would hide; move them to another folder first"
             )
 
@@ -295,25 +295,25 @@ class _Run:
         """Write the captions inside photos to the table, which would hide them otherwise."""
         table = read_captions(self.table)
         names = [name for name in self._photos() if not table.of(name)]
-        found = [
+        captioned = [
             (name, captions)
             for name, captions in find_captions(self.root, names)
             if isinstance(captions, PhotoCaptions)
         ]
-        if not found:
+        if not captioned:
             return
         with lock_captions(self.table):
             table = read_captions(self.table)
-            for name, captions in found:
+            for name, captions in captioned:
                 if not table.of(name):
                     table.replace(name, captions.texts, captions.kind)
             table.write()
-        self.report.from_metadata = len(found)
+        self.report.from_metadata = len(captioned)
 
     def without_metadata(self, photos: Sequence[str]) -> list[str]:
         """Leave out the photos that contain a caption."""
-        found = find_captions(self.root, photos)
-        return [name for name, captions in found if not isinstance(captions, PhotoCaptions)]
+        captioned = find_captions(self.root, photos)
+        return [name for name, captions in captioned if not isinstance(captions, PhotoCaptions)]
 
     def photos_to_ask(self) -> list[str]:
         """The photos without a caption that this model was not asked about with this prompt."""
@@ -417,9 +417,9 @@ class _Run:
         self._failures_in_a_row = 0
         text = outcome.reply.text
         checked = check_answer(text, self.settings.prompt, outcome.reply.is_cut_off)
-        kept = text[:ANSWER_KEPT] if checked.fault else ""
+        stored_text = text[:ANSWER_KEPT] if checked.fault else ""
         key = (outcome.photo, self.model, self._prompt_key)
-        entry = Entry(*key, checked.caption, checked.fault, kept)
+        entry = Entry(*key, checked.caption, checked.fault, stored_text)
         self.journal.add(entry)
         if checked.fault is not None:
             self._count_fault(checked.fault, text)

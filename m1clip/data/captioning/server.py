@@ -103,10 +103,10 @@ def parse_address(url: str) -> Address:
     is_tls = parts.scheme == "https"
     port = port or (443 if is_tls else 80)
     try:
-        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ServerUnavailable(f"--server {shown}: unknown host {parts.hostname}") from error
-    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in infos))
     return Address(url, is_tls, parts.hostname, port, parts.path.rstrip("/"), addresses)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 2**20  # of a file or a member of a shard that has the captions of one image
 IMAGES_CHECKED = 100  # images that a folder format looks at to recognize its data
-Place = tuple[str, int]  # file, and number of the `DataFormat.item` in it; 0: the file itself
+Location = tuple[str, int]  # file, and number of the `DataFormat.item` in it; 0: the file itself
 # Captions as a reader finds them: text, or None or "" where there is none; a list of these, also
 # one in another list; or Karpathy's {"raw": text}. What else a file contains is reported as a
 # problem.
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     with `DataSource.problem`, and yields no row for it.
     """
 
-    place: Place
+    location: Location
     captions: Captions
     split: str | None  # train, val, test or another name; None: not named by the data
     image: ImageRef
@@ -136,12 +136,12 @@ class DataSource(Source):
         self.options = options
         self.class_captions = data_format.class_captions
         self._category_of = data_format.category_of
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Location]] = {}
         self._gather(data_format.read(self))
 
     def origin(self, id_: str, caption: int = 0) -> str:
-        places = self._places[id_]
-        return self._format_place(places[min(caption, len(places) - 1)])
+        locations = self._places[id_]
+        return self._format_location(locations[min(caption, len(locations) - 1)])
 
     def category(self, id_: str) -> str:
         """The category of an image by its id; "" for a format without categories."""
@@ -154,15 +154,15 @@ class DataSource(Source):
         """
         return FileImage(os.path.join(self.path, name))
 
-    def problem(self, place: Place, what: str, kind: ProblemKind = "unreadable") -> None:
+    def problem(self, location: Location, message: str, kind: ProblemKind = "unreadable") -> None:
         """Report what is skipped.
 
         `m1clip data lint` counts it by kind, with the hint of its kind.
         """
-        self.problems.append(Problem(self._format_place(place), one_line(what), kind))
+        self.problems.append(Problem(self._format_location(location), one_line(message), kind))
 
-    def _format_place(self, place: Place) -> str:
-        name, number = place
+    def _format_location(self, location: Location) -> str:
+        name, number = location
         return one_line(f"{name} {self.item} {number}" if number else name)
 
     def note(self, text: str) -> None:
@@ -172,23 +172,30 @@ class DataSource(Source):
     def _gather(self, rows: Iterator[Row]) -> None:
         images: dict[str, ImageRef] = {}
         captions: dict[str, list[str]] = {}
-        given: dict[str, str | None] = {}
-        for place, value, split, image, id_ in rows:
+        split_names: dict[str, str | None] = {}
+        for location, value, split, image, id_ in rows:
             texts, fault = captions_of(value)
             if fault:
-                self.problem(place, fault.what, fault.kind)
+                self.problem(location, fault.message, fault.kind)
             if not texts:
                 continue
             if id_ not in images:
-                images[id_], captions[id_], given[id_], self._places[id_] = image, [], split, []
-            elif given[id_] is None:
-                given[id_] = split
-            elif split and split != given[id_]:
+                images[id_], captions[id_], split_names[id_], self._places[id_] = (
+                    image,
+                    [],
+                    split,
+                    [],
+                )
+            elif split_names[id_] is None:
+                split_names[id_] = split
+            elif split and split != split_names[id_]:
                 # Captions of one image never end up in two splits: the first split wins.
-                what = f"{id_} is in {given[id_]} and in {split}; it stays in {given[id_]}"
-                self.problem(place, what, "split-conflict")
+                message = (
+                    f"{id_} is in {split_names[id_]} and in {split}; it stays in {split_names[id_]}"
+                )
+                self.problem(location, message, "split-conflict")
             captions[id_] += texts
-            self._places[id_] += [place] * len(texts)
+            self._places[id_] += [location] * len(texts)
         if not images:
             why = "no images with captions"
             if self.problems and all(problem.kind == "empty-caption" for problem in self.problems):
@@ -200,7 +207,7 @@ class DataSource(Source):
                 why = f"none of its {items} can be used; the first: {self.problems[0]}"
             raise user_error(f"{self.path}: read as {self.format}, {why}")
         class_of = {id_: captions[id_][0] for id_ in images} if self.class_captions else None
-        split_of, notes = splits.assign(given, class_of)
+        split_of, notes = splits.assign(split_names, class_of)
         self.notes += map(one_line, notes)
         for id_, image in images.items():
             self.by_split.setdefault(split_of[id_], []).append(
@@ -250,7 +257,7 @@ class CaptionFault(NamedTuple):
     """What is wrong with the captions of a row."""
 
     kind: ProblemKind
-    what: str
+    message: str
 
 
 NO_CAPTION = CaptionFault("empty-caption", "no caption")
@@ -277,16 +284,16 @@ def captions_of(value: Any, depth: int = 2) -> tuple[list[str], CaptionFault | N
     if isinstance(value, str):
         return [value], None
     if not isinstance(value, list | tuple):
-        what = f"the caption is not text but {type(value).__name__}"
-        return [], CaptionFault("unreadable", what)
+        message = f"the caption is not text but {type(value).__name__}"
+        return [], CaptionFault("unreadable", message)
     if depth == 0:
         return [], CaptionFault("unreadable", "the lists of captions are nested too deeply")
     parts = [captions_of(item, depth - 1) for item in value]
-    found = [text for texts, _ in parts for text in texts]
+    texts_of_all = [text for texts, _ in parts for text in texts]
     faults = [fault for _, fault in parts if fault and fault.kind != "empty-caption"]
     if faults:
-        return found, faults[0]
-    return found, None if found else NO_CAPTION
+        return texts_of_all, faults[0]
+    return texts_of_all, None if texts_of_all else NO_CAPTION
 
 
 def parse_json(text: str | bytes) -> Any:

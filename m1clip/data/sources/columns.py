@@ -84,14 +84,14 @@ def rows_of(
     find_image = image_finder(folders)
     generated = 0
     for number, cells, stored in records:
-        place = table_name, number
+        location = table_name, number
         if isinstance(cells, str):
-            source.problem(place, cells)
+            source.problem(location, cells)
             continue
         name: Any = cells.get(columns.image)
-        wrong = _path_problem(name) if stored is None else None
-        if wrong:
-            source.problem(place, wrong, "no-image")
+        fault = _path_problem(name) if stored is None else None
+        if fault:
+            source.problem(location, fault, "no-image")
             continue
         if is_generated(cells.get(columns.source) if columns.source else None):
             generated += 1
@@ -107,7 +107,7 @@ def rows_of(
             splits.from_value(cells.get(columns.split) if columns.split else None) or table_split
         )
         yield Row(
-            place,
+            location,
             captions if len(captions) > 1 else captions[0],
             split,
             stored or find_image(name),
@@ -181,10 +181,12 @@ def choose_columns(header: Sequence[str], options: Options, where: str, hint: st
         raise user_error(
             f"{where}: the first row is an image, not column names; add a row such as image,caption"
         )
-    if missing := [name for name, found in (("image", image), ("caption", captions)) if not found]:
+    if missing := [
+        name for name, column in (("image", image), ("caption", captions)) if not column
+    ]:
         flags = " and ".join(f"--{name}-column" for name in missing)
-        what = f"no {' and no '.join(missing)} column among {_listing(header)}"
-        raise user_error(f"{where}: {what}; specify it with {flags}{hint}")
+        fault = f"no {' and no '.join(missing)} column among {_listing(header)}"
+        raise user_error(f"{where}: {fault}; specify it with {flags}{hint}")
     split = next(iter(find(SPLIT_NAMES)), None)
     written_by = next(iter(find([SOURCE_NAME])), None)
     return Columns(image[0], tuple(dict.fromkeys(captions)), split, written_by)

@@ -105,9 +105,9 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
     if len(tables) == 1:
         explain_columns(tables[0], options)
     if tables:
-        what = f"{len(tables)} tables ({_listing(tables)})"
+        contents = f"{len(tables)} tables ({_listing(tables)})"
         return user_error(
-            f"{path}: contains {what}; choose the one with captions: --data {tables[0]}"
+            f"{path}: contains {contents}; choose the one with captions: --data {tables[0]}"
         )
     if next(walk_images(path), None) is None:
         return None

@@ -45,10 +45,10 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
         raise user_error(f"{source.path}: not a readable dataset ({error})"[:500]) from error
     for split, data in tables.items():
         # The name of a single split is not informative.
-        given = splits.from_value(split) if len(tables) > 1 else None
+        split_name = splits.from_value(split) if len(tables) > 1 else None
         columns = choose_columns(data.column_names, source.options, str(source.path))
         yield from rows_of(
-            source, split, columns, _records(name, split, data, columns), (source.path,), given
+            source, split, columns, _records(name, split, data, columns), (source.path,), split_name
         )
 
 
@@ -59,8 +59,8 @@ def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Rec
         "binary",
         "large_binary",
     }
-    wanted = {*columns.captions, columns.split, None if embedded else columns.image}
-    narrow = data.select_columns([column for column in data.column_names if column in wanted])
+    used_names = {*columns.captions, columns.split, None if embedded else columns.image}
+    narrow = data.select_columns([column for column in data.column_names if column in used_names])
     for row, cells in enumerate(narrow):
         yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None
 
@@ -72,12 +72,12 @@ def open_dataset(name: str) -> dict[str, Any]:
     `datasets` downloads what is on the hub once, into its cache.
     """
     datasets = require("datasets", "A Hugging Face dataset")
-    found = (
+    loaded = (
         datasets.load_dataset(name.removeprefix(HUB))
         if name.startswith(HUB)
         else datasets.load_from_disk(name)
     )
-    tables = dict(found) if isinstance(found, Mapping) else {str(found.split or "train"): found}
+    tables = dict(loaded) if isinstance(loaded, Mapping) else {str(loaded.split or "train"): loaded}
     if not tables:
         raise user_error(f"{name}: the dataset has no splits")
     for split, table in tables.items():

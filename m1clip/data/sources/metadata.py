@@ -115,11 +115,15 @@ class PhotoFolder:
         """
         descriptions: Found | None = None
         keywords: Found | None = None
-        for found in self._find_texts(photo):
-            if descriptions is None and to_captions(found.texts._replace(keywords=[]), found.where):
-                descriptions = found
-            if keywords is None and to_captions(found.texts._replace(descriptions=[]), found.where):
-                keywords = found
+        for metadata in self._find_texts(photo):
+            if descriptions is None and to_captions(
+                metadata.texts._replace(keywords=[]), metadata.where
+            ):
+                descriptions = metadata
+            if keywords is None and to_captions(
+                metadata.texts._replace(descriptions=[]), metadata.where
+            ):
+                keywords = metadata
             if descriptions and keywords:
                 break
         first = descriptions or keywords
@@ -151,21 +155,21 @@ class PhotoFolder:
         name = self.inside + photo
         path = self.root / name
         kind: CaptionKind | None = None
-        found: list[Found] = []
+        in_image: list[Found] = []
         try:
             with open_header(path, name) as image:
                 if image.format == "PNG":
                     # Pillow would find them only after it has decoded the pixels.
                     read_late_chunks(path, image)
                 for kind, read in _EMBEDDED:
-                    found.append(Found(read(image), name, kind))
+                    in_image.append(Found(read(image), name, kind))
         except BadImage as error:
             raise BrokenMetadata(name, error.reason) from error
         # As for pixels: Pillow raises errors of many kinds for damaged files.
         except Exception as error:
-            what = f"{kind or 'metadata'} cannot be read ({failure_reason(error)})"
-            raise BrokenMetadata(name, what) from error
-        return found
+            message = f"{kind or 'metadata'} cannot be read ({failure_reason(error)})"
+            raise BrokenMetadata(name, message) from error
+        return in_image
 
     def _from_json(self, photo: str) -> Iterator[Found]:
         sidecar = self._json_sidecar(photo)
@@ -223,9 +227,9 @@ def metadata_rows(source: DataSource) -> Iterator[Row]:
             source.problem((name, 0), "no caption in its metadata", "empty-caption")
             continue
         counts[captions.kind] += 1
-        place = (captions.where, 0)
+        location = (captions.where, 0)
         split = splits.from_path(name)
-        yield Row(place, captions.texts, split, source.image_file(name), name)
+        yield Row(location, captions.texts, split, source.image_file(name), name)
     total = sum(counts.values())
     if total and counts[NO_KIND] == total and not _is_unreadable(source):
         raise no_captions(source.path, metadata=False, file_names=False)

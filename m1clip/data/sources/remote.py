@@ -244,8 +244,10 @@ def _limited_response() -> type:
 
         async def _read_limited(self) -> bytes:
             """All bytes, counted while they arrive."""
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
-            first, last = map(int, asked.groups()) if asked else (0, MAX_WHOLE_BYTES - 1)
+            byte_range = re.fullmatch(
+                r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", "")
+            )
+            first, last = map(int, byte_range.groups()) if byte_range else (0, MAX_WHOLE_BYTES - 1)
             if self.status == _OK and first > 0:
                 raise _no_ranges(str(self.url))
             limit = last - first + 1
@@ -257,7 +259,7 @@ def _limited_response() -> type:
                 if self.status not in (_OK, _PARTIAL_CONTENT):
                     self.close()  # the page of an error, of which nobody needs the rest
                     break
-                if asked:
+                if byte_range:
                     raise _no_ranges(str(self.url))
                 raise UserError(
                     f"{without_credentials(str(self.url))}: longer than {limit >> 20} MiB; is it"

@@ -19,7 +19,7 @@ from m1clip.data.sources.base import (
     MAX_TEXT_BYTES,
     Captions,
     DataSource,
-    Place,
+    Location,
     Row,
     captions_of,
     parse_json,
@@ -48,7 +48,7 @@ _MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
 _KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
-Report = Callable[[Place, str, ProblemKind], None]  # place, what is wrong, kind
+Report = Callable[[Location, str, ProblemKind], None]  # location, what is wrong, kind
 
 
 class TruncatedTar(Exception):
@@ -124,11 +124,11 @@ def _pax_fields(body: bytes) -> dict[str, str]:
     """Path and size in records of the form `length key=value newline`."""
     fields: dict[str, str] = {}
     at = 0
-    while found := re.match(rb"(\d{1,7}) ", body[at : at + 20]):
-        end = at + int(found.group(1))
-        if end <= at + found.end() or end > len(body):
+    while record := re.match(rb"(\d{1,7}) ", body[at : at + 20]):
+        end = at + int(record.group(1))
+        if end <= at + record.end() or end > len(body):
             break
-        key, _, value = body[at + found.end() : end - 1].partition(b"=")
+        key, _, value = body[at + record.end() : end - 1].partition(b"=")
         if key == b"path" or (key == b"size" and re.fullmatch(rb"\d{1,19}", value)):
             fields[key.decode()] = _text(value)
         at = end
@@ -179,13 +179,13 @@ def shard_rows(source: DataSource) -> Iterator[Row]:
     """One row per sample, shard by shard; a truncated shard yields the samples before the cut."""
     for path in shard_paths(source.path):
         with open_regular(path) as file:
-            for place, image, parts in samples_in(path, file, source.problem):
+            for location, image, parts in samples_in(path, file, source.problem):
                 texts = read_texts(file, parts)
                 split = texts.split or split_of(path)
                 # Two shards may have the same keys, so the shard is part of the id.
                 id_ = texts.id or f"{os.path.basename(path)}/{image.name}"
                 yield Row(
-                    place,
+                    location,
                     texts.captions,
                     split,
                     TarImage(path, image.name, image.offset, image.size),
@@ -202,8 +202,8 @@ def split_of(path: str) -> str | None:
 
 def samples_in(
     path: str, file: BinaryIO, problem: Report
-) -> Iterator[tuple[Place, Member, dict[str, Member]]]:
-    """(place, image, all members by suffix) of each sample: consecutive members with the
+) -> Iterator[tuple[Location, Member, dict[str, Member]]]:
+    """(location, image, all members by suffix) of each sample: consecutive members with the
     same key.
     """
     for key, group in groupby(_named(path, file, problem), key=lambda item: item[0]):
@@ -211,14 +211,14 @@ def samples_in(
         for _, suffix, member in group:
             if suffix in parts or len(parts) < _MAX_PARTS:
                 parts[suffix] = member
-        place = (f"{path}: {key}", 0)
+        location = (f"{path}: {key}", 0)
         image = next(
             (parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None
         )
         if image is None:
-            problem(place, "no image", "no-image")
+            problem(location, "no image", "no-image")
         else:
-            yield place, image, parts
+            yield location, image, parts
 
 
 def _named(path: str, file: BinaryIO, problem: Report) -> Iterator[tuple[str, str, Member]]:
@@ -313,29 +313,29 @@ def _in_folder(folder: Path) -> list[str]:
         folder,
         *(below for below in sorted(folder.iterdir()) if splits.from_folder(below.name)),
     ]
-    return [os.fspath(path) for each in folders for path in sorted(each.glob("*.tar"))]
+    return [os.fspath(path) for parent in folders for path in sorted(parent.glob("*.tar"))]
 
 
 def shard_paths(path: Path) -> list[str]:
     """The shards of a path, a folder or a pattern; each must exist."""
-    found = (
+    names = (
         _in_folder(path)
         if path.is_dir()
         else [os.fspath(path)]
         if path.exists()
         else expand(os.fspath(path))
     )
-    found = [
-        name for part in found for name in (sorted(glob.glob(part)) if "*" in part else [part])
+    names = [
+        name for part in names for name in (sorted(glob.glob(part)) if "*" in part else [part])
     ]
-    if not found:
+    if not names:
         raise user_error(f"{path}: no .tar file there")
-    if missing := [name for name in found if not os.path.isfile(name)]:
+    if missing := [name for name in names if not os.path.isfile(name)]:
         raise user_error(
-            f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the"
+            f"{missing[0]}: no such shard ({len(missing)} of {len(names)} are missing); check the"
             " pattern"
         )
-    return found
+    return names
 
 
 def list_shards(spec: str) -> list[str]:
@@ -348,12 +348,12 @@ def remote_paths(url: str) -> list[str]:
     folder = f"{url.rstrip('/')}/*.tar"
     parts = expand(url if ".tar" in url.rpartition("/")[2] else folder)
     try:
-        found = [name for part in parts for name in (matching(part) if "*" in part else [part])]
+        names = [name for part in parts for name in (matching(part) if "*" in part else [part])]
     except OSError as error:
         raise user_error(f"{without_credentials(url)}: cannot be listed ({error})") from None
-    if not found:
+    if not names:
         raise user_error(f"{without_credentials(url)}: no .tar file there")
-    return found
+    return names
 
 
 def expand(pattern: str) -> list[str]:

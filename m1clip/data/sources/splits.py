@@ -48,8 +48,8 @@ def from_path(name: str) -> str | None:
 
 def from_file_name(name: str) -> str | None:
     """captions_train2017.json -> train; val-00001.tar -> val; photos.csv -> None."""
-    found = _IN_FILE_NAME.search(name.lower())
-    return _SPLIT_OF_NAME[found.group(1)] if found else None
+    match = _IN_FILE_NAME.search(name.lower())
+    return _SPLIT_OF_NAME[match.group(1)] if match else None
 
 
 def hash_unit(text: str) -> float:
@@ -61,18 +61,18 @@ def hash_unit(text: str) -> float:
 
 
 def assign(
-    given: Mapping[str, str | None], class_of: Mapping[str, str] | None = None
+    split_names: Mapping[str, str | None], class_of: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
     """The split of each id, and notes for the user on how it was chosen.
 
     The same fractions of each class if given.
     """
-    names = {name for name in given.values() if name}
+    names = {name for name in split_names.values() if name}
     if not names:
-        return _by_hash(list(given), TEST_FRACTION, class_of), []
+        return _by_hash(list(split_names), TEST_FRACTION, class_of), []
     notes = []
-    split_of = {id_: name or "train" for id_, name in given.items()}
-    if unnamed := sum(name is None for name in given.values()):
+    split_of = {id_: name or "train" for id_, name in split_names.items()}
+    if unnamed := sum(name is None for name in split_names.values()):
         notes.append(
             f"{plural(unnamed, 'image')} without a split although others have one: assigned to"
             " train"
@@ -117,7 +117,7 @@ def _by_hash(
     return split_of
 
 
-def _count_of_class(name: str, split: str, images: int, fraction: float, most: int) -> int:
+def _count_of_class(name: str, split: str, images: int, fraction: float, max_count: int) -> int:
     """How many images of a class are held out for a split: at least one of ten.
 
     Train keeps at least one.
@@ -129,4 +129,4 @@ def _count_of_class(name: str, split: str, images: int, fraction: float, most: i
     count = int(exact + hash_unit(f"{split}:{name}"))
     if exact >= MIN_HELD_OUT:
         count = max(1, count)
-    return max(0, min(count, most))
+    return max(0, min(count, max_count))

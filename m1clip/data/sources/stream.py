@@ -27,8 +27,8 @@ from m1clip.data.sources.base import (
     CaptionFault,
     DataFormat,
     DataPath,
+    Location,
     Options,
-    Place,
     captions_of,
     parse_json,
     user_error,
@@ -96,21 +96,21 @@ def make_index(path: str) -> bytes:
     counts: list[int] = []
     problems: list[tuple[str, str, ProblemKind]] = []
 
-    def problem(place: Place, what: str, kind: ProblemKind) -> None:
+    def problem(location: Location, message: str, kind: ProblemKind) -> None:
         if len(problems) < PROBLEMS:
-            problems.append((without_credentials(place[0]), one_line(what), kind))
+            problems.append((without_credentials(location[0]), one_line(message), kind))
 
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
-        for place, image, parts in samples_in(path, file, problem):
+        for location, image, parts in samples_in(path, file, problem):
             texts = read_texts(file, parts)
             captions, fault = captions_of(texts.captions)
             if image.size > MAX_MEMBER_BYTES:
                 captions = []
-                what = f"{image.size >> 20} MiB is too large for an image"
-                fault = CaptionFault("unreadable", what)
+                message = f"{image.size >> 20} MiB is too large for an image"
+                fault = CaptionFault("unreadable", message)
             if fault:
-                problem(place, fault.what, fault.kind)
+                problem(location, fault.message, fault.kind)
             if captions and texts.member is not None:
                 if len(rows) == MAX_SAMPLES:
                     raise user_error(
@@ -165,7 +165,7 @@ def read_index(path: str, index: Path | None = None) -> Shard | None:
             header = parse_json(file.readline(MAX_HEADER))
             facts, ours = None if is_remote(path) else os.stat(path), os.fstat(file.fileno())
         problems = tuple(
-            Problem(str(where), str(what), kind) for where, what, kind in header["problems"]
+            Problem(str(where), str(message), kind) for where, message, kind in header["problems"]
         )
         shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
         fresh = facts is None or (
@@ -183,7 +183,7 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
     A shard that cannot be read has no samples.
     """
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else user_cache()
-    places = [_index_places(path, cache / "shards") for path in paths]
+    index_paths = [_index_places(path, cache / "shards") for path in paths]
     refresh = console.current_progress()
 
     def find(path: str, indexes: Sequence[Path]) -> Shard | None:
@@ -193,29 +193,31 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
         return find(path, indexes) or _make(path, indexes)  # another process may have made it
 
     with ThreadPoolExecutor(_threads(paths)) as pool:
-        found = list(pool.map(find, paths, places))
-        missing = [number for number, shard in enumerate(found) if shard is None]
+        shards_found = list(pool.map(find, paths, index_paths))
+        missing = [number for number, shard in enumerate(shards_found) if shard is None]
         if missing:
             cache.mkdir(parents=True, exist_ok=True)
             refresh(0, len(missing))
             with FileLock(cache / "shards.lock"):
                 made = pool.map(
                     make,
-                    *zip(*((paths[number], places[number]) for number in missing), strict=True),
+                    *zip(
+                        *((paths[number], index_paths[number]) for number in missing), strict=True
+                    ),
                 )
                 for done, (number, shard) in enumerate(zip(missing, made, strict=True), start=1):
-                    found[number] = shard
+                    shards_found[number] = shard
                     refresh(done, len(missing))
-    shards = [shard for shard in found if shard is not None]
+    shards = [shard for shard in shards_found if shard is not None]
     return shards, sum(shards[number].bytes > 0 for number in missing)
 
 
 def _index_places(path: str, cache: Path) -> list[Path]:
-    kept = (
+    in_cache = (
         cache
         / f"{hashlib.sha256(without_credentials(path).encode()).hexdigest()[:32]}{INDEX_SUFFIX}"
     )
-    return [kept] if is_remote(path) else [Path(path + INDEX_SUFFIX), kept]
+    return [in_cache] if is_remote(path) else [Path(path + INDEX_SUFFIX), in_cache]
 
 
 def _make(path: str, indexes: Sequence[Path]) -> Shard:
@@ -231,8 +233,8 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
             " shards"
         ) from None
     except OSError as error:
-        what = one_line(error.strerror or str(error))
-        return Shard(path, indexes[-1], (Problem(without_credentials(path), what, "shard"),))
+        message = one_line(error.strerror or str(error))
+        return Shard(path, indexes[-1], (Problem(without_credentials(path), message, "shard"),))
     index = first_written(indexes, data)
     if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
         os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
@@ -314,8 +316,8 @@ class ShardSamples(Sequence[Sample]):
             index += int(
                 np.searchsorted(self.left_out - np.arange(len(self.left_out)), index, side="right")
             )
-        place = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return self.shards[place], index - int(self.starts[place])
+        shard_index = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.shards[shard_index], index - int(self.starts[shard_index])
 
     def images(self) -> Sequence[ShardImage]:
         """The images of all samples; nothing is read."""
@@ -334,16 +336,16 @@ class ShardSamples(Sequence[Sample]):
 
     def captions(self, index: int) -> tuple[str, ...]:
         """The captions of a sample; those of an image that was just read need no second read."""
-        found = self._captions.pop(index, None)
-        if found is None:
+        texts = self._captions.pop(index, None)
+        if texts is None:
             shard, _, _, text, size, is_json = self._row(index)
             try:
-                found = captions_in(read_range(shard.path, text, size), is_json)
+                texts = captions_in(read_range(shard.path, text, size), is_json)
             except OSError as error:
                 raise user_error(
                     f"{shard.name}: captions cannot be read ({error.strerror or error})"
                 ) from None
-        return found
+        return texts
 
     def _row(self, index: int) -> tuple[Shard, int, int, int, int, bool]:
         """The shard of a sample, and where its image and its captions are."""
@@ -455,9 +457,9 @@ class StreamedSource(Source):
             if options.stream
             else f"more than {size(STREAM_BYTES)}"
         )
-        what = f"{plural(len(self.shards), 'shard')}, {size(total)}"
+        amount = f"{plural(len(self.shards), 'shard')}, {size(total)}"
         self.notes.append(
-            f"{self.name}: {what}, streamed: read during training, not cached ({reason})"
+            f"{self.name}: {amount}, streamed: read during training, not cached ({reason})"
         )
 
     def _hold_out(self, names: Sequence[str]) -> None:
@@ -466,8 +468,8 @@ class StreamedSource(Source):
         count = max(1, min(round(0.05 * len(train)), HELD_OUT)) * len(names)
         numbers = np.arange(count) * len(train) // count
         self.parts["train"] = ShardSamples(train.shards, left_out=numbers)
-        for place, name in enumerate(names):
-            self.parts[name] = ShardSamples(train.shards, chosen=numbers[place :: len(names)])
+        for offset, name in enumerate(names):
+            self.parts[name] = ShardSamples(train.shards, chosen=numbers[offset :: len(names)])
         text = " and ".join(plural(len(self.parts[name]), f"{name} image") for name in names)
         self.notes.append(
             f"the shards' names contain no val split: {text} held out of {len(train):,}"
@@ -482,10 +484,11 @@ class StreamedSource(Source):
     def cached(self, split: str) -> list[Sample]:
         return self._spread(split, HELD_OUT)
 
-    def _spread(self, split: str, most: int) -> list[Sample]:
+    def _spread(self, split: str, max_count: int) -> list[Sample]:
         total = len(self.parts[split])
         picked = self.pick(
-            split, [place * total // min(most, total) for place in range(min(most, total))]
+            split,
+            [index * total // min(max_count, total) for index in range(min(max_count, total))],
         )
         # Without shards that cannot be read.
         return [sample for sample in picked if sample.captions]

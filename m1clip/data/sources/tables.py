@@ -76,7 +76,10 @@ def table_format(path: Path) -> str | None:
 
 
 def find_tables(
-    path: Path, options: Options = DEFAULT_OPTIONS, wanted: str | None = None, nested: bool = True
+    path: Path,
+    options: Options = DEFAULT_OPTIONS,
+    format_name: str | None = None,
+    nested: bool = True,
 ) -> list[Path]:
     """The tables (in the wanted format) with the captions of a folder: a usual name, several parts,
     or the only one.
@@ -88,7 +91,7 @@ def find_tables(
         return [
             file
             for file in files
-            if (kind := table_format(file)) and wanted in (None, kind) and file.is_file()
+            if (kind := table_format(file)) and format_name in (None, kind) and file.is_file()
         ]
 
     groups = [[path / name] for name in TABLE_NAMES]
@@ -114,7 +117,7 @@ def find_tables(
         table
         for folder in below
         if folder.is_dir()
-        for table in find_tables(folder, options, wanted, False)
+        for table in find_tables(folder, options, format_name, False)
     ]
 
 
@@ -131,8 +134,8 @@ def has_caption_keys(path: Path, options: Options = DEFAULT_OPTIONS) -> bool:
         return False
     head = read_start(path, _BYTES_FOR_KEYS).decode("utf-8-sig", "replace")
     keys = {column_key(key) for key in re.findall(r'"([^"\\]*)"\s*:', head)}
-    known = _CAPTION_KEYS | {column_key(options.image_column or "")}
-    return head.lstrip()[:1] in ("[", "{") and not keys.isdisjoint(known)
+    caption_keys = _CAPTION_KEYS | {column_key(options.image_column or "")}
+    return head.lstrip()[:1] in ("[", "{") and not keys.isdisjoint(caption_keys)
 
 
 def without_captions(folder: Path) -> list[Path]:
@@ -206,7 +209,7 @@ def read_header(path: Path, options: Options) -> tuple[str, list[str], bool]:
             return delimiter, headers[delimiter], True
         except (UserError, csv.Error):
             continue
-    delimiter = max(headers, key=lambda each: len(headers[each]), default=",")
+    delimiter = max(headers, key=lambda candidate: len(headers[candidate]), default=",")
     return delimiter, headers.get(delimiter, []), False
 
 
@@ -222,8 +225,8 @@ def _read_csv(path: Path, source: DataSource) -> Opened:
                 csv.reader(text_lines(path, source), delimiter=delimiter), start=1
             ):
                 if len(cells) > len(header) and number > 1:
-                    what = f"{len(cells)} cells under {len(header)} columns"
-                    yield number, f"{what}: put quotes around captions with {delimiter!r}", None
+                    counts = f"{len(cells)} cells under {len(header)} columns"
+                    yield number, f"{counts}: put quotes around captions with {delimiter!r}", None
                 elif cells and number > 1:
                     # Not strict: cells missing at the end of a row read as None.
                     yield number, dict(zip(header, cells, strict=False)), None
@@ -283,10 +286,13 @@ def _coco_rows(images: list[Any], annotations: list[Any]) -> list[Any]:
     names = {
         key(image, "id"): image.get("file_name") for image in images if isinstance(image, dict)
     } | {None: None}
-    dicts = ((each, each if isinstance(each, dict) else {}) for each in annotations)
+    dicts = (
+        (annotation, annotation if isinstance(annotation, dict) else {})
+        for annotation in annotations
+    )
     return [
-        {"image": names.get(key(d, "image_id")), "caption": d.get("caption")} if d else each
-        for each, d in dicts
+        {"image": names.get(key(d, "image_id")), "caption": d.get("caption")} if d else record
+        for record, d in dicts
     ]
 
 
@@ -305,8 +311,8 @@ def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> 
 
     def records(_: Columns) -> Iterator[Record]:
         for number, row in values():
-            wrong = row.args[0] if isinstance(row, ValueError) else "not a JSON object"
-            yield number, row if isinstance(row, dict) else wrong, None
+            fault = row.args[0] if isinstance(row, ValueError) else "not a JSON object"
+            yield number, row if isinstance(row, dict) else fault, None
 
     return columns, records
 
@@ -328,8 +334,10 @@ def _read_parquet(path: Path, source: DataSource) -> Opened:
             number = 0
             for group in range(file.num_row_groups):
                 start = number
-                wanted = [name for name in names if name]
-                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
+                present = [name for name in names if name]
+                for batch in file.iter_batches(
+                    batch_size=1024, row_groups=[group], columns=present
+                ):
                     for cells in batch.to_pylist():
                         image = (
                             ParquetImage(str(path), columns.image, group, number - start)
@@ -416,8 +424,10 @@ def _locate_table(name: str, data: DataPath) -> Path:
         tables = data.ask(find_tables)
         formats = {table_format(table) for table in tables}
         if len(formats) > 1:
-            what = f"tables in {len(formats)} formats; choose one, as in {name}:{data.path}"
-            raise user_error(f"{data.path}: {what}")
+            formats_found = (
+                f"tables in {len(formats)} formats; choose one, as in {name}:{data.path}"
+            )
+            raise user_error(f"{data.path}: {formats_found}")
     return tables[0] if len(tables) == 1 else data.path
 
 

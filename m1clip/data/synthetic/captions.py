@@ -82,8 +82,8 @@ class Negative:
     truth: str
 
 
-def _other(rng: np.random.Generator, choices: Sequence[Value], taken: Sequence[Value]) -> Value:
-    free = [choice for choice in choices if choice not in taken]
+def _other(rng: np.random.Generator, choices: Sequence[Value], current: Sequence[Value]) -> Value:
+    free = [choice for choice in choices if choice not in current]
     return free[int(rng.integers(len(free)))]
 
 
@@ -109,8 +109,10 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
     if attribute == "kind":
         choices = [name for name in choices if KINDS[name].category == thing.category]
     # Two things of a scene always differ in kind and color.
-    taken = [getattr(t, attribute) for t in (things if attribute in ("color", "kind") else [thing])]
-    things[index] = replace(thing, **{attribute: _other(rng, choices, taken)})
+    current = [
+        getattr(t, attribute) for t in (things if attribute in ("color", "kind") else [thing])
+    ]
+    things[index] = replace(thing, **{attribute: _other(rng, choices, current)})
     return replace(scene, things=tuple(things))
 
 
@@ -119,11 +121,13 @@ def negatives(scene: Scene, seed: int) -> list[Negative]:
     differs.
     """
     rng = generator(NEGATIVES, seed)
-    wrong = [
+    changed_scenes = [
         _change(scene, attribute, int(rng.integers(len(scene.things))), rng)
         for attribute in ATTRIBUTES
     ]
-    wordings = list(zip(*(paraphrases(each) for each in (scene, *wrong)), strict=True))
+    wordings = list(
+        zip(*(paraphrases(variant) for variant in (scene, *changed_scenes)), strict=True)
+    )
     longest = [max(map(len, wording)) for wording in wordings]
     # A truncated caption might lose the word that was changed.
     limit = max(FITS, min(longest))
@@ -131,4 +135,7 @@ def negatives(scene: Scene, seed: int) -> list[Negative]:
         wording for wording, length in zip(wordings, longest, strict=True) if length <= limit
     ]
     truth, *texts = fitting[int(rng.integers(len(fitting)))]
-    return [Negative(*each, truth) for each in zip(wrong, texts, ATTRIBUTES, strict=True)]
+    return [
+        Negative(*texts_of_scene, truth)
+        for texts_of_scene in zip(changed_scenes, texts, ATTRIBUTES, strict=True)
+    ]

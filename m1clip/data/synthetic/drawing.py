@@ -230,7 +230,7 @@ def _centers(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tu
     return placed if thing.position in ("left", "right") else [(b, a) for a, b in placed]
 
 
-def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
+def place_instances(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
     """The variant of the background and all objects, the same for every image size."""
     rng = generator(PLACEMENT, seed)
     variant = int(rng.integers(VARIANTS))
@@ -265,7 +265,7 @@ def sprite_at(instance: Instance, time: str, size: int) -> tuple[Sprite, slice, 
 
 def draw(scene: Scene, size: int, seed: int) -> np.ndarray:
     """(size, size, 3) uint8, a pure function of the arguments."""
-    variant, instances = place(scene, seed)
+    variant, instances = place_instances(scene, seed)
     image = background(scene.time, scene.category, size, variant).copy()
     for instance in instances:
         shape, rows, columns = sprite_at(instance, scene.time, size)

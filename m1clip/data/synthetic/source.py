@@ -106,7 +106,7 @@ def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
         )
     with_one = max(min(round(count / 2), singles), count - doubles)
     rng = scenes.generator(scenes.SCENES, SPLITS.index(split), seed)
-    found: list[Scene] = []
+    scene_list: list[Scene] = []
     for things, number in ((1, with_one), (2, count - with_one)):
         axes = _axes(split, things)
         chosen = rng.choice(scenes_available(split, things), size=number, replace=False)
@@ -114,8 +114,8 @@ def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
             *(index.tolist() for index in np.unravel_index(chosen, [len(axis) for axis in axes])),
             strict=True,
         )
-        found += [_scene([axis[i] for axis, i in zip(axes, row, strict=True)]) for row in rows]
-    return [found[i] for i in rng.permutation(count)]
+        scene_list += [_scene([axis[i] for axis, i in zip(axes, row, strict=True)]) for row in rows]
+    return [scene_list[i] for i in rng.permutation(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class SyntheticImage(ImageRef):
     seed: int
     name: str
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         return Image.fromarray(draw(self.scene, self.size, self.seed))
 
     def read(self) -> bytes:

@@ -157,5 +157,5 @@ def test_text_file_that_is_no_text_is_reported(images: Write, data: bytes) -> No
     (root / "b.txt").write_bytes(data)
     source = open_source(f"txt:{root}")
     assert [problem.where for problem in source.problems] == ["b.jpg"]
-    assert "neither UTF-8" in source.problems[0].what
+    assert "neither UTF-8" in source.problems[0].message
     assert list(everything(source)) == ["a.jpg"]

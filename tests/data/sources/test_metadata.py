@@ -332,7 +332,7 @@ def test_broken_sidecars_are_one_problem_each_that_names_the_file(images: Write)
         "text.xmp: XMP cannot be read (not valid XML",
     ]
     for problem, reason in zip(source.problems, reasons, strict=True):
-        assert problem.what.startswith(reason)
+        assert problem.message.startswith(reason)
         assert problem.kind == "unreadable"
 
 

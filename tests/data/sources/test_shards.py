@@ -52,7 +52,7 @@ def test_captions_of_shards_are_decoded_as_those_of_text_files(tmp_path: Path) -
     ]
     source = open_source(str(write_tar(tmp_path / "s.tar", members)))
     assert [sample.captions for sample in everything(source).values()] == [("Café",)] * 2
-    assert [problem.what for problem in source.problems] == ["no caption"]
+    assert [problem.message for problem in source.problems] == ["no caption"]
 
 
 def test_json_caption_and_incomplete_samples(tmp_path: Path) -> None:
@@ -65,7 +65,11 @@ def test_json_caption_and_incomplete_samples(tmp_path: Path) -> None:
     ]
     source = open_source(str(write_tar(tmp_path / "s.tar", entries)))
     assert [sample.captions for sample in everything(source).values()] == [("from json",)]
-    assert [problem.what for problem in source.problems] == ["no caption", "no image", "no caption"]
+    assert [problem.message for problem in source.problems] == [
+        "no caption",
+        "no image",
+        "no caption",
+    ]
 
 
 def test_truncated_shard_gives_samples_before_the_end(tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_truncated_shard_gives_samples_before_the_end(tmp_path: Path) -> None:
     source = open_source(str(path))
     assert 4 <= len(everything(source)) < 10
     assert everything(source).items() <= complete.items()
-    assert "cut short" in source.problems[-1].what
+    assert "cut short" in source.problems[-1].message
     image = everything(source)["s.tar/00003.jpg"].image
     path.write_bytes(data[:512])
     with pytest.raises(BadImage, match="truncated"):

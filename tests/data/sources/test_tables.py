@@ -66,8 +66,8 @@ def test_bad_rows_are_problems_with_their_row(images: Write) -> None:
     assert [problem.where for problem in source.problems] == [
         f"t.csv row {n}" for n in (3, 4, 5, 6, 7, 8)
     ]
-    assert "quotes" in source.problems[2].what
-    assert "img2dataset" in source.problems[4].what
+    assert "quotes" in source.problems[2].message
+    assert "img2dataset" in source.problems[4].message
 
 
 def test_giant_caption_is_a_problem_in_every_format(images: Write) -> None:
@@ -80,7 +80,7 @@ def test_giant_caption_is_a_problem_in_every_format(images: Write) -> None:
     (root / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = open_source(str(root / "t.jsonl"))
     assert list(everything(source)) == ["b.jpg"]
-    assert [problem.what for problem in source.problems] == [
+    assert [problem.message for problem in source.problems] == [
         "the caption is too long (131,073 characters; at most 131,072)"
     ]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_scenes import scenes
 
-from m1clip.data.synthetic.drawing import place, sprite_at
+from m1clip.data.synthetic.drawing import place_instances, sprite_at
 from m1clip.data.synthetic.scene import Scene, Thing
 from m1clip.data.synthetic.source import SyntheticImage, SyntheticSource
 
@@ -19,7 +19,7 @@ RED_CATS = Scene((Thing("cat", "red", 2, "large", "left"),), "day")
 def test_no_object_hides_another(scene: Scene, seed: int) -> None:
     # 0 for the background, else 1 + the index of the object.
     labels = np.zeros((112, 112), np.int64)
-    for number, instance in enumerate(place(scene, seed)[1], start=1):
+    for number, instance in enumerate(place_instances(scene, seed)[1], start=1):
         shape, rows, columns = sprite_at(instance, scene.time, 112)
         labels[rows, columns][shape.keep[:, :, 0] < 0.5] = number
     numbers, areas = np.unique(labels[labels > 0], return_counts=True)

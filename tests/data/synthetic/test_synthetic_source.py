@@ -82,7 +82,7 @@ def test_samples_have_ids_captions_and_images_that_pickle_small(
     packed = pickle.dumps(image)
     assert len(packed) < 1000
     assert pickle.loads(packed).stamp() == image.stamp()
-    assert pickle.loads(packed).open(want=32).tobytes() == image.open().tobytes()
+    assert pickle.loads(packed).open(min_side=32).tobytes() == image.open().tobytes()
 
 
 def test_stamps_depend_on_image_size_and_seed(source: synthetic.SyntheticSource) -> None:
