@@ -35,7 +35,7 @@ def make_library(folder: Path, model: str, images: int) -> Path:
     photos = folder / "photos"
     photos.mkdir()
     Image.new("RGB", (64, 64), "teal").save(photos / "0.png")
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     db, rng = connect(place, write=True), np.random.default_rng(0)
     generation, dim = db.execute("SELECT generation, dim FROM models").fetchone()
     vectors = rng.normal(size=(images - 1, dim)).astype(np.float32)

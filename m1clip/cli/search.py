@@ -71,7 +71,7 @@ def index(
     def update(always: bool) -> None:
         with console.progress("indexing images"):
             report = update_index(folder, model, when_done)
-        if always or report.added or report.kept or report.removed:
+        if always or report.added or report.reused or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
         if always and model is None:
@@ -93,13 +93,13 @@ def index(
 
 
 def _report_lines(report: Report, shown: int | None) -> list[str]:
-    changes = f"{report.added:,} new, {report.kept:,} moved or copied, {report.removed:,} removed"
+    changes = f"{report.added:,} new, {report.reused:,} moved or copied, {report.removed:,} removed"
     skipped = (
         f"{report.hidden:,} hidden, {plural(report.links, 'link')},"
         f" {plural(report.other, 'other file')}"
     )
     lines = [
-        f"index      {report.place}",
+        f"index      {report.folder}",
         f"model      {_shown_model(report.model)}",
         f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",
         f"skipped    {skipped}, {plural(len(report.problems), 'file')} that cannot be used",

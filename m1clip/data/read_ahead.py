@@ -53,7 +53,9 @@ class ReadAhead:
         self.block = max(1, min(IMAGES_PER_BLOCK, batch // (2 * processes)))
         self.shared = SharedRows(slots * batch, (images.side, images.side, 3), np.uint8)
         self.requests: deque[_Request] = deque()
-        self._blocks: dict[int, tuple[_Request, int]] = {}  # by number: its batch, its first position
+        self._blocks: dict[
+            int, tuple[_Request, int]
+        ] = {}  # by number: its batch, its first position
         self._requested = 0
         self._block_count = 0
         self.pool = DecodePool(

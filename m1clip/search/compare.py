@@ -56,15 +56,15 @@ def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -
     photos = list(named.values()) + _others(index, named)
     after = m1clip.load(new_model)
     vectors, readable = _encode(after, index, photos)
-    photos = [photos[place] for place in readable]
+    photos = [photos[number] for number in readable]
     before_images = index.vectors[[photo.row for photo in photos]].astype(np.float32)
     texts: list[str] = []
     image_index: list[int] = []
-    for place, photo in enumerate(photos):
+    for number, photo in enumerate(photos):
         label = labels.get(photo.path)
         if label is not None and label.split == "test":
             texts += label.captions
-            image_index += [place] * len(label.captions)
+            image_index += [number] * len(label.captions)
     if not texts:
         raise UserError(
             "no label was held out, so the models cannot be compared; label more photos"
@@ -89,21 +89,23 @@ def _others(index: Index, named: Mapping[str, Photo]) -> list[Photo]:
     """Some photos without a label, drawn at random."""
     rng = np.random.default_rng(COMPARE_SEED)
     drawn = rng.permutation(len(index.vectors))[: MAX_UNLABELLED + len(named)]
-    known = {photo.row for photo in named.values()}
-    return [photo for photo in index.photos_at(drawn) if photo.row not in known][:MAX_UNLABELLED]
+    labelled_rows = {photo.row for photo in named.values()}
+    return [photo for photo in index.photos_at(drawn) if photo.row not in labelled_rows][
+        :MAX_UNLABELLED
+    ]
 
 
 def _encode(model: Model, index: Index, photos: list[Photo]) -> tuple[np.ndarray, list[int]]:
-    """(vectors of the photos that can be read, their places)."""
+    """(vectors of the photos that can be read, their indices)."""
     refs = [FileImage(str(index.root / photo.path), inside=str(index.root)) for photo in photos]
     failures: dict[int, str] = {}
-    found: dict[int, np.ndarray] = {}
-    for places, vectors in model.encoder.files(refs, failures):
-        found |= zip(places, np.asarray(vectors, np.float32), strict=True)
-    readable = sorted(found)
+    vector_of: dict[int, np.ndarray] = {}
+    for indices, vectors in model.encoder.files(refs, failures):
+        vector_of |= zip(indices, np.asarray(vectors, np.float32), strict=True)
+    readable = sorted(vector_of)
     if not readable:
         raise UserError("none of the labelled photos can be read")
-    return np.stack([found[place] for place in readable]), readable
+    return np.stack([vector_of[number] for number in readable]), readable
 
 
 def _gain(differences: np.ndarray, image_index: np.ndarray) -> tuple[float, float, float]:

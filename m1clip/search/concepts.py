@@ -63,8 +63,8 @@ TEXT_ONLY = Choice(0.0, 1.0)
 class Concepts:
     """The taught words of an index, for one model (its hash) with vectors of `dim` values."""
 
-    def __init__(self, place: Path, model: str, dim: int) -> None:
-        self.path, self.model = place / CONCEPTS, model
+    def __init__(self, index_folder: Path, model: str, dim: int) -> None:
+        self.path, self.model = index_folder / CONCEPTS, model
         self.vector_bytes = dim * vectors.BYTES
 
     @contextmanager
@@ -99,7 +99,7 @@ class Concepts:
         name = " ".join(name.split())
         if not name:
             raise UserError("the name of a concept is empty")
-        name = next((each for each in self.examples() if _key(each) == _key(name)), name)
+        name = next((example for example in self.examples() if _key(example) == _key(name)), name)
         rows = [
             (
                 name,
@@ -153,14 +153,14 @@ class Concepts:
         }
 
     def examples(self) -> dict[str, Examples]:
-        found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+        examples: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
         for name, _, vector, positive in self.rows():
-            found.setdefault(name, ([], []))[1 - positive].append(
+            examples.setdefault(name, ([], []))[1 - positive].append(
                 np.frombuffer(vector, np.float16).astype(np.float32)
             )
         return {
             name: (_stacked(positive), _stacked(negative))
-            for name, (positive, negative) in found.items()
+            for name, (positive, negative) in examples.items()
         }
 
 
@@ -205,11 +205,16 @@ def fit_concept(
         return unit(direction + choice.text * unit(text))
 
     def mean_height(choice: Choice) -> float:
-        heads = (
+        directions = (
             head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
         )
         return float(
-            np.mean([(one - mean) @ each for one, each in zip(positive, heads, strict=True)])
+            np.mean(
+                [
+                    (vector - mean) @ direction
+                    for vector, direction in zip(positive, directions, strict=True)
+                ]
+            )
         )
 
     def better_than_text(choice: Choice) -> bool:
@@ -264,16 +269,19 @@ def _log_ranks(
     """
     pairs = zip(examples, directions, strict=True)
     return np.log(
-        [1.0 + float((library @ direction > one @ direction).sum()) for one, direction in pairs]
+        [
+            1.0 + float((library @ direction > vector @ direction).sum())
+            for vector, direction in pairs
+        ]
     )
 
 
 def split_text(text: str, names: Sequence[str]) -> tuple[list[str], str]:
     """(taught words in a text, the rest): "Rex on a beach" -> (["Rex"], "on a beach")."""
-    found = []
+    taught = []
     for name in sorted(names, key=len, reverse=True):
         rest, count = re.subn(rf"(?<!\w){re.escape(name)}(?!\w)", " ", text, flags=re.IGNORECASE)
         if count:
-            found.append(name)
+            taught.append(name)
             text = " ".join(rest.split())
-    return found, text if re.search(r"\w", text) else ""
+    return taught, text if re.search(r"\w", text) else ""

@@ -109,12 +109,12 @@ VALID_IMAGE = (
 class Report:
     """What `update_index` did."""
 
-    place: Path  # the folder of the index
+    folder: Path  # of the index
     root: Path  # the folder of photos
     model: str = ""  # the name or path of the model that encodes them
     indexed: int = 0  # files with a vector now
     added: int = 0  # images encoded
-    kept: int = 0  # moved, renamed or copied: their vectors were reused
+    reused: int = 0  # moved, renamed or copied: their vectors were reused
     removed: int = 0  # files that are gone
     problems: list[tuple[str, str]] = field(default_factory=list)  # (path, why it cannot be used)
     hidden: int = 0
@@ -124,9 +124,9 @@ class Report:
 
 
 def user_data() -> Path:
-    asked = os.environ.get("XDG_DATA_HOME")
-    if asked and os.path.isabs(asked):
-        return Path(asked) / "m1clip"
+    configured = os.environ.get("XDG_DATA_HOME")
+    if configured and os.path.isabs(configured):
+        return Path(configured) / "m1clip"
     return (
         Path.home()
         / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
@@ -149,18 +149,20 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     for start in [folder] if folder is not None else [Path(), *_last_folder()]:
         path = Path(os.path.abspath(start.expanduser()))
         for root in (path, *path.parents):
-            places = [
-                place for place in (root / INDEX_FOLDER, _outside(root)) if _has_database(place)
+            folders = [
+                candidate
+                for candidate in (root / INDEX_FOLDER, _outside(root))
+                if _has_database(candidate)
             ]
-            place = next((place for place in places if is_own(place)), None)
-            if place is None and places:
+            index_folder = next((candidate for candidate in folders if is_own(candidate)), None)
+            if index_folder is None and folders:
                 if folder is None or root != path:
                     foreign.append(root)
                     break
-                place = places[0]  # it was asked for
-            if place is not None:
-                check_place(place)
-                return place, root
+                index_folder = folders[0]  # it was asked for
+            if index_folder is not None:
+                check_index_folder(index_folder)
+                return index_folder, root
     name = f"{folder or 'this folder'}"
     if foreign:
         raise UserError(
@@ -170,27 +172,27 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
 
 
-def _has_database(place: Path) -> bool:
-    return os.path.lexists(place / DATABASE)
+def _has_database(index_folder: Path) -> bool:
+    return os.path.lexists(index_folder / DATABASE)
 
 
-def is_own(place: Path) -> bool:
+def is_own(index_folder: Path) -> bool:
     """Whether this user made an index folder: it, and the database in it."""
-    paths = [path for path in (place, place / DATABASE) if os.path.lexists(path)]
+    paths = [path for path in (index_folder, index_folder / DATABASE) if os.path.lexists(path)]
     return all(is_owned_by_user(path) for path in paths)
 
 
-def check_place(place: Path, write: bool = False) -> None:
+def check_index_folder(index_folder: Path, write: bool = False) -> None:
     """Raise UserError if an index folder or something in it is a link: it could point anywhere.
 
     With `write` also if a file in it is a hard link: writing would change a file elsewhere.
     """
     problem = "m1clip does not read or write an index through links; delete it"
-    if place.is_symlink():
-        raise UserError(f"{place}: is a symbolic link, and {problem}")
-    if not place.is_dir():
+    if index_folder.is_symlink():
+        raise UserError(f"{index_folder}: is a symbolic link, and {problem}")
+    if not index_folder.is_dir():
         return
-    with os.scandir(place) as entries:
+    with os.scandir(index_folder) as entries:
         for entry in entries:
             if entry.is_symlink():
                 raise UserError(f"{entry.path}: is a symbolic link, and {problem}")
@@ -199,7 +201,7 @@ def check_place(place: Path, write: bool = False) -> None:
             if write and entry.is_file():
                 check_single_name(Path(entry.path))
     for name in (DATABASE, CONCEPTS):
-        _check_journal(place / f"{name}-journal")
+        _check_journal(index_folder / f"{name}-journal")
 
 
 def check_single_name(path: Path) -> None:
@@ -231,9 +233,9 @@ def _outside(root: Path) -> Path:
     return user_data() / "indexes" / hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
 
 
-def connect(place: Path, write: bool = False) -> sqlite3.Connection:
+def connect(index_folder: Path, write: bool = False) -> sqlite3.Connection:
     """Open the database of an index; UserError if it is damaged or of another m1clip."""
-    path = place / DATABASE
+    path = index_folder / DATABASE
     uri = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode={'rwc' if write else 'ro'}"
     seconds = WRITE_SECONDS if write else READ_SECONDS
     with database_errors(path):
@@ -246,7 +248,7 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if write or not needs_rollback(error):
                 raise
-            roll_back(place, READ_SECONDS)
+            roll_back(index_folder, READ_SECONDS)
             stored = stored_statements(db)
         other = UserError(f"{path}: not a valid index (other tables than m1clip's); {hint(path)}")
         # Before it is read: a view of this name could be computed forever.
@@ -311,10 +313,10 @@ def needs_rollback(error: sqlite3.Error) -> bool:
     return code is not None and code & 0xFF == sqlite3.SQLITE_READONLY
 
 
-def roll_back(place: Path, seconds: float) -> None:
+def roll_back(index_folder: Path, seconds: float) -> None:
     """Undo the transaction of a killed process."""
-    check_place(place)
-    path = place / DATABASE
+    check_index_folder(index_folder)
+    path = index_folder / DATABASE
     uri = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=rw"
     with database_errors(path), closing(sqlite3.connect(uri, uri=True, timeout=seconds)) as db:
         db.execute("SELECT 1 FROM sqlite_master").fetchone()
@@ -390,26 +392,24 @@ def _resolved(model: str | Path) -> str:
 
 
 def _choose_model(
-    db: sqlite3.Connection, asked: str | None, when_done: bool = False
+    db: sqlite3.Connection, requested: str | None, when_done: bool = False
 ) -> tuple[int, str]:
     """(number of the set of vectors, path of the model), which is by default that of the last call.
 
     It is the one that is searched from now on, or with `when_done` from `_use_model` on.
     """
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
-    path = asked or (str(last[0]) if last else _resolved(default_model()))
+    path = requested or (str(last[0]) if last else _resolved(default_model()))
     stamp = model_stamp(path)
-    found = db.execute(
-        "SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)
-    ).fetchone()
-    if found is None:
+    row = db.execute("SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)).fetchone()
+    if row is None:
         digest = model_hash(path)
         db.execute("INSERT OR IGNORE INTO models (hash) VALUES (?)", (digest,))
-        found = db.execute("SELECT id FROM models WHERE hash = ?", (digest,)).fetchone()
-        db.execute("UPDATE models SET path = ?, stamp = ? WHERE id = ?", (path, stamp, found[0]))
+        row = db.execute("SELECT id FROM models WHERE hash = ?", (digest,)).fetchone()
+        db.execute("UPDATE models SET path = ?, stamp = ? WHERE id = ?", (path, stamp, row[0]))
     if not when_done:
-        _use_model(db, found[0])
-    return found[0], path
+        _use_model(db, row[0])
+    return row[0], path
 
 
 def _use_model(db: sqlite3.Connection, set_id: int) -> None:
@@ -469,7 +469,7 @@ class _Read:
     kind: str = ""
 
 
-def _read(root: bytes, path: bytes, known: dict[bytes, int], model: Any) -> _Read:
+def _read(root: bytes, path: bytes, rows_of_known: dict[bytes, int], model: Any) -> _Read:
     """Read a file once: hash its bytes, then decode them, unless an image of this hash has a
     vector.
     """
@@ -477,7 +477,7 @@ def _read(root: bytes, path: bytes, known: dict[bytes, int], model: Any) -> _Rea
     try:
         data = FileImage(os.fsdecode(os.path.join(root, path)), inside=os.fsdecode(root)).read()
         digest = hashlib.sha256(data).digest()
-        if digest in known:
+        if digest in rows_of_known:
             return _Read(path, digest)
         with open_header(data, where) as header:
             facts = _facts(header)
@@ -517,21 +517,23 @@ def update_index(
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
-    places = [place for place in (root / INDEX_FOLDER, _outside(root)) if is_own(place)]
-    for place in filter(os.path.lexists, places):
-        check_place(place, write=True)
+    folders = [
+        candidate for candidate in (root / INDEX_FOLDER, _outside(root)) if is_own(candidate)
+    ]
+    for index_folder in filter(os.path.lexists, folders):
+        check_index_folder(index_folder, write=True)
     # Chosen before anything is created: a missing model leaves no empty index.
     path = None if model is None else _resolved(model)
-    if path is None and not any(map(_has_database, places)):
+    if path is None and not any(map(_has_database, folders)):
         path = _resolved(default_model())
-    report = Report(first_writable(places, "index", "make one of them writable"), root)
+    report = Report(first_writable(folders, "index", "make one of them writable"), root)
     # A soft lock would outlive a killed process.
-    lock = FileLock(report.place / LOCK, fallback_to_soft=False)
+    lock = FileLock(report.folder / LOCK, fallback_to_soft=False)
     try:
         with (
             lock.acquire(blocking=False),
-            database_errors(report.place / DATABASE),
-            closing(connect(report.place, write=True)) as db,
+            database_errors(report.folder / DATABASE),
+            closing(connect(report.folder, write=True)) as db,
         ):
             _update(db, root, path, report, when_done)
     except Timeout:
@@ -540,7 +542,7 @@ def update_index(
         if not is_full(error):
             raise
         raise UserError(
-            f"{report.place}: the disk is full; free some space and run again to continue"
+            f"{report.folder}: the disk is full; free some space and run again to continue"
         ) from None
     with contextlib.suppress(OSError):  # the home folder may be read-only
         write_bytes(user_data() / LAST, os.fsencode(root), sync=False)
@@ -549,16 +551,16 @@ def update_index(
 
 
 def _update(
-    db: sqlite3.Connection, root: Path, asked: str | None, report: Report, when_done: bool
+    db: sqlite3.Connection, root: Path, requested: str | None, report: Report, when_done: bool
 ) -> None:
     db.executemany(
         "INSERT OR REPLACE INTO about VALUES (?, ?)",
         [("format", SEARCH_INDEX_FORMAT), ("version", m1clip.__version__)],
     )
-    set_id, path = _choose_model(db, asked, when_done)
+    set_id, path = _choose_model(db, requested, when_done)
     report.model = path
     db.commit()
-    _drop_lost_rows(db, report.place, root, set_id)
+    _drop_lost_rows(db, report.folder, root, set_id)
     files, closed = _scan(root, report)
     db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")
     stored = {
@@ -575,7 +577,7 @@ def _update(
     db.executemany("DELETE FROM files WHERE path = ?", [(name,) for name in gone])
     report.removed = len(gone)
     db.commit()
-    wanted = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
+    changed = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
 
     refresh = console.current_progress()
 
@@ -585,12 +587,12 @@ def _update(
         db.execute("INSERT OR REPLACE INTO about VALUES ('progress', ?)", (note,))
         refresh(done, total)
 
-    if wanted:
+    if changed:
         model = m1clip.load(path)
         began = time.monotonic()
         with _Writer(db, report, set_id) as writer:
-            for found in _pipeline(root, wanted, writer, model, record_progress):
-                writer.add(found, files, model)
+            for read in _pipeline(root, changed, writer, model, record_progress):
+                writer.add(read, files, model)
         name = model_name(path)
         if name is not None and report.added >= MIN_INDEXED:
             device = str(getattr(model.encoder, "device", "cpu"))
@@ -603,8 +605,8 @@ def _update(
     )
     for (sha256,) in db.execute(unused):
         with contextlib.suppress(OSError):  # a link in thumbnails, which is not followed
-            unlink_beneath(report.place, thumbnail(sha256))
-    _remove_unused(db, report.place, root, set_id)
+            unlink_beneath(report.folder, thumbnail(sha256))
+    _remove_unused(db, report.folder, root, set_id)
     report.problems += [
         (os.fsdecode(name), problem)
         for name, problem in db.execute(
@@ -618,25 +620,29 @@ def _update(
 
 
 def _pipeline(
-    root: Path, wanted: Sequence[bytes], writer: _Writer, model: Any, refresh: console.Refresh
+    root: Path,
+    names_to_read: Sequence[bytes],
+    writer: _Writer,
+    model: Any,
+    refresh: console.Refresh,
 ) -> Iterator[list[_Read]]:
     """Read and decode on half of the cores while the caller encodes."""
     start, cpus = os.fsencode(root), max(1, usable_cpus() // 2)
     # Moved files have known images, whose bytes are only hashed: threads see what is known.
     moved = writer.report.removed > 0
-    processes = 0 if moved else decode_processes(len(wanted), cpus)
+    processes = 0 if moved else decode_processes(len(names_to_read), cpus)
     if processes:
-        reads = _read_in_processes(start, wanted, model, processes)
+        reads = _read_in_processes(start, names_to_read, model, processes)
     else:
         reads = map_with_timeout(
-            wanted,
+            names_to_read,
             lambda name: _read(start, name, writer.known, model),
             READ_TIMEOUT,
             max(2, min(decode_threads(), cpus)),
         )
     late = f"the read did not finish within {READ_TIMEOUT:g} s"
-    done, names = 0, iter(wanted)
-    refresh(0, len(wanted))
+    done, names = 0, iter(names_to_read)
+    refresh(0, len(names_to_read))
     with closing(reads):
         while chunk := list(itertools.islice(reads, ENCODED_BATCH)):
             both = zip(chunk, names, strict=False)
@@ -645,7 +651,7 @@ def _pipeline(
                 for read, name in both
             ]
             done += len(chunk)
-            refresh(done, len(wanted))
+            refresh(done, len(names_to_read))
 
 
 @dataclass(frozen=True)
@@ -671,12 +677,12 @@ class _Squares:
 
 
 def _read_in_processes(
-    root: bytes, wanted: Sequence[bytes], model: Any, processes: int
+    root: bytes, names: Sequence[bytes], model: Any, processes: int
 ) -> Generator[_Read | None]:
     """What was read from each file, in order; None for one that took too long."""
     side = model.preprocess.image_size
     work = _ReadPhoto(root, _Squares(model.preprocess))
-    blocks = decode_in_order(work, wanted, processes, (side, side, 3), READ_TIMEOUT)
+    blocks = decode_in_order(work, names, processes, (side, side, 3), READ_TIMEOUT)
     with closing(blocks):
         for reports, pixels in blocks:
             for report, row in zip(reports, pixels, strict=True):
@@ -696,7 +702,7 @@ class _Writer:
             "WHERE model = ? AND typeof(sha256) = 'blob'"
         )
         self.known: dict[bytes, int] = dict(db.execute(pairs, (set_id,)))  # images with a vector
-        self.rows = committed_rows(db, report.place, set_id)
+        self.rows = committed_rows(db, report.folder, set_id)
         self.file: BinaryIO | None = None  # opened with the first vector: its length is known then
         self._saved = time.monotonic()
 
@@ -732,7 +738,7 @@ class _Writer:
         if new:
             pixels = np.stack([read.pixels for read in new.values() if read.pixels is not None])
             self._append(list(new.values()), np.asarray(model.encode_image(pixels), np.float16))
-        self.report.kept += sum(not read.problem for read in reads) - len(new)
+        self.report.reused += sum(not read.problem for read in reads) - len(new)
         for read in reads:
             size, mtime = files[read.path]
             mtime = -1 if read.kind in TEMPORARY else mtime
@@ -765,22 +771,22 @@ class _Writer:
 
     def _open_file(self, dim: int) -> BinaryIO:
         """Open the file of vectors after its committed rows, or a new one."""
-        known = vectors_of(self.db, self.report.place, self.report.root, self.set_id)
-        if known is not None:
-            if known.dim != dim:
-                path = self.report.place / DATABASE
+        stored = vectors_of(self.db, self.report.folder, self.report.root, self.set_id)
+        if stored is not None:
+            if stored.dim != dim:
+                path = self.report.folder / DATABASE
                 raise UserError(
-                    f"{path}: has vectors of {known.dim} values, the model {dim}; {hint(path)}"
+                    f"{path}: has vectors of {stored.dim} values, the model {dim}; {hint(path)}"
                 )
-            return vectors.open_end(self.report.place, *known.key, self.rows)
-        generation, file = vectors.create(self.report.place, self.set_id)
+            return vectors.open_end(self.report.folder, *stored.key, self.rows)
+        generation, file = vectors.create(self.report.folder, self.set_id)
         self.db.execute(
             "UPDATE models SET dim = ?, generation = ? WHERE id = ?", (dim, generation, self.set_id)
         )
         return file
 
 
-def committed_rows(db: sqlite3.Connection, place: Path, set_id: int) -> int:
+def committed_rows(db: sqlite3.Connection, index_folder: Path, set_id: int) -> int:
     """The number of rows that a file of vectors has according to the database.
 
     UserError if rows are missing between them: one large number would need any amount of memory.
@@ -788,13 +794,13 @@ def committed_rows(db: sqlite3.Connection, place: Path, set_id: int) -> int:
     query = f"SELECT count(*), max(row) FROM vectors WHERE model = ? AND {VALID_ROW}"
     rows, last = db.execute(query, (set_id,)).fetchone()
     if rows and last != rows - 1:
-        path = place / DATABASE
+        path = index_folder / DATABASE
         raise UserError(f"{path}: not a valid index (bad numbers of vectors); {hint(path)}")
     return int(rows)
 
 
 def vectors_of(
-    db: sqlite3.Connection, place: Path, root: Path, set_id: int
+    db: sqlite3.Connection, index_folder: Path, root: Path, set_id: int
 ) -> vectors.Vectors | None:
     """The file of a model's vectors, or None if it has none yet; UserError for invalid numbers."""
     generation, dim = db.execute(
@@ -809,24 +815,24 @@ def vectors_of(
         and 1 <= dim <= vectors.MAX_DIM
     )
     if not valid:
-        path = place / DATABASE
+        path = index_folder / DATABASE
         raise UserError(f"{path}: not a valid index (bad numbers of a model); {hint(path)}")
-    return vectors.Vectors(place, root, set_id, generation, dim)
+    return vectors.Vectors(index_folder, root, set_id, generation, dim)
 
 
-def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
+def _drop_lost_rows(db: sqlite3.Connection, index_folder: Path, root: Path, set_id: int) -> None:
     """Forget the vectors that a truncated or missing file no longer has.
 
     Their images are encoded again. Also delete the files that killed processes left.
     """
-    known = vectors_of(db, place, root, set_id)
-    vectors.remove_others(place, set_id, None if known is None else known.key[1])
-    if known is None:
+    stored = vectors_of(db, index_folder, root, set_id)
+    vectors.remove_others(index_folder, set_id, None if stored is None else stored.key[1])
+    if stored is None:
         return
-    rows = committed_rows(db, place, set_id)
+    rows = committed_rows(db, index_folder, set_id)
     try:
-        with known.open() as file:
-            on_disk = known.rows_on_disk(file)
+        with stored.open() as file:
+            on_disk = stored.rows_on_disk(file)
     except UserError:  # missing, or no file
         on_disk = 0
     if on_disk < rows:
@@ -834,16 +840,16 @@ def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int
             f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER"
             " BY row"
         )
-        _rewrite(db, place, known, db.execute(pairs, (set_id, on_disk)).fetchall())
+        _rewrite(db, index_folder, stored, db.execute(pairs, (set_id, on_disk)).fetchall())
 
 
-def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
+def _remove_unused(db: sqlite3.Connection, index_folder: Path, root: Path, set_id: int) -> None:
     """Rewrite the vectors if many no longer belong to a file.
 
     A search that is open keeps the old file.
     """
-    known = vectors_of(db, place, root, set_id)
-    if known is None:
+    stored = vectors_of(db, index_folder, root, set_id)
+    if stored is None:
         return
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     pairs = db.execute(
@@ -853,20 +859,20 @@ def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int)
     ).fetchall()
     # Nothing left more likely means a disk that is not connected.
     if pairs and total - len(pairs) > MAX_UNUSED * total:
-        _rewrite(db, place, known, pairs)
+        _rewrite(db, index_folder, stored, pairs)
 
 
 def _rewrite(
-    db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]
+    db: sqlite3.Connection, index_folder: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]
 ) -> None:
     """Write the vectors of some (image, row) to a new generation, and delete the old file."""
     set_id = old.key[0]
-    generation, new = vectors.create(place, set_id)
+    generation, new = vectors.create(index_folder, set_id)
     with new:
         if pairs:
             with old.open() as file:
-                kept = old.read(file, pairs[-1][1] + 1)
-            new.write(kept[[row for _, row in pairs]].data)
+                old_rows = old.read(file, pairs[-1][1] + 1)
+            new.write(old_rows[[row for _, row in pairs]].data)
         new.flush()
         os.fsync(new.fileno())
     db.execute("DELETE FROM vectors WHERE model = ?", (set_id,))
@@ -880,7 +886,7 @@ def _rewrite(
     )
     db.execute("UPDATE models SET generation = ? WHERE id = ?", (generation, set_id))
     db.commit()
-    vectors.remove_others(place, set_id, generation)
+    vectors.remove_others(index_folder, set_id, generation)
 
 
 def watch_folder(folder: Path) -> Iterator[object]:

@@ -122,10 +122,10 @@ class Labels:
     Safe to use from threads and from several processes at once.
     """
 
-    def __init__(self, root: Path, place: Path) -> None:
+    def __init__(self, root: Path, index_folder: Path) -> None:
         self.root = root
-        self.path = labels_path(root, place)
-        self._database = place / LABELS_DATABASE
+        self.path = labels_path(root, index_folder)
+        self._database = index_folder / LABELS_DATABASE
         self._lock = threading.RLock()
         self._known: tuple[tuple[int, ...], CaptionFile] | None = None  # with what its file was
         self._version = 0  # changes with the labels
@@ -144,39 +144,41 @@ class Labels:
 
         A change whose result is there already (a repeated request) is no conflict.
         """
-        cleaned = [tuple(_cleaned(each.captions)) for each in changes]
-        for each in changes:
-            if not can_be_named(each.path):
-                name = one_line(each.path)
+        cleaned = [tuple(_cleaned(change.captions)) for change in changes]
+        for change in changes:
+            if not can_be_named(change.path):
+                name = one_line(change.path)
                 raise UserError(f"{name}: its name cannot be written into a table; rename the file")
         with self._lock, lock_captions(self.path):
             table = self._read()
             skipped = self.skipped()
             outcomes = []
-            seen: list[tuple[bytes, bytes, int, float]] = []
+            remembered: list[tuple[bytes, bytes, int, float]] = []
             is_changed = False
-            for each, captions in zip(changes, cleaned, strict=True):
-                before = self._label(table, each.path, each.sha256 in skipped)
-                wanted = Label(captions, each.skipped, before.split)
-                if before.version == wanted.version:
+            for change, captions in zip(changes, cleaned, strict=True):
+                before = self._label(table, change.path, change.sha256 in skipped)
+                after = Label(captions, change.skipped, before.split)
+                if before.version == after.version:
                     outcomes.append(Outcome(before, conflict=False))
                     continue
-                if before.version != each.version:
+                if before.version != change.version:
                     outcomes.append(Outcome(before, conflict=True))
                     continue
                 if captions != before.captions:
-                    split = each.split or split_by_content(each.sha256)
-                    _replace(table, self._name(each.path), captions, split)
+                    split = change.split or split_by_content(change.sha256)
+                    _replace(table, self._name(change.path), captions, split)
                     is_changed = True
-                seen.append((each.sha256, os.fsencode(each.path), int(each.skipped), time.time()))
+                remembered.append(
+                    (change.sha256, os.fsencode(change.path), int(change.skipped), time.time())
+                )
                 outcomes.append(
-                    Outcome(self._label(table, each.path, each.skipped), conflict=False)
+                    Outcome(self._label(table, change.path, change.skipped), conflict=False)
                 )
             self._known = None  # if writing fails, the table in memory is ahead of the file
             if is_changed:
                 table.write()
             self._known = self.stamp[:3], table
-            self._remember(seen)
+            self._remember(remembered)
             return outcomes
 
     def import_metadata(self, contents: Mapping[str, bytes]) -> int:
@@ -187,16 +189,18 @@ class Labels:
         with self._lock:
             table = self._read()
         names = [path for path in contents if can_be_named(path) and not table.of(self._name(path))]
-        found = [
+        captioned = [
             (path, captions)
             for path, captions in find_captions(self.root, names)
             if isinstance(captions, PhotoCaptions)
         ]
-        if not found:
+        if not captioned:
             return 0
         with self._lock, lock_captions(self.path):
             table = self._read()
-            new = [(path, captions) for path, captions in found if not table.of(self._name(path))]
+            new = [
+                (path, captions) for path, captions in captioned if not table.of(self._name(path))
+            ]
             for path, captions in new:
                 split = split_by_content(contents[path])
                 table.replace(self._name(path), captions.texts, captions.kind, split)
@@ -304,34 +308,42 @@ class Labels:
                 db.executemany("INSERT OR REPLACE INTO seen VALUES (?, ?, ?, ?)", rows)
 
 
-def labels_path(root: Path, place: Path) -> Path:
+def labels_path(root: Path, index_folder: Path) -> Path:
     """Where the labels of a folder of photos are: beside them if possible, else in the index
     folder.
     """
     beside = root / CAPTIONS_FILE
-    if place.parent == root and place.name == INDEX_FOLDER and os.access(root, os.W_OK):
+    if (
+        index_folder.parent == root
+        and index_folder.name == INDEX_FOLDER
+        and os.access(root, os.W_OK)
+    ):
         others = [path for path in find_tables(root, nested=False) if path != beside]
         if beside.exists() or not (others or has_text_files(root)):
             return beside
-    return place / CAPTIONS_FILE
+    return index_folder / CAPTIONS_FILE
 
 
 def _label_of(captions: Sequence[Caption], skipped: bool) -> Label:
-    own = [each for each in captions if not is_generated(each.source)]
-    split = next((each.split for each in captions if each.split), "")
-    from_metadata = bool(own) and all(each.source != PERSON for each in own)
-    return Label(tuple(each.text for each in own), skipped and not own, split, from_metadata)
+    own = [caption for caption in captions if not is_generated(caption.source)]
+    split = next((caption.split for caption in captions if caption.split), "")
+    from_metadata = bool(own) and all(caption.source != PERSON for caption in own)
+    return Label(tuple(caption.text for caption in own), skipped and not own, split, from_metadata)
 
 
 def _replace(table: CaptionFile, name: str, captions: Sequence[str], split: str) -> None:
     """Give a photo these captions: those that it contained keep their source, others are a person's."""
-    before = [each for each in table.of(name) if not is_generated(each.source)]
-    left = list(captions)
-    for source in {each.source for each in before} - {PERSON}:
-        kept = [each.text for each in before if each.source == source and each.text in left]
-        left = [text for text in left if text not in kept]
-        table.replace(name, kept, source)
-    table.replace(name, left, PERSON, split)
+    before = [caption for caption in table.of(name) if not is_generated(caption.source)]
+    remaining = list(captions)
+    for source in {caption.source for caption in before} - {PERSON}:
+        unchanged = [
+            caption.text
+            for caption in before
+            if caption.source == source and caption.text in remaining
+        ]
+        remaining = [text for text in remaining if text not in unchanged]
+        table.replace(name, unchanged, source)
+    table.replace(name, remaining, PERSON, split)
 
 
 def _cleaned(captions: Sequence[str]) -> list[str]:

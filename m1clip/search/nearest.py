@@ -95,8 +95,8 @@ def _exact_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, f
 def _kth_largest(values: np.ndarray, k: int) -> float:
     step = max(1, len(values) // SAMPLE)
     sample = values[::step]
-    place = min(len(sample), 2 * k // step + 16)
-    guess = np.partition(sample, -place)[-place]
+    rank = min(len(sample), 2 * k // step + 16)
+    guess = np.partition(sample, -rank)[-rank]
     top = values[values >= guess]  # comparing is faster than a partition of all
     values = top if len(top) >= k else values
     return float(np.partition(values, -k)[-k])

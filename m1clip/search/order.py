@@ -66,21 +66,21 @@ class LabelOrder:
         None if no photo is left.
         """
         while True:
-            place = int(self._gains.argmax())
-            bound = float(self._gains[place])
+            photo = int(self._gains.argmax())
+            bound = float(self._gains[photo])
             if bound == DUPLICATE_GAIN:
                 return None
-            gain = self._gain(place)
-            self._gains[place] = gain
+            gain = self._gain(photo)
+            self._gains[photo] = gain
             # The bounds of the others hold, so that most of them are never computed again.
             if gain >= bound or gain >= float(self._gains.max()):
-                self.add(self._photos[place : place + 1])
-                self._gains[place] = DUPLICATE_GAIN
-                return place
+                self.add(self._photos[photo : photo + 1])
+                self._gains[photo] = DUPLICATE_GAIN
+                return photo
 
-    def _gain(self, place: int) -> float:
+    def _gain(self, photo: int) -> float:
         """How much more similar the photos are to a labelled one with this one."""
-        added = np.maximum(self._similarity[place] - self._covered, 0)
+        added = np.maximum(self._similarity[photo] - self._covered, 0)
         return float(added @ self._weights)
 
 

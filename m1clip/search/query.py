@@ -166,8 +166,8 @@ class Results:
     def __iter__(self) -> Iterator[Result]:
         return iter(self.nearest)
 
-    def __getitem__(self, place: int) -> Result:
-        return self.nearest[place]
+    def __getitem__(self, position: int) -> Result:
+        return self.nearest[position]
 
     @property
     def matches(self) -> list[Result]:
@@ -181,7 +181,9 @@ class Results:
 
     def _above(self, cut: float) -> list[Result]:
         return [
-            each for each in self.nearest if each.probability is None or each.probability >= cut
+            result
+            for result in self.nearest
+            if result.probability is None or result.probability >= cut
         ]
 
 
@@ -218,7 +220,7 @@ class Index:
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
-        self.place, self.root = find_index(None if folder is None else Path(folder))
+        self.folder, self.root = find_index(None if folder is None else Path(folder))
         self._asked = None if model is None else model_name(model) or os.path.abspath(model)
         self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
@@ -230,7 +232,7 @@ class Index:
         )
         self._counted = (-1, 0)  # (version, files)
         self.outdated = False  # another model was indexed since; a new `Index` has its vectors
-        self._db = connect(self.place)
+        self._db = connect(self.folder)
         self._db.isolation_level = None
         self._db.execute("PRAGMA busy_timeout = 0")  # `_reading` waits instead
         self.version = -1  # changes with the index
@@ -270,7 +272,7 @@ class Index:
         """
         deadline = time.monotonic() + READ_SECONDS
         while True:
-            with self._lock, database_errors(self.place / DATABASE):
+            with self._lock, database_errors(self.folder / DATABASE):
                 if self._begin(last=time.monotonic() >= deadline):
                     try:
                         self._load(self._db)
@@ -291,7 +293,7 @@ class Index:
                 raise
             if needs_rollback(error):
                 with suppress(IndexBusy):
-                    roll_back(self.place, seconds=0.0)
+                    roll_back(self.folder, seconds=0.0)
             return False
         return True
 
@@ -307,19 +309,19 @@ class Index:
             else tuple(self._asked + end for end in ("", "/best", "/model"))
         )
         sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
-        found = next((each for each in sets if only == (None,) or each[1] in only), None)
-        set_id = self.set_id or (found[0] if found else 0)
-        rows = committed_rows(db, self.place, set_id)
-        if found is None or rows == 0:
-            what = f"has no vectors of {self._asked}" if self._asked else "is empty"
-            raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
+        stored = next((row for row in sets if only == (None,) or row[1] in only), None)
+        set_id = self.set_id or (stored[0] if stored else 0)
+        rows = committed_rows(db, self.folder, set_id)
+        if stored is None or rows == 0:
+            problem = f"has no vectors of {self._asked}" if self._asked else "is empty"
+            raise UserError(f"{self.root}: the index {problem}; run m1clip index {self.root}")
         if self._file is None:
             self.set_id = set_id
-            self.model_path, self.model_sha256, self._stamp = map(str, found[1:])
-        self.outdated = found[0] != set_id
-        file = vectors_of(db, self.place, self.root, set_id)
+            self.model_path, self.model_sha256, self._stamp = map(str, stored[1:])
+        self.outdated = stored[0] != set_id
+        file = vectors_of(db, self.folder, self.root, set_id)
         if file is None or (self._file is not None and self._file.dim != file.dim):
-            path = self.place / DATABASE
+            path = self.folder / DATABASE
             raise UserError(f"{path}: was replaced while it was open; open it again")
         if self._file is not None and self._file.key == file.key:
             file = self._file  # only its new rows are read
@@ -332,9 +334,9 @@ class Index:
     def progress(self) -> tuple[int, int] | None:
         """(done, total) images of an indexer that is running now."""
         with self._reading() as db:
-            found = db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
+            row = db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
         try:
-            done, total, at = str(found[0]).split() if found else ("0", "0", "0")
+            done, total, at = str(row[0]).split() if row else ("0", "0", "0")
             running = done != total and time.time() - float(at) < INDEXER_SECONDS
             return (int(done), int(total)) if running else None
         except ValueError:  # not written by m1clip
@@ -344,9 +346,9 @@ class Index:
         """Folders that contain indexed images, relative to the folder of photos."""
         with self._reading() as db:
             paths = db.execute(f"SELECT path {LIVE}", (self.set_id,))
-            found = {os.fsdecode(os.path.dirname(path)) for (path,) in paths}
-        above = {str(each) for folder in found for each in PurePosixPath(folder).parents}
-        return sorted((found | above) - {"", "."})
+            with_files = {os.fsdecode(os.path.dirname(path)) for (path,) in paths}
+        above = {str(parent) for folder in with_files for parent in PurePosixPath(folder).parents}
+        return sorted((with_files | above) - {"", "."})
 
     def __len__(self) -> int:
         with self._reading() as db:
@@ -382,9 +384,9 @@ class Index:
         return self._statistics()[0]
 
     def _statistics(self) -> tuple[np.ndarray, LibraryStats]:
-        version, known = self.version, self._known_statistics
-        if known is not None and known[0] == version:
-            return known[1]
+        version, cached = self.version, self._known_statistics
+        if cached is not None and cached[0] == version:
+            return cached[1]
         sample = self.vectors[:: ceil_div(len(self.vectors), SAMPLE)].astype(np.float32)
         if not np.isfinite(sample).all():
             raise self._damaged()
@@ -424,9 +426,9 @@ class Index:
             rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
             total = len(self.vectors) if rows is None else len(rows)
             # Some are near-duplicates, or of files that are gone.
-            wanted = min(total, k + k // 4 + 8 + len(negative))
+            count = min(total, k + k // 4 + 8 + len(negative))
             while True:
-                chosen, scores = self._nearest(query, wanted, rows)
+                chosen, scores = self._nearest(query, count, rows)
                 chance = (
                     probabilities(zscore(scores, query, self.library_stats)) if calibrated else None
                 )
@@ -435,9 +437,9 @@ class Index:
                     results = self._results(*ranked, filtered, collapse)[:k]
                 else:
                     results = self._results(chosen, scores, chance, filtered, collapse)[:k]
-                if len(results) == k or wanted == total:
+                if len(results) == k or count == total:
                     return Results(results, searched)
-                wanted = min(total, 4 * wanted)
+                count = min(total, 4 * count)
 
     def _marked_rows(
         self, db: sqlite3.Connection, marks: Mapping[bytes, bool], filtered: Condition
@@ -450,12 +452,14 @@ class Index:
             f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER"
             " BY row"
         )
-        found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
-        known = [
-            (row, marks[bytes(digest)]) for row, digest in found if 0 <= row < len(self.vectors)
+        rows_found = db.execute(query, (self.set_id, *filtered[1])).fetchall()
+        marked = [
+            (row, marks[bytes(digest)])
+            for row, digest in rows_found
+            if 0 <= row < len(self.vectors)
         ]
-        positive = np.array([row for row, is_positive in known if is_positive], np.int64)
-        negative = np.array([row for row, is_positive in known if not is_positive], np.int64)
+        positive = np.array([row for row, is_positive in marked if is_positive], np.int64)
+        negative = np.array([row for row, is_positive in marked if not is_positive], np.int64)
         return positive, negative
 
     def _with_marks(
@@ -505,7 +509,7 @@ class Index:
 
     def _damaged(self) -> UserError:
         """The error for vectors that are not finite."""
-        path = self._file.path if self._file else self.place
+        path = self._file.path if self._file else self.folder
         return UserError(
             f"{path}: damaged (not finite); delete it and run m1clip index {self.root}"
         )
@@ -524,9 +528,9 @@ class Index:
     ) -> tuple[np.ndarray, int]:
         """((n,) the rows of the images that pass a filter, the number of their files)."""
         query = f"SELECT row, count(*) {LIVE}{filtered[0]} {end}"
-        found = self._db.execute(query, (self.set_id, *filtered[1], *values)).fetchall()
-        rows = [row for row, _ in found if 0 <= row < len(self.vectors)]
-        return np.array(rows, np.int64), sum(files for _, files in found)
+        rows_found = self._db.execute(query, (self.set_id, *filtered[1], *values)).fetchall()
+        rows = [row for row, _ in rows_found if 0 <= row < len(self.vectors)]
+        return np.array(rows, np.int64), sum(files for _, files in rows_found)
 
     def _results(
         self,
@@ -537,11 +541,11 @@ class Index:
         collapse: bool,
     ) -> list[Result]:
         """The files of some rows, in the order of the rows; rows of deleted files have none."""
-        place = {row: number for number, row in enumerate(rows.tolist())}
+        position = {row: number for number, row in enumerate(rows.tolist())}
         columns = f"row, files.id, path, width, height, {TAKEN}, bytes, perceptual_hash, thumb"
-        query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){filtered[0]}"
-        found = self._db.execute(query, (self.set_id, *filtered[1]))
-        files = sorted(found, key=lambda file: (place[file[0]], file[2]))
+        query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, position))}){filtered[0]}"
+        matches = self._db.execute(query, (self.set_id, *filtered[1]))
+        files = sorted(matches, key=lambda file: (position[file[0]], file[2]))
         groups = [[number] for number in range(len(files))]
         if collapse:
             groups = duplicate_groups([file[-2:] for file in files])
@@ -550,8 +554,8 @@ class Index:
             row, id_, path, width, height, taken, size, *_ = files[group[0]]
             copies = tuple(os.fsdecode(files[number][2]) for number in group[1:])
             score, likely = (
-                float(scores[place[row]]),
-                None if chance is None else float(chance[place[row]]),
+                float(scores[position[row]]),
+                None if chance is None else float(chance[position[row]]),
             )
             name = os.fsdecode(path)
             file = str(self.root / name)
@@ -568,17 +572,17 @@ class Index:
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
         with self._reading() as db:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
-            found = db.execute(columns, (self.set_id,)).fetchall()
+            records = db.execute(columns, (self.set_id,)).fetchall()
             stored = self.vectors  # a later state of the index may have other rows
-        if not found:
+        if not records:
             raise UserError(f"{self.root}: no image is left in the indexed folder")
-        *facts, rows = zip(*found, strict=True)
+        *facts, rows = zip(*records, strict=True)
         names = pa.array(
             [os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]]
         )
         flat = pa.array(stored[list(rows)].astype(np.float32).ravel())
         vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
-        arrays = [names, *(pa.array(each) for each in facts[1:]), vectors]
+        arrays = [names, *(pa.array(column) for column in facts[1:]), vectors]
         partial = path.with_name(path.name + PARTIAL)
         pq.write_table(
             pa.table(arrays, names=["path", "sha256", "taken", "width", "height", "vector"]),
@@ -621,9 +625,9 @@ class Index:
 
         Rows of deleted files have none.
         """
-        wanted = [int(row) for row in rows]
-        found = {photo.row: photo for photo in self._photos("row", wanted, "DESC")}
-        return [found[row] for row in wanted if row in found]
+        requested_rows = [int(row) for row in rows]
+        photo_of = {photo.row: photo for photo in self._photos("row", requested_rows, "DESC")}
+        return [photo_of[row] for row in requested_rows if row in photo_of]
 
     def photos_named(self, paths: Iterable[str]) -> dict[str, Photo]:
         """The files of some paths, relative to the folder of photos.
@@ -674,10 +678,10 @@ class Index:
             f"WHERE files.id = ? AND {VALID}"
         )
         with self._reading() as db:
-            found = db.execute(query, (self.set_id, id_)).fetchone()
-            if found is None:
+            entry = db.execute(query, (self.set_id, id_)).fetchone()
+            if entry is None:
                 raise UserError(f"image {id_}: no longer in the index")
-            name, digest, row = found
+            name, digest, row = entry
             vector = None if row is None else self.vectors[row].astype(np.float32)
         return os.fsdecode(name), digest, vector
 
@@ -731,11 +735,11 @@ class Index:
         See `short_queries` for those of one or two words.
         """
         vectors = self.encode_texts(texts).copy()
-        short = [place for place, text in enumerate(texts) if is_short(text)]
+        short = [index for index, text in enumerate(texts) if is_short(text)]
         if short:
             if self._common is None or self._common[0] != self.set_id:
                 self._common = (self.set_id, common_vector(self.encode_texts))
-            chosen = [texts[place] for place in short]
+            chosen = [texts[index] for index in short]
             vectors[short] = short_vectors(self.encode_texts, chosen, self._common[1])
         return vectors
 
@@ -746,7 +750,7 @@ class Index:
         """
         vectors = np.asarray(encoded, np.float32)
         if vectors.shape[1] != self.dim:
-            path = self.place / DATABASE
+            path = self.folder / DATABASE
             raise UserError(
                 f"{path}: has vectors of {self.dim} values, the model {vectors.shape[1]};"
                 f" {hint(path)}"
@@ -755,7 +759,7 @@ class Index:
 
     @property
     def concepts(self) -> Concepts:
-        return Concepts(self.place, self.model_sha256, self.dim)
+        return Concepts(self.folder, self.model_sha256, self.dim)
 
     def teach(self, name: str, images: Sequence[str | Path | int], positive: bool = True) -> None:
         """Add images (paths or ids) as examples of a word, or as negative ones.
@@ -802,13 +806,13 @@ class Index:
         with self._reading() as db:
             columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
             paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
-        found = (
+        rows = (
             (paths.get(digest), name)
             for name, digest, _, positive in self.concepts.rows()
             if positive
         )
         return [
-            (str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None
+            (str(self.root / os.fsdecode(path)), name) for path, name in rows if path is not None
         ]
 
     def sha256(self, id_: int) -> bytes:
@@ -868,8 +872,8 @@ def _weights(text: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
 
 def _weighted(text: str) -> tuple[str, float]:
     """A text with its weight: 2*dog counts twice as much as beach."""
-    found = WEIGHTED.fullmatch(text)
-    return (found[2], float(found[1])) if found else (text, 1.0)
+    match = WEIGHTED.fullmatch(text)
+    return (match[2], float(match[1])) if match else (text, 1.0)
 
 
 def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
@@ -895,18 +899,20 @@ def duplicate_groups(appearances: Sequence[tuple[bytes, bytes]]) -> list[list[in
 
     Each image is in one group, in order.
     """
-    places: dict[tuple[bytes, bytes], list[int]] = {}
-    for place, appearance in enumerate(appearances):
-        places.setdefault(appearance, []).append(place)
-    groups = {number: [number] for number in range(len(places))}  # members of a group share a list
-    for i, j in near_duplicates(list(places)):
+    numbers_of: dict[tuple[bytes, bytes], list[int]] = {}
+    for number, appearance in enumerate(appearances):
+        numbers_of.setdefault(appearance, []).append(number)
+    groups = {
+        number: [number] for number in range(len(numbers_of))
+    }  # members of a group share a list
+    for i, j in near_duplicates(list(numbers_of)):
         small, large = sorted((groups[i], groups[j]), key=len)
         if small is not large:
             large += small
             groups |= dict.fromkeys(small, large)
-    equal = list(places.values())
+    equal = list(numbers_of.values())
     joined = {
-        id(group): sorted(place for number in group for place in equal[number])
+        id(group): sorted(member for number in group for member in equal[number])
         for group in groups.values()
     }
     return sorted(joined.values())

@@ -54,8 +54,8 @@ class Suggester:
 
     def add(self, words: Sequence[str]) -> None:
         """Add words that are not among those of the vocabulary yet."""
-        known = set(self._words)
-        new = [word for word in dict.fromkeys(words) if word not in known]
+        existing = set(self._words)
+        new = [word for word in dict.fromkeys(words) if word not in existing]
         if not new:
             return
         texts = [WORD_TEMPLATE.format(word) for word in new]
@@ -65,5 +65,5 @@ class Suggester:
 
     def suggest(self, photo: np.ndarray, count: int) -> list[str]:
         """The words nearest to a photo (dim,)."""
-        places = np.argsort(-(self.vectors @ photo), kind="stable")[:count]
-        return [self._words[place] for place in places]
+        best = np.argsort(-(self.vectors @ photo), kind="stable")[:count]
+        return [self._words[index] for index in best]

@@ -30,45 +30,47 @@ def file_name(model_id: int, generation: int) -> str:
     return f"vectors-{int(model_id)}-{int(generation)}.f16"
 
 
-def generations(place: Path, model_id: int) -> list[int]:
+def generations(index_folder: Path, model_id: int) -> list[int]:
     """The generations of a model's vectors that are on disk, also those of killed processes."""
-    names = [FILE.fullmatch(name) for name in os.listdir(place)]
+    names = [FILE.fullmatch(name) for name in os.listdir(index_folder)]
     return sorted(int(name[2]) for name in names if name and int(name[1]) == model_id)
 
 
-def create(place: Path, model_id: int) -> tuple[int, BinaryIO]:
+def create(index_folder: Path, model_id: int) -> tuple[int, BinaryIO]:
     """Create the file of the next generation; returns the generation and the file."""
-    generation = max(generations(place, model_id), default=-1) + 1
+    generation = max(generations(index_folder, model_id), default=-1) + 1
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    file = os.fdopen(open_beneath(place, file_name(model_id, generation), flags), "wb")
+    file = os.fdopen(open_beneath(index_folder, file_name(model_id, generation), flags), "wb")
     try:
-        sync_folder(place)
+        sync_folder(index_folder)
     except OSError:
         file.close()
         raise
     return generation, file
 
 
-def open_end(place: Path, model_id: int, generation: int, dim: int, rows: int) -> BinaryIO:
+def open_end(index_folder: Path, model_id: int, generation: int, dim: int, rows: int) -> BinaryIO:
     """Open a file to write the vectors after its committed rows."""
-    handle = open_beneath(place, file_name(model_id, generation), os.O_WRONLY)
+    handle = open_beneath(index_folder, file_name(model_id, generation), os.O_WRONLY)
     file = os.fdopen(handle, "wb")  # of a descriptor, this does not truncate
     file.seek(rows * dim * BYTES)
     return file
 
 
-def remove_others(place: Path, model_id: int, generation: int | None) -> None:
+def remove_others(index_folder: Path, model_id: int, generation: int | None) -> None:
     """Delete the files of all generations but one; a search that is reading another keeps it."""
-    for other in generations(place, model_id):
+    for other in generations(index_folder, model_id):
         if other != generation:
-            unlink_beneath(place, file_name(model_id, other))
+            unlink_beneath(index_folder, file_name(model_id, other))
 
 
 class Vectors:
     """The committed vectors of one file, in memory; a later `read` adds the new ones."""
 
-    def __init__(self, place: Path, root: Path, model_id: int, generation: int, dim: int) -> None:
-        self.path = place / file_name(model_id, generation)
+    def __init__(
+        self, index_folder: Path, root: Path, model_id: int, generation: int, dim: int
+    ) -> None:
+        self.path = index_folder / file_name(model_id, generation)
         self.key = (model_id, generation, dim)
         self.dim = dim
         self._hint = f"run m1clip index {root} to restore it"
@@ -84,10 +86,10 @@ class Vectors:
 
     def rows_on_disk(self, file: FileIO) -> int:
         """The number of complete vectors in the open file, committed or not."""
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{self.path}: not a regular file; delete it and {self._hint}")
-        return found.st_size // (self.dim * BYTES)
+        return status.st_size // (self.dim * BYTES)
 
     def read(self, file: FileIO, rows: int) -> np.ndarray:
         """(rows, dim) the first rows of the open file; UserError if it is truncated.
@@ -96,8 +98,8 @@ class Vectors:
         """
         on_disk = self.rows_on_disk(file)
         if on_disk < rows:
-            left = f"{on_disk:,} of {rows:,} vectors are left"
-            raise UserError(f"{self.path}: truncated ({left}); {self._hint}")
+            missing = f"{on_disk:,} of {rows:,} vectors are left"
+            raise UserError(f"{self.path}: truncated ({missing}); {self._hint}")
         if rows > len(self._buffer):
             # Half as many again: an indexer adds rows every few seconds.
             capacity = max(rows, len(self._buffer) * 3 // 2)

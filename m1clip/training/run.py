@@ -174,7 +174,9 @@ def resume(
     }
     checked = make_config(changes)  # an error for a value that the command would reject
     changes = {name: setting(checked, name) for name in changes}
-    saved_device = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
+    saved_device = (
+        load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
+    )
     ranks = connect_same(changes.get("device", saved_device))
     saved = ranks.on_rank0(lambda: read_spec(folder))
     with _open_session(folder, ranks, on_log) as session:

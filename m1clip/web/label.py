@@ -62,7 +62,7 @@ class Queue:
         if len(vectors) > ORDER_SAMPLE:
             rng = np.random.default_rng(ORDER_SEED)
             chosen = np.sort(rng.choice(len(vectors), ORDER_SAMPLE, replace=False))
-        photos = [each for each in index.photos_at(chosen) if can_be_named(each.path)]
+        photos = [photo for photo in index.photos_at(chosen) if can_be_named(photo.path)]
         self.photos = photos
         self.vectors = _rows(index, photos)
         weights = 1 + UNSURE_WEIGHT * uncertainty(self.vectors, suggester.vectors)
@@ -78,8 +78,8 @@ class Queue:
 
     def next(self) -> tuple[Photo, np.ndarray] | None:
         """The next photo, and its vector."""
-        place = None if self.order is None else self.order.next()
-        return None if place is None else (self.photos[place], self.vectors[place])
+        index = None if self.order is None else self.order.next()
+        return None if index is None else (self.photos[index], self.vectors[index])
 
 
 class LabelPage:
@@ -110,7 +110,7 @@ class LabelPage:
         with self._lock:
             if index is not self._index:
                 if self._labels is None or self._labels.root != index.root:
-                    self._labels = Labels(index.root, index.place)
+                    self._labels = Labels(index.root, index.folder)
                 self._index, self._suggester, self._queue = index, None, None
                 self._ahead, self._reserved, self._known = [], {}, None
                 self._curve = 0, []
@@ -199,11 +199,11 @@ class LabelPage:
             for id_ in done:
                 del held[id_]
             while len(held) < count:
-                found = self._ahead.pop(0) if self._ahead else queue.next()
-                if found is None:
+                candidate = self._ahead.pop(0) if self._ahead else queue.next()
+                if candidate is None:
                     break
-                if found[0].path not in labels and found[0].sha256 not in skipped:
-                    held[found[0].id] = found
+                if candidate[0].path not in labels and candidate[0].sha256 not in skipped:
+                    held[candidate[0].id] = candidate
             shown = list(held.values())[:count]
             return {
                 "photos": [
@@ -220,19 +220,25 @@ class LabelPage:
         with self._lock:
             _, suggester = self._ready(index)
             labels, skipped = self._state(index)
-        found = index.search(like=[photo.id], k=2 * SIMILAR, collapse=False)
-        named = index.photos_named([each.path for each in found])
-        near = [named[each.path] for each in found if each.path in named and each.id != photo.id]
+        results = index.search(like=[photo.id], k=2 * SIMILAR, collapse=False)
+        named = index.photos_named([result.path for result in results])
+        near = [
+            named[result.path]
+            for result in results
+            if result.path in named and result.id != photo.id
+        ]
         new = [
-            each
-            for each in near
-            if each.path not in labels and each.sha256 not in skipped and can_be_named(each.path)
+            similar
+            for similar in near
+            if similar.path not in labels
+            and similar.sha256 not in skipped
+            and can_be_named(similar.path)
         ][:SIMILAR]
         vectors = _rows(index, new)
         return {
             "photos": [
-                _card(each, Label(()), suggester.suggest(vector, SUGGESTIONS))
-                for each, vector in zip(new, vectors, strict=True)
+                _card(new_photo, Label(()), suggester.suggest(vector, SUGGESTIONS))
+                for new_photo, vector in zip(new, vectors, strict=True)
             ]
         }
 
@@ -260,15 +266,15 @@ class LabelPage:
 
     def save(self, data: bytes) -> dict[str, Any]:
         """Save the captions of some photos, or that they were skipped."""
-        wanted, captions, skip, page = _parsed(data)
+        versions, captions, skip, page = _parsed(data)
         index = self._refresh()
         with self._lock:
             assert self._labels is not None
-            photos = [index.photo(id_) for id_, _ in wanted]
+            photos = [index.photo(id_) for id_, _ in versions]
             group = self._split_of_group(index, photos)
             changes = [
                 Change(photo.path, photo.sha256, version, captions, skip, group)
-                for photo, (_, version) in zip(photos, wanted, strict=True)
+                for photo, (_, version) in zip(photos, versions, strict=True)
             ]
             outcomes = self._labels.change(changes)
             saved = [
@@ -311,8 +317,8 @@ class LabelPage:
         vectors = around_mean(_rows(index, photos), mean)
         done = list(index.photos_named(labels).values())
         if done and len(photos):
-            known = around_mean(_rows(index, done), mean)
-            similarity = (known @ vectors.T).max(axis=1)
+            labelled = around_mean(_rows(index, done), mean)
+            similarity = (labelled @ vectors.T).max(axis=1)
             nearest = int(similarity.argmax())
             if similarity[nearest] >= NEAR_DUPLICATE:
                 return labels[done[nearest].path].split or None
@@ -330,8 +336,10 @@ class LabelPage:
         Those of pages that were closed go to the next page that asks.
         """
         now = time.monotonic()
-        for key, (seen, held) in list(self._reserved.items()):
-            if key != page and (now - seen > RESERVED_SECONDS or len(self._reserved) > MAX_PAGES):
+        for key, (last_seen, held) in list(self._reserved.items()):
+            if key != page and (
+                now - last_seen > RESERVED_SECONDS or len(self._reserved) > MAX_PAGES
+            ):
                 self._ahead = [*held.values(), *self._ahead]
                 del self._reserved[key]
         _, held = self._reserved.get(page, (now, {}))
@@ -366,8 +374,8 @@ class LabelPage:
                 photos = list(index.photos_named(labels).values())
                 texts = [
                     (text, at)
-                    for at, each in enumerate(photos)
-                    for text in labels[each.path].captions
+                    for at, photo in enumerate(photos)
+                    for text in labels[photo.path].captions
                 ]
                 vectors = index.encode_texts([text for text, _ in texts])
                 rows = np.array([at for _, at in texts])
@@ -400,8 +408,8 @@ def _card(photo: Photo, label: Label, suggestions: list[str]) -> dict[str, Any]:
     }
 
 
-def _number(text: str, default: int, most: int) -> int:
-    return min(int(text), most) if text.isascii() and text.isdigit() and len(text) < 19 else default
+def _number(text: str, default: int, high: int) -> int:
+    return min(int(text), high) if text.isascii() and text.isdigit() and len(text) < 19 else default
 
 
 def _parsed(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, str]:
@@ -409,17 +417,17 @@ def _parsed(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, 
     request.
     """
     try:
-        asked = json.loads(data)
+        body = json.loads(data)
     except (ValueError, RecursionError):
-        asked = None
-    match asked:
+        body = None
+    match body:
         case {"photos": [_, *_] as photos, "captions": list(captions), "page": str(page)} if (
             len(photos) <= MAX_CHANGED
             and all(isinstance(text, str) for text in captions)
             and all(_is_photo(photo) for photo in photos)
         ):
-            wanted = {photo["id"]: photo["version"] for photo in photos}
-            return list(wanted.items()), tuple(captions), asked.get("skip") is True, page[:64]
+            versions = {photo["id"]: photo["version"] for photo in photos}
+            return list(versions.items()), tuple(captions), body.get("skip") is True, page[:64]
     raise UserError(
         "a label is {photos: [{id, version}], captions, page}: at most "
         f"{MAX_CHANGED} photos, and a list of texts"

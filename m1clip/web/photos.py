@@ -83,7 +83,7 @@ class Photos:
             index = self._index
             if index is None or not self._is_current(index):
                 index = Index(self._folder, self._model)
-                self._inode = _inode(index.place)
+                self._inode = _inode(index.folder)
                 self._folders = (-1, [], 0)  # its versions may be those of the index before it
                 self._index = index
             return index
@@ -91,7 +91,7 @@ class Photos:
             self._opening.release()
 
     def _is_current(self, index: Index) -> bool:
-        return not index.outdated and _inode(index.place) == self._inode
+        return not index.outdated and _inode(index.folder) == self._inode
 
     def _use_model(self, model: str) -> None:
         """Search with another model from the next request on."""
@@ -174,26 +174,27 @@ class Photos:
             if model != index.model_sha256:  # or the index has the vectors of another model now
                 raise UserError("the image to search by is no longer there; drop it again")
             like.append(vector)
-        asked = bool(text or like or exclude)
-        if asked:
-            found = index.search(
+        has_query = bool(text or like or exclude)
+        if has_query:
+            results = index.search(
                 (text,) if text else (), count, like=like, exclude=exclude, where=where
             )
         else:
-            found = index.newest(count, where)
-        marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
+            results = index.newest(count, where)
+        marks = index.marks(text, [result.id for result in results.nearest]) if text else {}
         negatives = index.negatives(text, where) if text else []
         # Marked as wrong: listed apart, and always, so that a mark can be removed.
-        kept = Results(
-            [each for each in found.nearest if marks.get(each.id) is not False], found.searched
+        accepted = Results(
+            [result for result in results.nearest if marks.get(result.id) is not False],
+            results.searched,
         )
         return {
-            "results": [{**_fields(each), "mark": marks.get(each.id)} for each in kept],
-            "wrong": [{**_fields(each), "mark": False} for each in negatives],
-            "asked": asked,
-            "matches": len(kept.matches),
-            "possible": len(kept.possible),
-            "searched": found.searched,
+            "results": [{**_fields(result), "mark": marks.get(result.id)} for result in accepted],
+            "wrong": [{**_fields(negative), "mark": False} for negative in negatives],
+            "asked": has_query,
+            "matches": len(accepted.matches),
+            "possible": len(accepted.possible),
+            "searched": results.searched,
             "text": text,
             "milliseconds": round(1000 * (time.perf_counter() - began), 1),
         }
@@ -215,14 +216,14 @@ class Photos:
         cached = thumbnail(sha256)
         if small:
             with contextlib.suppress(OSError):
-                return read_beneath(index.place, cached)
+                return read_beneath(index.folder, cached)
         with self._decoders:  # reading too: many large files at a time would not fit into memory
             data = read_small(path, MAX_FILE, inside=index.root)
             jpeg = _jpeg(data, THUMBNAIL if small else LARGE_SIDE, one_line(path.name))
         # Else the file has changed and will be indexed again.
         if small and hashlib.sha256(data).digest() == sha256:
             with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
-                write_beneath(index.place, cached, jpeg)
+                write_beneath(index.folder, cached, jpeg)
         return jpeg
 
     def _upload(self, data: bytes) -> dict[str, str]:
@@ -243,10 +244,10 @@ class Photos:
 
     def _mark(self, data: bytes) -> dict[str, Any]:
         try:
-            asked = json.loads(data)
+            body = json.loads(data)
         except (ValueError, RecursionError):
-            asked = None
-        match asked:
+            body = None
+        match body:
             case {"text": str(text), "id": id_, "positive": True | False | None as positive} if (
                 0 < len(text) <= MAX_TEXT
                 and _encodable(text)
@@ -286,9 +287,9 @@ def _fields(photo: Result | Copy) -> dict[str, Any]:
     return fields
 
 
-def _inode(place: Path) -> int:
+def _inode(index_folder: Path) -> int:
     try:
-        return os.stat(place / DATABASE).st_ino
+        return os.stat(index_folder / DATABASE).st_ino
     except OSError:
         return -1
 

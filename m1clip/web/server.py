@@ -79,15 +79,15 @@ class Store:
 
 def details(history: History) -> dict[str, Any]:
     """What the page shows of a run besides its curves."""
-    found = summary(history)
+    values = summary(history)
     return {
-        **found,
+        **values,
         "name": history.name,
         "metric_name": history.metric,
         "last": history.newest or history.steps.last or {},
-        "diagnostics": diagnose(history, time.time(), found["state"]),
+        "diagnostics": diagnose(history, time.time(), values["state"]),
         "events": [
-            [each.get("time"), describe(each)] for each in reversed(list(history.events)[-12:])
+            [event.get("time"), describe(event)] for event in reversed(list(history.events)[-12:])
         ],
         "memory": {
             name: value
@@ -124,10 +124,10 @@ def rows(history: History, cursor: str) -> dict[str, Any]:
 
 def tables(history: History) -> dict[str, Any]:
     """The tables of a run: head and rows as text."""
-    found = history.tables()
+    run_tables = history.tables()
     return {
-        "epochs": {"head": found.epoch_head, "rows": found.epoch_cells},
-        "phases": {"head": PHASE_HEAD, "rows": found.phase_cells},
+        "epochs": {"head": run_tables.epoch_head, "rows": run_tables.epoch_cells},
+        "phases": {"head": PHASE_HEAD, "rows": run_tables.phase_cells},
     }
 
 
@@ -151,8 +151,8 @@ def fields_script() -> bytes:
     """The script that gives the page the fields of the steps and the analyses, in the order of
     their plots.
     """
-    fields = [_values(each, STEP_FIELD_NAMES) for each in plotted_fields("step")]
-    analyses = [_values(each, ANALYSIS_NAMES) for each in ANALYSES.values()]
+    fields = [_values(field, STEP_FIELD_NAMES) for field in plotted_fields("step")]
+    analyses = [_values(analysis, ANALYSIS_NAMES) for analysis in ANALYSES.values()]
     lines = (
         '"use strict";',
         f"const STEP_FIELDS = {json.dumps(fields)};",
@@ -292,8 +292,8 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:  # the page was closed
             raise
         except Exception as error:
-            what = one_line(f"{type(error).__name__}: {error}")
-            self._send_json({"error": f"internal error ({what[:200]}); please report it"}, 500)
+            message = one_line(f"{type(error).__name__}: {error}")
+            self._send_json({"error": f"internal error ({message[:200]}); please report it"}, 500)
             raise
 
     def _get(self) -> None:
@@ -433,8 +433,10 @@ def serve(
         raise UserError(
             f"--port {port}: {reason}; is it served already? --port 0 picks a free port"
         ) from None
-    what, note = ("monitor", "the page, the run continues") if photos is None else ("serve", "it")
-    print(f"{what:10} {server.url}   (on this machine only; Ctrl-C closes {note})", flush=True)
+    command, note = (
+        ("monitor", "the page, the run continues") if photos is None else ("serve", "it")
+    )
+    print(f"{command:10} {server.url}   (on this machine only; Ctrl-C closes {note})", flush=True)
     # Over ssh a browser would open on the wrong machine, or as text in this terminal.
     if browser and (
         sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

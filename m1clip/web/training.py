@@ -71,13 +71,13 @@ class TrainPage:
         searched.
         """
         index = self._opened()
-        found = self._newest(index)
+        newest = self._newest(index)
         state = {"work": self._work, "failure": self._failure, "progress": index.progress()}
         if self._work == "starting":
             return {**state, "state": "starting"}
         if found is None:
             return {**state, "state": "none"}
-        run, about = found
+        run, about = newest
         status = status_of(History(run).poll())
         if status.state == "finished" and "result" not in about and not about.get("problem"):
             self._start("comparing", lambda: self._compare(index, run, about))
@@ -110,10 +110,10 @@ class TrainPage:
             "preparing",
             "running",
         ):
-            raise UserError(f"{found[0].name} is still running; wait for it, or stop it")
+            raise UserError(f"{newest[0].name} is still running; wait for it, or stop it")
         # All labels are trained on again, from the model that the first run on labels started from.
-        in_use = found is not None and Path(index.model_path).is_relative_to(found[0])
-        start = found[1].get("start") if found is not None and in_use else None
+        in_use = newest is not None and Path(index.model_path).is_relative_to(newest[0])
+        start = newest[1].get("start") if newest is not None and in_use else None
         start = start if isinstance(start, str) else index.model_path
         about: Started = {
             "root": str(index.root),
@@ -138,10 +138,10 @@ class TrainPage:
 
     def stop(self, data: bytes) -> dict[str, Any]:
         """Stop the run; it saves a checkpoint first."""
-        found = self._newest(self._opened())
-        if found is None:
+        newest = self._newest(self._opened())
+        if newest is None:
             raise UserError("there is no run to stop")
-        run, about = found
+        run, about = newest
 
         def end() -> None:
             stop_run(run, STOP_SECONDS)
@@ -157,10 +157,10 @@ class TrainPage:
         It is searched once it has all vectors.
         """
         index = self._opened()
-        found = self._newest(index)
-        if found is None or status_of(History(found[0]).poll()).state != "finished":
+        newest = self._newest(index)
+        if newest is None or status_of(History(newest[0]).poll()).state != "finished":
             raise UserError("there is no finished run to switch to")
-        self._start("switching", lambda: self._switch(index, found[0]), always=True)
+        self._start("switching", lambda: self._switch(index, newest[0]), always=True)
         return {}
 
     def _start(self, work: str, function: Callable[[], object], always: bool = False) -> None:

@@ -68,7 +68,7 @@ def fresh(photos: Path, model: Path) -> Path:
     """A new index of the same files."""
     copy = Path(tempfile.mkdtemp(dir=photos.parent)) / "copy"
     shutil.copytree(photos, copy, ignore=shutil.ignore_patterns(INDEX_FOLDER), symlinks=True)
-    return update_index(copy, model).place
+    return update_index(copy, model).folder
 
 
 NAMES = st.sampled_from(["a.jpg", "b.jpg", "x/a.jpg", "x/c.png", "x/y/d.jpg", "e.txt", ".f.jpg"])
@@ -111,9 +111,9 @@ def test_incremental_index_equals_new_index(
             if what in ("write", "break"):
                 os.utime(path, ns=(clock, clock))
         report = update_index(photos, model)
-        close(report.place, fresh(photos, model))
+        close(report.folder, fresh(photos, model))
         rows = (
-            np.memmap(report.place / next(report.place.glob("vectors-*")), np.float16)
+            np.memmap(report.folder / next(report.folder.glob("vectors-*")), np.float16)
             if report.indexed
             else ()
         )
@@ -127,7 +127,7 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     photos = make_photos(tmp_path / "photos", 10)
     shutil.copy2(photos / "b/0003.jpg", photos / "b/0004.jpg")
     report = update_index(photos, model)
-    assert (report.added, report.kept, report.indexed) == (10, 1, 11)
+    assert (report.added, report.reused, report.indexed) == (10, 1, 11)
     before = content(photos / INDEX_FOLDER)
     (photos / "a/0000.jpg").rename(photos / "new name.jpg")
     shutil.copy2(photos / "a/0002.jpg", photos / "copy.jpg")
@@ -140,7 +140,7 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     monkeypatch.setattr(m1clip.Model, "encode_image", lambda *_: pytest.fail("encoded again"))
     report = update_index(photos)
     assert sorted(read) == ["copy.jpg", "new name.jpg"]
-    assert (report.added, report.kept, report.removed, report.indexed) == (0, 2, 2, 11)
+    assert (report.added, report.reused, report.removed, report.indexed) == (0, 2, 2, 11)
     after = content(photos / INDEX_FOLDER)
     assert after[b"new name.jpg"] == before[b"a/0000.jpg"]
     read.clear()
@@ -186,7 +186,7 @@ def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -
     assert (report.indexed, report.hidden, report.links, report.other) == (8, 1, 2, 2)
     assert [name for name, _ in report.problems] == ["cut.jpg", "empty.jpg", "text.png"]
     assert all("\n" not in why for _, why in report.problems)
-    stored = content(report.place)
+    stored = content(report.folder)
     assert set(hostile) < stored.keys()
     assert update_index(photos).problems == report.problems
     for name in hostile:
@@ -209,7 +209,7 @@ def test_index_with_decoding_processes_equals_that_with_threads(
     report = update_index(other, model)
     assert report.indexed == 40
     assert [(name, "not an image" in why) for name, why in report.problems] == [("bad.jpg", True)]
-    close(in_threads.place, report.place)
+    close(in_threads.folder, report.folder)
 
 
 def test_exif_date_and_orientation(model: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_exif_date_and_orientation(model: Path, tmp_path: Path) -> None:
 
 def test_second_indexer_reports_the_first(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 2)
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     with FileLock(place / "lock"), pytest.raises(UserError, match="another process is indexing"):
         update_index(photos)
 
@@ -234,9 +234,9 @@ def test_read_only_folder_has_index_in_user_data(model: Path, tmp_path: Path) ->
     photos = make_photos(tmp_path / "photos", 2)
     (photos / INDEX_FOLDER).touch()  # root may write everywhere, but not into a file
     report = update_index(photos, model)
-    assert report.place.is_relative_to(tmp_path / "data")
-    assert find_index(photos / "a") == (report.place, photos)
-    assert find_index() == (report.place, photos)  # indexed last
+    assert report.folder.is_relative_to(tmp_path / "data")
+    assert find_index(photos / "a") == (report.folder, photos)
+    assert find_index() == (report.folder, photos)  # indexed last
     assert m1clip.Index(photos).root == photos
 
 
@@ -267,7 +267,7 @@ def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
     model: Path, tmp_path: Path
 ) -> None:
     photos = make_photos(tmp_path / "photos", 3)
-    (file,) = update_index(photos, model).place.glob("vectors-*")
+    (file,) = update_index(photos, model).folder.glob("vectors-*")
     with file.open("ab") as end:
         end.write(bytes(16 * 2 + 5))  # a vector and a part of the next
     assert m1clip.Index(photos).search("a").searched == 3
@@ -281,7 +281,7 @@ def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
 
 def test_vectors_of_deleted_images_are_removed(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 10)
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     for path in sorted((photos / "a").iterdir())[:3]:
         path.unlink()
@@ -434,7 +434,7 @@ def test_damaged_vectors_are_reported_with_a_hint_and_restored(
     damage: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     photos = make_photos(tmp_path / "photos", 6)
-    file = the_file(update_index(photos, model).place)
+    file = the_file(update_index(photos, model).folder)
     opened = m1clip.Index(photos)
     before = opened.search("a dog")
     if damage == "not finite":
@@ -453,7 +453,7 @@ def test_damaged_vectors_are_reported_with_a_hint_and_restored(
         file.unlink()  # as the hint says
     report = update_index(photos)
     assert report.added == (4 if damage == "shorter" else 6)
-    close(report.place, fresh(photos, model))
+    close(report.folder, fresh(photos, model))
     for index in (opened, m1clip.Index(photos)):
         assert index.search("a dog").searched == 6
 
@@ -462,7 +462,7 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
     model: Path, tmp_path: Path
 ) -> None:
     photos = make_photos(tmp_path / "photos", 3)
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     os.truncate(the_file(place), 0)
     with contextlib.closing(module.connect(place, write=True)) as db:
@@ -523,7 +523,7 @@ def test_reader_survives_the_death_of_a_writer(
     point: str, committed: int, model: Path, tmp_path: Path
 ) -> None:
     photos = make_photos(tmp_path / "photos", 6)
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     if "rewrite" in point:
         for number in (0, 2):
@@ -550,7 +550,7 @@ def test_reader_survives_the_death_of_a_writer(
 @pytest.mark.slow
 def test_server_survives_a_vectors_file_that_gets_shorter(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 20)
-    file = the_file(update_index(photos, model).place)
+    file = the_file(update_index(photos, model).folder)
     process = Command("serve", str(photos), "--port", "0", "--no-browser", cwd=tmp_path)
     process.wait_until(lambda: "http://" in process.read()[0])
     port = int(process.read()[0].partition("127.0.0.1:")[2].partition("/")[0])
@@ -589,7 +589,7 @@ def write_half_a_transaction(database: Path) -> None:
 
 def test_reader_undoes_the_commit_of_a_killed_writer(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 3)
-    place = update_index(photos, model).place
+    place = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     for _ in range(2):
         write_half_a_transaction(place / DATABASE)
@@ -961,9 +961,9 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     monkeypatch.setattr(module, "is_own", lambda place: INDEX_FOLDER not in place.parts)
     report = update_index(gift, model)
     # Nothing is written to the index of another user.
-    assert report.place.is_relative_to(gift.parent / "data")
+    assert report.folder.is_relative_to(gift.parent / "data")
     assert content(gift / INDEX_FOLDER) == files
-    assert m1clip.Index(gift).place == m1clip.Index().place == report.place
+    assert m1clip.Index(gift).folder == m1clip.Index().folder == report.folder
 
 
 def test_file_replaced_by_a_link_while_indexing_is_not_read(
