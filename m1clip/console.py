@@ -243,8 +243,8 @@ class Progress:
         if done_here == 0:
             return text
         per_second = done_here / max(seconds, 1e-9)
-        left = clock((total - done) / per_second)
-        return f"{text}, {self.as_text(per_second)}/s, {left} left"
+        remaining = clock((total - done) / per_second)
+        return f"{text}, {self.as_text(per_second)}/s, {remaining} left"
 
 
 class Bar:

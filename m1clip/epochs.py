@@ -376,15 +376,15 @@ def _best_edges(points: Sequence[Point]) -> list[int]:
     for _ in range(1, MAX_PHASES):
         before = best[-1]
         totals = [math.inf] * (n + 1)
-        places = [0] * (n + 1)
+        starts = [0] * (n + 1)
         for last in range(2 * MIN_PHASE_POINTS, n + 1):
             for first in range(MIN_PHASE_POINTS, last - MIN_PHASE_POINTS + 1):
                 total = before[first] + error(first, last)
                 if total < totals[last]:
                     totals[last] = total
-                    places[last] = first
+                    starts[last] = first
         best.append(totals)
-        begins.append(places)
+        begins.append(starts)
     losses = [loss for _, loss in points]
     # An error below a millionth of the variance is no reason for another phase.
     floor = 1e-6 * statistics.pvariance(losses) + 1e-12

@@ -16,13 +16,13 @@ MIN_PART = 4  # letters of a name that suggest a longer name which contains them
 TYPO_SIMILARITY = 0.8  # of two names of which one is the other with a typing error
 
 
-def did_you_mean(name: str, names: Iterable[str], meant: str = "", prefix: str = "") -> str:
+def did_you_mean(name: str, names: Iterable[str], suggestion: str = "", prefix: str = "") -> str:
     """Return the part of an error that suggests a name: `meant`, or the one most like `name`.
 
     "" if there is none.
     """
     names = list(names)
-    similar = [meant] if meant else most_similar(name, names)
+    similar = [suggestion] if suggestion else most_similar(name, names)
     if not similar:  # names that differ only in case, such as VIT-B-32
         similar = [candidate for candidate in names if candidate.lower() == name.lower()]
     if not similar and len(name) >= MIN_PART:  # multi for multi-positive

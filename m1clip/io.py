@@ -342,14 +342,14 @@ class Owner:
     start_id: str  # see `process_start_id`
 
     @property
-    def here(self) -> bool:
+    def on_this_machine(self) -> bool:
         return self.host == platform.node()
 
     def process(self) -> psutil.Process | None:
         """The running process, unless its process id was reused by a later one."""
         try:
             process = psutil.Process(self.pid)
-            same = self.here and process_start_id(process) == self.start_id
+            same = self.on_this_machine and process_start_id(process) == self.start_id
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except (psutil.Error, OverflowError, ValueError):  # the last two: not a valid process id
             return None

@@ -155,9 +155,9 @@ def run_comparison(
         reasons = "; ".join(dict.fromkeys(session.skipped.values()))
         raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
     save_measured(facts, session.results)
-    found = session.comparison
-    write_page(found, folder / PAGE_NAME)
-    return found
+    comparison = session.comparison
+    write_page(comparison, folder / PAGE_NAME)
+    return comparison
 
 
 def configurations(
@@ -251,7 +251,7 @@ class Session:
         self.reserved = (
             STABILITY_FRACTION * self.seconds
         )  # for the stability, after the first round
-        self.show = lambda text: show(text, 1 - self.left / self.seconds)
+        self.show = lambda text: show(text, 1 - self.remaining / self.seconds)
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
@@ -270,20 +270,20 @@ class Session:
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until nothing more can be measured."""
         return self.seconds - self.finish - (time.monotonic() - self.begin)
 
     @property
-    def left_for_steps(self) -> float:
+    def remaining_for_steps(self) -> float:
         """Seconds that remain for timed steps."""
-        return self.left - self.reserved
+        return self.remaining - self.reserved
 
     @property
     def timeout(self) -> float:
         """Seconds after which a measurement is given up: the time is over, and a little more."""
         overrun = max(OVERRUN_SECONDS, OVERRUN_FRACTION * self.seconds)
-        return max(0.0, self.left) + overrun
+        return max(0.0, self.remaining) + overrun
 
     @property
     def results(self) -> list[Result]:
@@ -333,7 +333,7 @@ class Session:
         if kind in HYBRIDS and {image, text} <= self.devices.keys():
             self.devices[kind] = self.devices[image]  # a pair is its parts, which are measured
             return
-        if self.left <= 0:
+        if self.remaining <= 0:
             self.skipped[kind] = self.no_time_left
             return
         self.show(f"{kind}: matrix multiplication")
@@ -341,7 +341,7 @@ class Session:
             self.devices[kind] = self.worker(kind).call(
                 "measure_device", self.timeout, kind, precisions
             )
-            if self.left <= 0:
+            if self.remaining <= 0:
                 self.skipped[f"{kind}: overhead"] = self.no_time_left
                 return
             self.show(f"{kind}: overhead")
@@ -358,7 +358,7 @@ class Session:
     def measure_loading(self) -> None:
         """Measure the loader with different numbers of workers, if there is time."""
         name = "loading by workers"
-        if self.left_for_steps < LOADING_SECONDS:
+        if self.remaining_for_steps < LOADING_SECONDS:
             self.skipped[name] = self.too_long(LOADING_SECONDS)
             return
         self.show(name)
@@ -373,7 +373,7 @@ class Session:
             rest = todo[number:]
             waiting = [other for other in rest if other not in self.measured] or rest
             weights = sum(map(self.weight, waiting))
-            fair = self.weight(c) * self.left_for_steps / weights
+            fair = self.weight(c) * self.remaining_for_steps / weights
             sharing = sum(other.variant == c.variant for other in rest)
             reason = self.obstacle(c, fair, sharing)
             if not reason:
@@ -399,12 +399,12 @@ class Session:
                 if c.is_default and c.model == model:
                     name = f"{c.model}, {c.device} {c.precision}"
                     chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
-        left_after = self.left - self.reserved  # for the second round
+        remaining_after = self.remaining - self.reserved  # for the second round
         for number, (name, c) in enumerate(chosen.items()):
-            left = self.left - max(0.0, left_after)
-            fair = left / (len(chosen) - number)
+            remaining = self.remaining - max(0.0, remaining_after)
+            fair = remaining / (len(chosen) - number)
             needed = STABILITY_STEPS * self.step_seconds(c)
-            if left < MIN_STABILITY_SECONDS + self.preparation_seconds(c):
+            if remaining < MIN_STABILITY_SECONDS + self.preparation_seconds(c):
                 self.skipped[f"{name}: stability"] = self.no_time_left
                 continue
             self.show(f"{name}: stability over {STABILITY_STEPS} steps")
@@ -426,9 +426,9 @@ class Session:
 
     def step_seconds(self, c: Configuration) -> float:
         """Predicted seconds of a step."""
-        known = predict(c, self.results)
-        if known:
-            return known[0]
+        predicted = predict(c, self.results)
+        if predicted:
+            return predicted[0]
         parts = [self.devices.get(part, self.devices[c.device]) for part in device_parts(c.device)]
         slowest = min(device.gemm_flops[c.precision] for device in parts)
         return size_of(c)[1] / (ASSUMED_GEMM_FRACTION * slowest)
@@ -474,11 +474,11 @@ class Session:
         preparation = self.preparation_seconds(c)
         in_steps = self.seconds_of_steps(c)
         needed = preparation + in_steps
-        left = self.left_for_steps
+        remaining = self.remaining_for_steps
         is_needed = len(results) < 2  # a comparison needs two
         # The start of a worker serves all configurations that share it.
         too_large = in_steps + preparation / sharing > max(2 * fair, ALWAYS_SECONDS)
-        if needed > left or (too_large and not is_needed):
+        if needed > remaining or (too_large and not is_needed):
             return self.too_long(needed)
         return ""
 
@@ -499,41 +499,53 @@ class Session:
         starts = c.variant not in self.workers
         begin = time.monotonic()
         try:
-            found: Measurement = self.worker(c.variant).call("measure", timeout, *arguments)
+            measurement: Measurement = self.worker(c.variant).call("measure", timeout, *arguments)
         except MeasurementError as error:
             self.skipped[c.label] = str(error)
             self.failed.setdefault(key, c.batch_size)
             self.write()
             return
-        in_steps = sum(found.seconds) + OVERHEAD_STEPS * statistics.median(found.seconds)
+        in_steps = sum(measurement.seconds) + OVERHEAD_STEPS * statistics.median(
+            measurement.seconds
+        )
         if not c.compile:
-            taken = time.monotonic() - begin
-            self.preparation[c.model, starts] = max(0.0, taken - in_steps)
-        if found.gradient_difference is not None:
-            self.gradients[key] = found.gradient_difference
-        if found.stages_problem:
-            self.skipped[f"{c.label}: stages"] = found.stages_problem
-        self.measured.setdefault(c, []).append(found)
+            elapsed = time.monotonic() - begin
+            self.preparation[c.model, starts] = max(0.0, elapsed - in_steps)
+        if measurement.gradient_difference is not None:
+            self.gradients[key] = measurement.gradient_difference
+        if measurement.stages_problem:
+            self.skipped[f"{c.label}: stages"] = measurement.stages_problem
+        self.measured.setdefault(c, []).append(measurement)
         self.skipped.pop(c.label, None)
         self.write()
 
     def result(self, c: Configuration, measurements: list[Measurement]) -> Result:
         parameters, flops = size_of(c)
-        seconds = [value for found in measurements for value in found.seconds]
-        joules = [found.joules for found in measurements if found.joules is not None]
-        load = [found.other_load for found in measurements if found.other_load is not None]
-        taken = timing(seconds)
+        seconds = [value for measurement in measurements for value in measurement.seconds]
+        joules = [
+            measurement.joules for measurement in measurements if measurement.joules is not None
+        ]
+        load = [
+            measurement.other_load
+            for measurement in measurements
+            if measurement.other_load is not None
+        ]
+        step_timing = timing(seconds)
         return Result(
             c,
             parameters,
             flops,
-            taken,
-            gemm_fraction=flops / taken.median / self.devices[c.device].gemm_flops[c.precision],
+            step_timing,
+            gemm_fraction=flops
+            / step_timing.median
+            / self.devices[c.device].gemm_flops[c.precision],
             peak_bytes=measurements[0].peak_bytes,
             joules_per_step=sum(joules) / len(seconds) if joules else None,
             other_load=max(load, default=None),
             gradient_difference=self.gradients[c.model, c.variant],
-            stages=next((found.stages for found in measurements if found.stages), {}),
+            stages=next(
+                (measurement.stages for measurement in measurements if measurement.stages), {}
+            ),
         )
 
     def worker(self, name: str) -> Worker:
@@ -550,7 +562,7 @@ class Session:
 
     def write(self, complete: bool = False) -> None:
         """Write what was measured so far."""
-        found = self.comparison
+        comparison = self.comparison
         document = {
             "format": COMPARISON_FORMAT,
             "m1clip": __version__,
@@ -558,15 +570,15 @@ class Session:
             "date": self.date,
             "facts": asdict(self.facts),
             "gemm_flops": {kind: device.gemm_flops for kind, device in self.devices.items()},
-            "results": [asdict(result) for result in found.results],
+            "results": [asdict(result) for result in comparison.results],
             "overheads": {
                 kind: [asdict(overhead) for overhead in overheads]
-                for kind, overheads in found.overheads.items()
+                for kind, overheads in comparison.overheads.items()
             },
-            "stability": {name: asdict(value) for name, value in found.stability.items()},
-            "loading": [asdict(loading) for loading in found.loading],
+            "stability": {name: asdict(value) for name, value in comparison.stability.items()},
+            "loading": [asdict(loading) for loading in comparison.loading],
             "skipped": self.skipped,
-            "verdict": verdict(found.results),
+            "verdict": verdict(comparison.results),
             "complete": complete,
         }
         write_json(self.folder / "comparison.json", json_safe(document))

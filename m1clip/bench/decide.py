@@ -97,9 +97,9 @@ def default_configuration(
     optimizer: str,
 ) -> Configuration:
     """How `train` computes the step of a model by default."""
-    given = Configuration(model, batch_size, device, precision, optimizer=optimizer)
+    configuration = Configuration(model, batch_size, device, precision, optimizer=optimizer)
     names = ("model", "batch_size", "device", "precision", "optimizer", "steps")
-    options = {name: value for name, value in given.options().items() if name in names}
+    options = {name: value for name, value in configuration.options().items() if name in names}
     with console.quiet():
         spec = PresetBench(facts, options["batch_size"]).resolve(options)
     return dataclasses.replace(Configuration.of(spec.config), batch_size=batch_size)

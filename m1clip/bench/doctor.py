@@ -121,8 +121,8 @@ def gives_same_bits(device: Device) -> bool:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randn(8, 64, 128, generator=generator).to(device.torch).requires_grad_()
         scores = torch.softmax(tokens @ tokens.transpose(1, 2), dim=-1)
-        (found,) = torch.autograd.grad((scores @ tokens).square().sum(), tokens)
-        return found.cpu()
+        (gradients,) = torch.autograd.grad((scores @ tokens).square().sum(), tokens)
+        return gradients.cpu()
 
     return torch.equal(gradient(), gradient())
 
@@ -131,14 +131,14 @@ def try_kernel(device: Device) -> str:
     """Empty if a matrix multiplication and its gradient match the CPU's; else what happened."""
     import torch
 
-    def gradient(place: torch.device) -> torch.Tensor:
+    def gradient(device: torch.device) -> torch.Tensor:
         a = (
             torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-            .to(place)
+            .to(device)
             .requires_grad_()
         )
-        (found,) = torch.autograd.grad((a @ a).sum(), a)
-        return found.cpu()
+        (gradients,) = torch.autograd.grad((a @ a).sum(), a)
+        return gradients.cpu()
 
     try:
         is_right = torch.allclose(
@@ -408,7 +408,7 @@ def check_choices(m: Machine) -> Iterator[Finding]:
         yield Finding("ok", "choice", f"{line} (m1clip doctor --clear-choices measures again)")
 
 
-def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
+def check_known_errors(kind: str, outcomes: dict[str, str]) -> Iterator[Finding]:
     """Which known errors of torch on Apple GPUs this device has.
 
     M1clip avoids them, other programs may not.
@@ -416,12 +416,14 @@ def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
     from m1clip.bench.known_errors import KNOWN_ERRORS
 
     present = [
-        (error, what) for error, what in zip(KNOWN_ERRORS, found.values(), strict=False) if what
+        (error, outcome)
+        for error, outcome in zip(KNOWN_ERRORS, outcomes.values(), strict=False)
+        if outcome
     ]
-    if found and not present:
-        yield Finding("ok", f"{kind} errors", f"none of {len(found)} known errors of torch")
-    for error, what in present:
-        text = f"pytorch#{error.issue}, {error.what}: {what}"
+    if outcomes and not present:
+        yield Finding("ok", f"{kind} errors", f"none of {len(outcomes)} known errors of torch")
+    for error, outcome in present:
+        text = f"pytorch#{error.issue}, {error.title}: {outcome}"
         if kind == "mps":
             yield Finding(
                 "warning",

@@ -24,18 +24,18 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def _differs(found: Tensor, expected: Tensor, tolerance: float = 0.02) -> bool:
-    found, expected = found.detach().float().cpu(), expected.detach().float().cpu()
-    return not bool((found - expected).norm() <= tolerance * expected.norm())
+def _differs(actual: Tensor, expected: Tensor, tolerance: float = 0.02) -> bool:
+    actual, expected = actual.detach().float().cpu(), expected.detach().float().cpu()
+    return not bool((actual - expected).norm() <= tolerance * expected.norm())
 
 
 def _long_product(device: torch.device, reduction: int, batched: bool) -> bool:
     a, b = _random(32, reduction), _random(reduction, 32)
     # The error depends on the memory behind the operands, so large numbers are put there.
     padded = [F.pad(a.flatten(), (0, 4096), value=POISON), F.pad(b, (0, 0, 0, 128), value=POISON)]
-    left = padded[0].to(device)[: a.numel()].view_as(a)
+    first = padded[0].to(device)[: a.numel()].view_as(a)
     right = padded[1].to(device)[:reduction]
-    return _differs(torch.bmm(left[None], right[None])[0] if batched else left @ right, a @ b)
+    return _differs(torch.bmm(first[None], right[None])[0] if batched else first @ right, a @ b)
 
 
 def _causal(device: torch.device) -> bool:
@@ -60,9 +60,9 @@ def _transposed_weight(device: torch.device) -> bool:
 def _repeated(device: torch.device) -> bool:
     x = _random(2, 13, 1024).to(device, torch.bfloat16).requires_grad_()
     weight = _random(1024, 1024).to(device, torch.bfloat16)
-    found = [F.linear(x, weight) for _ in range(2)]
-    grads = [torch.autograd.grad(F.linear(x, weight), x, found[0].detach())[0] for _ in range(2)]
-    return any(_differs(first, second, 1e-3) for first, second in (found, grads))
+    outputs = [F.linear(x, weight) for _ in range(2)]
+    grads = [torch.autograd.grad(F.linear(x, weight), x, outputs[0].detach())[0] for _ in range(2)]
+    return any(_differs(first, second, 1e-3) for first, second in (outputs, grads))
 
 
 def _linear_with_bias(device: torch.device, *shape: int) -> bool:
@@ -78,7 +78,7 @@ class KnownError(NamedTuple):
     """
 
     issue: int
-    what: str
+    title: str
     avoided: str
     has: Callable[[torch.device], bool]
     aborts: bool = False  # whether the error ends the process
@@ -128,21 +128,21 @@ KNOWN_ERRORS = (
 
 def find_errors(kind: str) -> dict[str, str]:
     """Each known error and what a device did: "" if it computed the right result."""
-    found = {}
+    outcomes = {}
     for number, error in enumerate(KNOWN_ERRORS):
-        name = f"pytorch#{error.issue}, {error.what}"
+        name = f"pytorch#{error.issue}, {error.title}"
         if error.aborts and kind == "mps":
             command = [sys.executable, "-m", __name__, kind, str(number)]
             code = subprocess.run(
                 command, capture_output=True, check=False, timeout=REPRODUCTION_SECONDS
             ).returncode
-            found[name] = {0: "", WRONG_RESULT_CODE: "wrong"}.get(code, "the process ends")
+            outcomes[name] = {0: "", WRONG_RESULT_CODE: "wrong"}.get(code, "the process ends")
             continue
         try:
-            found[name] = "wrong" if error.has(torch.device(kind)) else ""
+            outcomes[name] = "wrong" if error.has(torch.device(kind)) else ""
         except RuntimeError as failure:
-            found[name] = first_line(failure)
-    return found
+            outcomes[name] = first_line(failure)
+    return outcomes
 
 
 if __name__ == "__main__":

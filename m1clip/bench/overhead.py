@@ -79,15 +79,18 @@ def measure_overhead(
     work = [*_fixed_costs(device), *_memory(device), *_matmuls(device, precisions, matmul_sizes)]
     calls = {str(number): item.call for number, item in enumerate(work)}
     timings = alternate(calls, device.synchronize, rounds=rounds, seconds=seconds)
-    return [_overhead(item, taken) for item, taken in zip(work, timings.values(), strict=True)]
+    return [_overhead(item, timing) for item, timing in zip(work, timings.values(), strict=True)]
 
 
-def _overhead(work: _Work, taken: Timing) -> Overhead:
-    one = Timing(
-        taken.median / work.repeated, taken.low / work.repeated, taken.high / work.repeated, taken.n
+def _overhead(work: _Work, timing: Timing) -> Overhead:
+    per_call = Timing(
+        timing.median / work.repeated,
+        timing.low / work.repeated,
+        timing.high / work.repeated,
+        timing.n,
     )
-    rate = work.amount / one.median if one.median > 0 else 0.0
-    return Overhead(work.operation, work.size, one, rate, work.unit)
+    rate = work.amount / per_call.median if per_call.median > 0 else 0.0
+    return Overhead(work.operation, work.size, per_call, rate, work.unit)
 
 
 def _fixed_costs(device: Device) -> list[_Work]:
@@ -116,13 +119,15 @@ def _memory(device: Device) -> list[_Work]:
     """Allocation and transfer by size, and the bandwidth of the device's own memory."""
     work = []
     for count in TRANSFER_BYTES:
-        here = torch.zeros(count, dtype=torch.uint8)
-        there = here.to(device.torch, copy=True)
+        on_cpu = torch.zeros(count, dtype=torch.uint8)
+        there = on_cpu.to(device.torch, copy=True)
         allocate = functools.partial(torch.zeros, count, dtype=torch.uint8, device=device.torch)
         work.append(_Work("allocate and clear", allocate, count, amount=count, unit="B/s"))
-        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {"copy within memory": (here, there)}
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+            "copy within memory": (on_cpu, there)
+        }
         if device.kind != "cpu":
-            pairs = {"transfer to the device": (here, there), "transfer back": (there, here)}
+            pairs = {"transfer to the device": (on_cpu, there), "transfer back": (there, on_cpu)}
         for operation, (source, target) in pairs.items():
             call = functools.partial(target.copy_, source)
             work.append(_Work(operation, call, count, amount=count, unit="B/s"))
@@ -151,13 +156,13 @@ def _matmuls(device: Device, precisions: Sequence[Precision], sizes: Sequence[in
 
 def _seconds(call: Callable[[], object], device: Device) -> float:
     """The shorter of two calls."""
-    taken = []
+    durations = []
     for _ in range(2):
         begin = time.perf_counter()
         call()
         device.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+        durations.append(time.perf_counter() - begin)
+    return min(durations)
 
 
 def matmul_crossover(overheads: Mapping[str, Sequence[Overhead]]) -> list[str]:

@@ -41,29 +41,29 @@ NO_ENERGY = (
 ONLY_CPU = "Only the CPU was measured: there is no crossover with another device."
 
 
-def write_page(found: Comparison, path: Path) -> Path:
+def write_page(comparison: Comparison, path: Path) -> Path:
     """Write the page of a comparison."""
-    write_bytes(path, comparison_page(found))
+    write_bytes(path, comparison_page(comparison))
     return path
 
 
-def comparison_page(found: Comparison) -> bytes:
+def comparison_page(comparison: Comparison) -> bytes:
     """The page of a comparison as HTML."""
-    facts = found.facts
+    facts = comparison.facts
     machine = ", ".join(part for part in (facts.cuda, facts.cpu, f"{facts.cores} cores") if part)
-    about = f"m1clip {__version__}, torch {facts.torch}, {machine}; {found.date}"
+    about = f"m1clip {__version__}, torch {facts.torch}, {machine}; {comparison.date}"
     body = f"<h1>Comparison of devices</h1><p class='hint'>{escape(about)}</p>"
-    body += _section("Verdict", _list(found.verdict))
-    body += _section("When to use which", _when(found.results))
-    body += _section("Step time", _plots(step_plots(found.results)))
-    body += _section("Crossover", _crossover(found.results))
-    body += _section("Time by stage", stage_bars(found.results))
-    body += _section("Memory", bars(found.results, lambda r: float(r.peak_bytes), size))
-    body += _section("Energy", _energy(found.results))
-    body += _section("Threads and workers", _threads_and_workers(found))
-    body += _section("Stability", _stability(found))
-    body += _section("Overhead", _overhead(found))
-    body += _section("All measurements", _measurements(found))
+    body += _section("Verdict", _list(comparison.verdict))
+    body += _section("When to use which", _when(comparison.results))
+    body += _section("Step time", _plots(step_plots(comparison.results)))
+    body += _section("Crossover", _crossover(comparison.results))
+    body += _section("Time by stage", stage_bars(comparison.results))
+    body += _section("Memory", bars(comparison.results, lambda r: float(r.peak_bytes), size))
+    body += _section("Energy", _energy(comparison.results))
+    body += _section("Threads and workers", _threads_and_workers(comparison))
+    body += _section("Stability", _stability(comparison))
+    body += _section("Overhead", _overhead(comparison))
+    body += _section("All measurements", _measurements(comparison))
     return html_page("comparison", body)
 
 
@@ -158,7 +158,7 @@ def _speedup_plot(results: Sequence[Result], model: str) -> str:
             points.setdefault(f"{c.device} {c.precision}", []).append((c.batch_size, ratio))
     if not points:
         return ""
-    batches = sorted({x for each in points.values() for x, _ in each})
+    batches = sorted({x for line in points.values() for x, _ in line})
     # Drawn as a gray line: below it, the CPU is faster.
     equal = (EQUAL, [(float(batch), 1.0) for batch in batches])
     title = f"{model}: times as fast as the CPU"
@@ -226,45 +226,45 @@ def _energy(results: Sequence[Result]) -> str:
     return bars(measured, joules_per_image, lambda value: f"{number(value)} J per image")
 
 
-def _threads_and_workers(found: Comparison) -> str:
+def _threads_and_workers(comparison: Comparison) -> str:
     body = ""
-    if threads := thread_rows(found.facts, found.results):
+    if threads := thread_rows(comparison.facts, comparison.results):
         body += "<h3>Threads of a step on the CPU</h3>" + html_table(THREAD_TITLES, threads)
-    if loading := loading_rows(found.loading):
+    if loading := loading_rows(comparison.loading):
         note = "JPEG files of 224 px, decoded to 112 px. Without workers, threads decode them."
         body += "<h3>Worker processes that load images</h3>" + _hint(note)
         body += html_table(LOADING_TITLES, loading)
     return body
 
 
-def _stability(found: Comparison) -> str:
-    if not found.stability:
+def _stability(comparison: Comparison) -> str:
+    if not comparison.stability:
         return ""
     note = (
         "Losses that are not finite or far above the recent ones, and updates that were skipped "
         "because a gradient was not finite. A reduced model has one layer per tower. The spread "
         "of the step time is in the table of all measurements."
     )
-    return _hint(note) + html_table(STABILITY_TITLES, stability_rows(found.stability))
+    return _hint(note) + html_table(STABILITY_TITLES, stability_rows(comparison.stability))
 
 
-def _overhead(found: Comparison) -> str:
-    if not found.overheads:
+def _overhead(comparison: Comparison) -> str:
+    if not comparison.overheads:
         return ""
-    lines = [overhead_note(list(found.overheads)), *matmul_crossover(found.overheads)]
+    lines = [overhead_note(list(comparison.overheads)), *matmul_crossover(comparison.overheads)]
     body = _list(lines)
     plots = escape(NO_PLOTS)
     if has_matplotlib():
         curves = [
             (f"{kind} {name.removeprefix('matmul ')}", points)
-            for kind, overheads in found.overheads.items()
+            for kind, overheads in comparison.overheads.items()
             for name, points in _matmul_curves(overheads).items()
         ]
         title = "Matrix multiplication: GFLOP/s by size"
         plots = plot(title, curves, log=True, x_label="rows and columns", log_x=True)
     body += _plots(plots)
-    for kind, overheads in found.overheads.items():
-        body += f"<h3>{escape(overhead_title(found.facts, kind))}</h3>"
+    for kind, overheads in comparison.overheads.items():
+        body += f"<h3>{escape(overhead_title(comparison.facts, kind))}</h3>"
         body += html_table(OVERHEAD_TITLES, overhead_rows(overheads))
     return body
 
@@ -278,15 +278,15 @@ def _matmul_curves(overheads: Sequence[Overhead]) -> dict[str, list[tuple[float,
     return curves
 
 
-def _measurements(found: Comparison) -> str:
+def _measurements(comparison: Comparison) -> str:
     note = "Spread: the distance of the quartiles, as a percentage of the median."
-    measured = rows(found.results)
+    measured = rows(comparison.results)
     body = _hint(note) + html_table(COLUMN_TITLES[:-1], [row[:-1] for row in measured])
     # Sentences would make the table too wide for a phone.
     notes = [f"{label}: {remark}" for label, *_, remark in measured if remark]
     if notes:
         body += "<h3>Notes</h3>" + _list(notes)
-    if found.skipped:
-        reasons = [f"{label}: {reason}" for label, reason in found.skipped.items()]
+    if comparison.skipped:
+        reasons = [f"{label}: {reason}" for label, reason in comparison.skipped.items()]
         body += "<h3>Not measured</h3>" + _list(reasons)
     return body

@@ -47,11 +47,11 @@ def make_plan(
     ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
     options = options or {}
-    for option, value, least in (("images", images, 2), ("ranks", ranks, 1)):
-        if value is not None and not value >= least:
-            raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
-    given = Settings(options).config  # an error for a value that train would reject
-    connected = connect(given.train.device)
+    for option, value, minimum in (("images", images, 2), ("ranks", ranks, 1)):
+        if value is not None and not value >= minimum:
+            raise UserError(f"--{option} must be at least {minimum:g}, not {value:g}")
+    train_config = Settings(options).config.train  # an error for a value that train would reject
+    connected = connect(train_config.device)
     count = _rank_count(ranks, connected.size, bandwidth)
     facts = read_machine_info()
     process_bytes(facts)  # before measurements, which add to the memory of this process
@@ -129,10 +129,10 @@ def make_plan(
     }
 
 
-def _bandwidth(given: str | None, connected: Ranks, device: Device) -> float:
+def _bandwidth(bandwidth: str | None, connected: Ranks, device: Device) -> float:
     """Bytes per second that each rank sends: as given, or measured."""
-    if given is not None:
-        return amount(given, "B", "--bandwidth")
+    if bandwidth is not None:
+        return amount(bandwidth, "B", "--bandwidth")
     return connected.bandwidth(device.torch)
 
 
@@ -164,8 +164,8 @@ def step_time(c: Configuration, facts: MachineInfo, device: Device) -> tuple[flo
     """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM
     rate.
     """
-    if found := predict(c, load_measured(facts)):
-        return found[0], f"{found[1]} on this machine"
+    if prediction := predict(c, load_measured(facts)):
+        return prediction[0], f"{prediction[1]} on this machine"
     rate = _gemm_rate(device, c.precision)
     source = (
         f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {rate / 1e12:.3g} TFLOP/s measured on this"
@@ -184,14 +184,14 @@ def _gemm_rate(device: Device, precision: Precision) -> float:
 
 def plan_text(plan: dict[str, Any]) -> str:
     fits = "fits" if plan["memory_bytes"] <= plan["memory_limit"] else "does NOT fit"
-    by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
+    by_ranks, batch, lines, batch_title = plan["ranks"], plan["batch_size"], "", "largest batch"
     how = f" in micro-batches of {plan['micro_batch']}" if plan["micro_batch"] else ""
     how += " with gradient checkpointing" if plan["grad_checkpointing"] else ""
     reasons = "".join(f"{line}\n" for line in plan["reasons"])
     if by_ranks:
         n, source = by_ranks["count"], "as given"
         unsharded = " (all figures are without it)" if by_ranks["fsdp"] == "on" else ""
-        batch, most = (
+        batch, batch_title = (
             f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,",
             "largest batch of a rank",
         )
@@ -213,7 +213,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         f" of {plan['text_tokens']} tokens\n"
         f"memory     {size(plan['memory_bytes'])} at batch {batch}{how}"
         f" in {plan['precision']} with {plan['optimizer']}: {fits} in {size(plan['memory_limit'])}\n"
-        f"           {most} {plan['max_batch_size']:,},"
+        f"           {batch_title} {plan['max_batch_size']:,},"
         f" {plan['max_batch_size_checkpointing']:,} with gradient checkpointing,"
         " any with --micro-batch\n"
         f"time       {duration(plan['step_seconds'])} per step,"

@@ -61,10 +61,10 @@ class Comparison:
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
-    found: dict[tuple[str, int], list[Result]] = {}
+    groups: dict[tuple[str, int], list[Result]] = {}
     for r in sorted(results, key=lambda r: r.seconds.median):
-        found.setdefault((r.configuration.model, r.configuration.batch_size), []).append(r)
-    return dict(sorted(found.items()))
+        groups.setdefault((r.configuration.model, r.configuration.batch_size), []).append(r)
+    return dict(sorted(groups.items()))
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -125,13 +125,15 @@ def crossovers(results: Sequence[Result]) -> Iterator[str]:
         others = series.get(("cpu", precision), [])
         for model in dict.fromkeys(r.configuration.model for r in members if device != "cpu"):
             gpu, cpu = (
-                {r.configuration.batch_size: r for r in those if r.configuration.model == model}
-                for those in (members, others)
+                {r.configuration.batch_size: r for r in group if r.configuration.model == model}
+                for group in (members, others)
             )
             if shared := sorted(set(gpu) & set(cpu)):
-                equal, one, fits = None, gpu[shared[0]], (fit(others), fit(members))
+                equal, largest, fits = None, gpu[shared[0]], (fit(others), fit(members))
                 if fits[0] and fits[1]:
-                    equal = crossing(fits[0], fits[1], one.parameters, one.flops / shared[0])
+                    equal = crossing(
+                        fits[0], fits[1], largest.parameters, largest.flops / shared[0]
+                    )
                 note = (
                     f" (the cost model predicts equal times at batch {equal:.2g})" if equal else ""
                 )
@@ -164,11 +166,11 @@ def rows(results: Sequence[Result], skipped: Mapping[str, str] = {}) -> list[lis
 
     What was not measured follows, with the reason as its note.
     """
-    found = [_row(r, group[0]) for group in by_model_and_batch(results).values() for r in group]
+    cells = [_row(r, group[0]) for group in by_model_and_batch(results).values() for r in group]
     for label, reason in skipped.items():
         empty = [MISSING] * (len(COLUMN_TITLES) - 2)
-        found.append([label, *empty, f"not measured: {reason}"])
-    return found
+        cells.append([label, *empty, f"not measured: {reason}"])
+    return cells
 
 
 def _row(r: Result, fastest: Result) -> list[str]:
@@ -235,13 +237,13 @@ def stability_rows(stability: Mapping[str, Stability]) -> list[list[str]]:
     return [
         [
             name,
-            f"{found.model}, batch {found.batch_size}",
-            str(found.spikes),
-            str(found.skipped),
-            str(found.steps),
-            f"{number(found.first_loss)} to {number(found.last_loss)}",
+            f"{stable.model}, batch {stable.batch_size}",
+            str(stable.spikes),
+            str(stable.skipped),
+            str(stable.steps),
+            f"{number(stable.first_loss)} to {number(stable.last_loss)}",
         ]
-        for name, found in stability.items()
+        for name, stable in stability.items()
     ]
 
 
@@ -252,29 +254,29 @@ def loading_rows(loading: Sequence[Loading]) -> list[list[str]]:
     first = loading[0].images_per_second
     return [
         [
-            str(each.workers) if each.workers else "none",
-            number(each.images_per_second.median),
-            f"{number(each.images_per_second.low)} to {number(each.images_per_second.high)}",
-            str(each.images_per_second.n),
-            f"{each.images_per_second.median / first.median:.2f}",
+            str(loading_result.workers) if loading_result.workers else "none",
+            number(loading_result.images_per_second.median),
+            f"{number(loading_result.images_per_second.low)} to {number(loading_result.images_per_second.high)}",
+            str(loading_result.images_per_second.n),
+            f"{loading_result.images_per_second.median / first.median:.2f}",
         ]
-        for each in loading
+        for loading_result in loading
     ]
 
 
 def thread_rows(facts: MachineInfo, results: Sequence[Result]) -> list[list[str]]:
     """The step of the CPU by number of threads: only configurations that differ in nothing else."""
     with_threads = [r for r in results if r.configuration.threads]
-    found: list[list[str]] = []
+    thread_cells: list[list[str]] = []
     for r in with_threads:
         default = replace(r.configuration, threads=0)
-        base = next((each for each in results if each.configuration == default), None)
+        base = next((result for result in results if result.configuration == default), None)
         if base is None:
             continue
-        if not found:
-            found.append(_thread_row(facts, base, base))
-        found.append(_thread_row(facts, r, base))
-    return found
+        if not thread_cells:
+            thread_cells.append(_thread_row(facts, base, base))
+        thread_cells.append(_thread_row(facts, r, base))
+    return thread_cells
 
 
 def _thread_row(facts: MachineInfo, r: Result, base: Result) -> list[str]:
@@ -370,23 +372,23 @@ def overhead_note(kinds: Sequence[str]) -> str:
     return "A device pays for work whose time is far above its launch and wait."
 
 
-def text(found: Comparison) -> str:
+def text(comparison: Comparison) -> str:
     """All tables of a comparison and its verdict."""
-    head, use = when_to_use(found.results)
+    head, use = when_to_use(comparison.results)
     sections = [
-        ("", table(COLUMN_TITLES, rows(found.results, found.skipped))),
-        ("", "\n".join(f"- {line}" for line in found.verdict)),
+        ("", table(COLUMN_TITLES, rows(comparison.results, comparison.skipped))),
+        ("", "\n".join(f"- {line}" for line in comparison.verdict)),
         ("When to use which", table(head, use)),
-        ("Time by stage", _table(STAGE_TITLES, stage_rows(found.results))),
-        ("Threads", _table(THREAD_TITLES, thread_rows(found.facts, found.results))),
-        ("Loading by workers", _table(LOADING_TITLES, loading_rows(found.loading))),
-        ("Stability: loss spikes", _table(STABILITY_TITLES, stability_rows(found.stability))),
+        ("Time by stage", _table(STAGE_TITLES, stage_rows(comparison.results))),
+        ("Threads", _table(THREAD_TITLES, thread_rows(comparison.facts, comparison.results))),
+        ("Loading by workers", _table(LOADING_TITLES, loading_rows(comparison.loading))),
+        ("Stability: loss spikes", _table(STABILITY_TITLES, stability_rows(comparison.stability))),
     ]
-    for kind, overheads in found.overheads.items():
-        title = overhead_title(found.facts, kind)
+    for kind, overheads in comparison.overheads.items():
+        title = overhead_title(comparison.facts, kind)
         sections.append((title, _table(OVERHEAD_TITLES, overhead_rows(overheads))))
-    if found.overheads:
-        lines = [overhead_note(list(found.overheads)), *matmul_crossover(found.overheads)]
+    if comparison.overheads:
+        lines = [overhead_note(list(comparison.overheads)), *matmul_crossover(comparison.overheads)]
         sections.append(("", "\n".join(f"- {line}" for line in lines)))
     return "\n\n".join(f"{title}\n{body}" if title else body for title, body in sections if body)
 

@@ -46,7 +46,7 @@ def size_name(parameters: float) -> str:
 
 def smallest_gpu(needed_bytes: float) -> int | None:
     """The memory in GB of the smallest common GPU that holds this; None if none does."""
-    return next((each for each in GPU_GIGABYTES if each * 1e9 >= needed_bytes), None)
+    return next((gigabytes for gigabytes in GPU_GIGABYTES if gigabytes * 1e9 >= needed_bytes), None)
 
 
 def recommend_device(
@@ -114,8 +114,8 @@ def _model_size(
         needed[kind] = cpu_bytes if kind == "cpu" else gpu_bytes
         memory[kind] = Device(kind, facts).total_bytes()
         configuration = Configuration(model, batch_size, kind, "fp32", optimizer="adamw")
-        if found := predict(configuration, measured):
-            seconds[kind] = found[0]
+        if prediction := predict(configuration, measured):
+            seconds[kind] = prediction[0]
     device, reason = recommend_device(needed, memory, seconds)
     return ModelSize(
         model=model,

@@ -78,9 +78,9 @@ class Configuration:
     def of(cls, config: DecidedConfig) -> Self:
         """How `train` computes the step of a run."""
         train = config.train
-        what = (config.model.name, train.batch_size, train.device, train.precision)
+        job = (config.model.name, train.batch_size, train.device, train.precision)
         return cls(
-            *what, optimizer=config.optim.optimizer, **_how(config, train.device, train.precision)
+            *job, optimizer=config.optim.optimizer, **_how(config, train.device, train.precision)
         )
 
     def options(self) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def fit(results: Sequence[Result]) -> CostModel | None:
         if (values >= 0).all():
             break
         used.pop(int(values.argmin()))  # a negative cost makes no sense: fit without it
-    found = np.zeros(3)
-    found[used] = values / size[used]
-    return CostModel(*found.tolist())
+    costs = np.zeros(3)
+    costs[used] = values / size[used]
+    return CostModel(*costs.tolist())
 
 
 def crossing(
@@ -252,9 +252,9 @@ def save_measured(
     What was measured while other programs were busy is not saved.
     """
     quiet = [result for result in results if (result.other_load or 0.0) <= MAX_OTHERS]
-    kept = {r.configuration: r for r in [*load_measured(facts, folder), *quiet]}
+    stored = {r.configuration: r for r in [*load_measured(facts, folder), *quiet]}
     try:
-        write_json(_path(facts, folder), [asdict(r) for r in kept.values()])
+        write_json(_path(facts, folder), [asdict(r) for r in stored.values()])
     except OSError:
         return  # the cache folder is not writable; comparison.json has the results
 

@@ -183,7 +183,7 @@ class Measurement:
     stages_problem: str = ""  # why they were not measured
 
 
-def measure(c: Configuration, seconds: float, least: int, check: bool) -> Measurement:
+def measure(c: Configuration, seconds: float, min_steps: int, check: bool) -> Measurement:
     """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least`
     steps.
 
@@ -192,14 +192,19 @@ def measure(c: Configuration, seconds: float, least: int, check: bool) -> Measur
     facts = read_machine_info()
     device = Device(c.device, facts)
     try:
-        return _measure(c, facts, device, seconds, least, check)
+        return _measure(c, facts, device, seconds, min_steps, check)
     finally:
         gc.collect()
         device.release()  # other workers need the memory
 
 
 def _measure(
-    c: Configuration, facts: MachineInfo, device: Device, seconds: float, least: int, check: bool
+    c: Configuration,
+    facts: MachineInfo,
+    device: Device,
+    seconds: float,
+    min_steps: int,
+    check: bool,
 ) -> Measurement:
     config = decide_step(facts, c).config
     torch.compiler.reset()
@@ -210,43 +215,43 @@ def _measure(
     # As in a warmup: the model must not overfit the batch before its gradients are compared.
     step.optimizer.set_lr(LR_FRACTION)
     batch = random_batch(shape, c.batch_size, tokens)
-    taken: list[float] = []
+    durations: list[float] = []
 
     def run_step() -> None:
         begin = time.perf_counter()
-        step.run(batch, len(taken) + 1)
+        step.run(batch, len(durations) + 1)
         device.synchronize()
-        taken.append(time.perf_counter() - begin)
+        durations.append(time.perf_counter() - begin)
 
     for _ in range(MAX_WARM_STEPS):
-        if not (len(taken) > 2 and is_settled(taken)):
+        if not (len(durations) > 2 and is_settled(durations)):
             run_step()
     while (
         step.cuda_graph is not None
         and not step.cuda_graph.settled
-        and len(taken) < MAX_CAPTURE_STEPS
+        and len(durations) < MAX_CAPTURE_STEPS
     ):
         run_step()
-    taken.clear()
+    durations.clear()
     meter, load = open_meter(device.kind), Load()
-    while len(taken) < least or (sum(taken) <= seconds and len(taken) < MAX_STEPS):
+    while len(durations) < min_steps or (sum(durations) <= seconds and len(durations) < MAX_STEPS):
         run_step()
     joules, other_load, peak = meter.joules() if meter else None, load.others(), device.peak_bytes()
     if not check:
-        return Measurement(taken, joules, other_load, peak, None)
+        return Measurement(durations, joules, other_load, peak, None)
     few = random_batch(shape, PARITY_IMAGES, tokens)
     checked = step.for_check(fill_zeros(copy.deepcopy(step.model)))
     there = gradient(checked, few)
     checked.parts.model.set_attention("bmm")
-    here = gradient(on_cpu(checked, facts), few)
-    difference = max(map(relative_difference, there, here))
+    cpu_gradients = gradient(on_cpu(checked, facts), few)
+    difference = max(map(relative_difference, there, cpu_gradients))
     stages: dict[str, float] = {}
     problem = ""
     try:
         stages = time_stages(step, device, batch)
     except Exception as error:  # noqa: BLE001  a probe that fails must not lose the timed steps
         problem = describe_error(error)
-    return Measurement(taken, joules, other_load, peak, difference, stages, problem)
+    return Measurement(durations, joules, other_load, peak, difference, stages, problem)
 
 
 def build_step(config: DecidedConfig, device: Device, shape: CLIPConfig) -> TrainStep:
@@ -276,7 +281,7 @@ def time_stages(step: TrainStep, device: Device, batch: Batch) -> dict[str, floa
     if device.kind == "mlx":
         raise UserError("MLX computes a step as a whole")
     phases = SynchronizedPhases(device)
-    taken: dict[str, list[float]] = {}
+    phase_seconds: dict[str, list[float]] = {}
     for number in range(STAGE_STEPS + 1):
         # Not replayed as a CUDA graph, which has no stages.
         train_step(step.parts, batch, MAX_STEPS + number, mark=phases.mark)
@@ -285,8 +290,8 @@ def time_stages(step: TrainStep, device: Device, batch: Batch) -> dict[str, floa
         if number == 0:
             continue  # the first step without a CUDA graph allocates its memory
         for name, value in seconds.items():
-            taken.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in taken.items()}
+            phase_seconds.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in phase_seconds.items()}
 
 
 def measure_stability(

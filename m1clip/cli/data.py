@@ -179,8 +179,8 @@ def data_caption(
         if report.failures and not report.generated:
             sys.exit(1)
         return
-    found = sample_captions(folder, server, model, settings=settings, allow_remote=allow_remote)
-    console.print(str(found))
+    samples = sample_captions(folder, server, model, settings=settings, allow_remote=allow_remote)
+    console.print(str(samples))
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -308,21 +308,21 @@ def data_index(
 
     start = time.perf_counter()
     with console.progress("indexing"):
-        found, made = open_shards(list_shards(shards), Options(cache_dir=cache_dir))
-    problems = [problem for shard in found for problem in shard.problems]
+        indexed_shards, made = open_shards(list_shards(shards), Options(cache_dir=cache_dir))
+    problems = [problem for shard in indexed_shards for problem in shard.problems]
     for problem in problems[:10]:
         console.warn(str(problem))
     if len(problems) > 10:
         console.warn(f"{plural(len(problems) - 10, 'more problem')}")
     counts = (
-        f"{plural(sum(s.samples for s in found), 'image')},"
-        f" {plural(sum(s.captions for s in found), 'caption')}"
+        f"{plural(sum(s.samples for s in indexed_shards), 'image')},"
+        f" {plural(sum(s.captions for s in indexed_shards), 'caption')}"
     )
     seconds = duration(time.perf_counter() - start)
     console.print(
-        f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}"
+        f"{plural(len(indexed_shards), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}"
     )
-    if empty := sum(not shard.samples for shard in found):
+    if empty := sum(not shard.samples for shard in indexed_shards):
         raise UserError(
             f"{plural(empty, 'shard')} without images that can be read: see above; replace or"
             " remove them"

@@ -230,15 +230,17 @@ def _plan_lines(plan: DownloadPlan) -> list[str]:
     from m1clip.model.hub_files import cache_folder
 
     cache = cache_folder()
-    existing = next(place for place in (cache, *cache.parents) if place.exists())
+    existing = next(
+        existing_folder for existing_folder in (cache, *cache.parents) if existing_folder.exists()
+    )
     present = plan.present_bytes
-    here = f", {size(present)} of it here already" if present else ""
+    cached_note = f", {size(present)} of it here already" if present else ""
     names = ", ".join(file.name for file in plan.files)
     return [
         f"model      {plan.repository} at {plan.endpoint} (commit {plan.commit[:8]})",
         f"license    {plan.license}",
         f"files      {names}",
-        f"size       {size(plan.total_bytes)}{here}",
+        f"size       {size(plan.total_bytes)}{cached_note}",
         f"to         {cache} ({size(shutil.disk_usage(existing).free)} free)",
     ]
 

@@ -89,12 +89,12 @@ def compare(
             else:
                 print_progress(message, used)
 
-        found = run_comparison(options, out, show, process_seconds())
-    print(found)
+        comparison = run_comparison(options, out, show, process_seconds())
+    print(comparison)
     print(f"data       {one_line(str(out / 'comparison.json'))}")
     print(f"page       {one_line(str(out / PAGE_NAME))}")
     if share is not None:
-        write_json(share, shared(found.facts, found.results))
+        write_json(share, shared(comparison.facts, comparison.results))
         print(f"share      {one_line(str(share))}: send it in an issue, for docs/machines.md")
 
 
@@ -223,9 +223,9 @@ def plan(
     from m1clip.bench.plan import make_plan, plan_text
     from m1clip.training.distributed import connect
 
-    found = make_plan(settings, images or DataConfig.synthetic_images, ranks, bandwidth)
+    run_plan = make_plan(settings, images or DataConfig.synthetic_images, ranks, bandwidth)
     if connect().rank == 0:
-        _print_json(found) if json else print(plan_text(found))
+        _print_json(run_plan) if json else print(plan_text(run_plan))
 
 
 def _plan_run(

@@ -109,15 +109,17 @@ def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
     """An unknown option, and the one that was meant, as far as a name can tell."""
     typed = (error.token.keyword or error.token.value).partition("=")[0]
     name = typed.lstrip("-")
-    names = [known for option in error.argument_collection for known in option.names]
-    known_names = [known.removeprefix("--") for known in names if known.startswith("--")]
-    meant = OTHER_TOOLS.get(name.replace("-", "_")) if in_train else None
+    names = [option_name for option in error.argument_collection for option_name in option.names]
+    known_names = [
+        option_name.removeprefix("--") for option_name in names if option_name.startswith("--")
+    ]
+    suggestion = OTHER_TOOLS.get(name.replace("-", "_")) if in_train else None
     one_dash = not typed.startswith("--")  # such as -x, or several: -xyz
-    if one_dash and meant is None and name not in known_names:
+    if one_dash and suggestion is None and name not in known_names:
         return str(error)
-    if meant is None and (similar := most_similar(name, known_names)):
-        meant = f"--{similar[0]}"
-    return f"Unknown option: {typed}." + (f" Did you mean {meant}?" if meant else "")
+    if suggestion is None and (similar := most_similar(name, known_names)):
+        suggestion = f"--{similar[0]}"
+    return f"Unknown option: {typed}." + (f" Did you mean {suggestion}?" if suggestion else "")
 
 
 def _one_line(error: Exception | str) -> str:

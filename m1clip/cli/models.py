@@ -104,24 +104,24 @@ def evaluate(
     scores = evaluator.scores(features)
     grid = folder / f"retrieval-{name}.png"
     retrieval_grid(evaluator.data, features, split, grid)
-    found = None
+    report = None
     if analysis:
-        found = analyze(features, evaluator)
-        found["confusions"] = confusion_examples(evaluator.data, features)
-        write_json(folder / f"analysis-{name}.json", found)
+        report = analyze(features, evaluator)
+        report["confusions"] = confusion_examples(evaluator.data, features)
+        write_json(folder / f"analysis-{name}.json", report)
     if json:
         printed: dict[str, Any] = {"model": str(model), "split": split, "scores": scores.as_dict()}
-        if found is not None:
-            printed["analysis"] = found
+        if report is not None:
+            printed["analysis"] = report
         print(json_text.dumps(printed, indent=2))
         return
     console.print(f"\n{model}, {split} split\n\n{scores}\n")
     console.print(f"image      {grid}")
-    if found is None:
+    if report is None:
         return
-    confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
+    confused = [(example["caption"], example["truth"]) for example in report["confusions"]]
     console.print(
-        f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
+        f"\n{analysis_table(report)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
     )
     console.print(f"analysis   {folder / f'analysis-{name}.json'}")
 
@@ -169,7 +169,7 @@ def classify(
 
         model = default_model()
     loaded = load(model)
-    found = []
+    answers = []
     problems = []
     for start in range(0, len(paths), CLASSIFY_BATCH):
         pixels = _read_images(paths[start : start + CLASSIFY_BATCH], loaded.square)
@@ -181,13 +181,13 @@ def classify(
             loaded.classify(list(readable.values()), names, template or ("{}",)) if readable else []
         )
         for path, ranking in zip(readable, ranked, strict=True):
-            found.append(
+            answers.append(
                 {"image": str(path), "labels": [{"label": n, "probability": p} for n, p in ranking]}
             )
             if not json:
                 _print_ranking(path if len(paths) > 1 else None, ranking)
     if json:
-        print(json_text.dumps(found, indent=2))
+        print(json_text.dumps(answers, indent=2))
     if len(paths) == 1 and problems:
         raise UserError(problems[0])
     for problem in problems:
@@ -196,14 +196,14 @@ def classify(
         raise UserError(f"{len(problems):,} of {plural(len(paths), 'image')} cannot be used")
 
 
-def _image_files(given: Sequence[Path]) -> list[Path]:
+def _image_files(inputs: Sequence[Path]) -> list[Path]:
     """Files as given, and the image files of folders in the order of their names."""
     from m1clip.data.sources.base import walk_images
 
-    if not given:
+    if not inputs:
         raise UserError("classify: give an image or a folder of images")
     paths = []
-    for path in given:
+    for path in inputs:
         if not path.is_dir():
             paths.append(path)
             continue

@@ -53,14 +53,16 @@ def monitor(
 
     if not runs and not RUNS_FOLDER.is_dir():
         raise UserError(f"{RUNS_FOLDER}: no runs yet in this folder; m1clip train makes one")
-    found = [newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS_FOLDER]]
+    run_folders = [
+        newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS_FOLDER]
+    ]
     if once:
-        for run in found:
+        for run in run_folders:
             print(terminal.once(run))
-    elif len(found) > 1:
+    elif len(run_folders) > 1:
         raise UserError("the terminal shows one run; --web shows several in one page")
     else:
-        terminal.monitor(found[0])
+        terminal.monitor(run_folders[0])
 
 
 @app.command(group=RUNS, sort_key=2, usage="Usage: m1clip runs [FOLDER] [OPTIONS]")
@@ -156,7 +158,7 @@ def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> No
     """
     from m1clip.training.checkpoint import checkpoint_table, list_checkpoints
 
-    found = list_checkpoints(run, verify)
-    print(dumps(found, indent=2) if json else printable(checkpoint_table(run, found)))
-    if any(row["problem"] for row in found):
+    listing = list_checkpoints(run, verify)
+    print(dumps(listing, indent=2) if json else printable(checkpoint_table(run, listing)))
+    if any(row["problem"] for row in listing):
         sys.exit(1)

@@ -117,8 +117,10 @@ def _shown_model(model: str) -> str:
     path = Path(model)
     if not path.exists():
         return model  # in the package, or of the Hub
-    place = path.parent if is_run(path.parent) else path
-    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+    shown_path = path.parent if is_run(path.parent) else path
+    return str(
+        shown_path.relative_to(Path.cwd()) if shown_path.is_relative_to(Path.cwd()) else shown_path
+    )
 
 
 def _mention_newest_run(folder: Path, used: str) -> None:
@@ -196,13 +198,13 @@ def search(
     _reject_folders(text)
     where = Filter(since, until, subfolder, orientation, min_side)
     opened = Index(folder, model)
-    found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
-    listed = found.nearest if all_ else found.possible
+    results = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
+    listed = results.nearest if all_ else results.possible
     if json:
-        counts = {"matches": len(found.matches), "possible": len(found.possible)}
-        print(json_text.dumps({"root": str(opened.root), **counts, **asdict(found)}, indent=2))
+        counts = {"matches": len(results.matches), "possible": len(results.possible)}
+        print(json_text.dumps({"root": str(opened.root), **counts, **asdict(results)}, indent=2))
     else:
-        _show(found, listed, filtered=where != Filter())
+        _show(results, listed, filtered=where != Filter())
     if open_ and listed:
         _open(opened.file(listed[0].id), opened.root)
 
@@ -218,27 +220,27 @@ def _reject_folders(texts: tuple[str, ...]) -> None:
             )
 
 
-def _show(found: Results, listed: list[Result], filtered: bool) -> None:
+def _show(results: Results, listed: list[Result], filtered: bool) -> None:
     from m1clip.search.query import UNSURE
 
-    images = plural(found.searched, "image")
-    if not found.nearest:
+    images = plural(results.searched, "image")
+    if not results.nearest:
         print(
             "no image passes the filters" if filtered else "no image is left in the indexed folder"
         )
-    elif not found.possible:
+    elif not results.possible:
         print(f"nothing here matches, in {images}; the nearest, all unlikely:")
-        listed = listed or found.nearest[:NEAREST_SHOWN]
-    elif not found.matches:
+        listed = listed or results.nearest[:NEAREST_SHOWN]
+    elif not results.matches:
         print(f"no sure match in {images}; perhaps:")
-    matches = len(found.matches)
-    for place, each in enumerate(listed):
-        if 0 < matches == place:
+    matches = len(results.matches)
+    for rank, result in enumerate(listed):
+        if 0 < matches == rank:
             print("less likely:")
-        chance = "" if each.probability is None else f"{100 * each.probability:3.0f}%  "
-        more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
-        print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
-    unlisted = len(found) - len(listed)
+        chance = "" if result.probability is None else f"{100 * result.probability:3.0f}%  "
+        more = f"  (+{plural(len(result.copies), 'near-duplicate')})" if result.copies else ""
+        print(f"{chance}{result.score:6.3f}  {one_line(result.path)}{more}")
+    unlisted = len(results) - len(listed)
     if unlisted:
         print(
             f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists"
@@ -412,6 +414,6 @@ def serve(
     if folder is not None and not folder.expanduser().is_dir():
         raise UserError(f"{one_line(str(folder))}: no such folder")
     folders = list(runs) or [server.DEFAULT_RUNS]
-    photos = Photos(folder, model, next((each for each in folders if not is_run(each)), None))
+    photos = Photos(folder, model, next((path for path in folders if not is_run(path)), None))
     threading.Thread(target=photos.warm_up, daemon=True).start()
     server.serve(folders, port, browser, photos)

@@ -126,8 +126,8 @@ def train(
         settings["data"] = data
     if resume is not None:
         command_options = {"preset": preset, "config": config, "out": out}
-        given = [name for name, value in command_options.items() if value is not None]
-        others = [name for name in (*given, *settings) if name not in RESUME_OPTIONS]
+        typed = [name for name, value in command_options.items() if value is not None]
+        others = [name for name in (*typed, *settings) if name not in RESUME_OPTIONS]
         if others:
             option = f"--{others[0].replace('_', '-')}"
             hint = f"remove {option}, or start a new run"

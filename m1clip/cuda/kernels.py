@@ -144,21 +144,21 @@ def _attention_kernel(
     sequence = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     width = HEADS * D
-    here = qkv_at + sequence * length * 3 * width + head * D
+    begin = qkv_at + sequence * length * 3 * width + head * D
     out = out_at + sequence * length * width + head * D
     row = tl.arange(0, T)
-    q = _rows(here, row, length, 3 * width, D)
-    k = _rows(here + width, row, length, 3 * width, D)
-    v = _rows(here + 2 * width, row, length, 3 * width, D)
+    q = _rows(begin, row, length, 3 * width, D)
+    k = _rows(begin + width, row, length, 3 * width, D)
+    v = _rows(begin + 2 * width, row, length, 3 * width, D)
     scores = _scores(k, q, row, row, length, scale, CAUSAL)
     if REST == 0:
         weights = _softmax(scores).to(v.dtype)
         _put(out, row, length, width, tl.dot(tl.trans(weights), v), D)
     else:
         late = T + tl.arange(0, REST)
-        q2 = _rows(here, late, length, 3 * width, D)
-        k2 = _rows(here + width, late, length, 3 * width, D)
-        v2 = _rows(here + 2 * width, late, length, 3 * width, D)
+        q2 = _rows(begin, late, length, 3 * width, D)
+        k2 = _rows(begin + width, late, length, 3 * width, D)
+        v2 = _rows(begin + 2 * width, late, length, 3 * width, D)
         weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))
         attended = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(
             tl.trans(others.to(v.dtype)), v2
@@ -191,14 +191,14 @@ def _attention_backward_kernel(
     sequence = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     width = HEADS * D
-    here = qkv_at + sequence * length * 3 * width + head * D
+    begin = qkv_at + sequence * length * 3 * width + head * D
     there = dqkv_at + sequence * length * 3 * width + head * D
     grads = grad_at + sequence * length * width + head * D
     sums = sums_at + sequence * 3 * width + head * D + tl.arange(0, D)
     row = tl.arange(0, T)
-    q = _rows(here, row, length, 3 * width, D)
-    k = _rows(here + width, row, length, 3 * width, D)
-    v = _rows(here + 2 * width, row, length, 3 * width, D)
+    q = _rows(begin, row, length, 3 * width, D)
+    k = _rows(begin + width, row, length, 3 * width, D)
+    v = _rows(begin + 2 * width, row, length, 3 * width, D)
     g = _rows(grads, row, length, width, D)
     scores = _scores(k, q, row, row, length, scale, CAUSAL)
     dweights = tl.dot(v, tl.trans(g))
@@ -214,9 +214,9 @@ def _attention_backward_kernel(
         tl.store(sums + 2 * width, tl.sum(dv, 0))
     else:
         late = T + tl.arange(0, REST)
-        q2 = _rows(here, late, length, 3 * width, D)
-        k2 = _rows(here + width, late, length, 3 * width, D)
-        v2 = _rows(here + 2 * width, late, length, 3 * width, D)
+        q2 = _rows(begin, late, length, 3 * width, D)
+        k2 = _rows(begin + width, late, length, 3 * width, D)
+        v2 = _rows(begin + 2 * width, late, length, 3 * width, D)
         g2 = _rows(grads, late, length, width, D)
         # The queries of the first tile, over the keys of both.
         weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))

@@ -37,7 +37,7 @@ class PixelGraph(nn.Module):
     def __init__(self, clip: CLIP, preprocess: Preprocess) -> None:
         super().__init__()
         mean, std = (
-            torch.tensor(each).view(1, 3, 1, 1) for each in (preprocess.mean, preprocess.std)
+            torch.tensor(values).view(1, 3, 1, 1) for values in (preprocess.mean, preprocess.std)
         )
         self.clip, self.scale, self.shift = clip, 1 / (255 * std), -mean / std
 
@@ -109,12 +109,12 @@ def write_coreml(folder: Path, saved: SavedModel) -> list[str]:
     texts = [torch.from_numpy(row)[None].int() for row in tokens]
     _write_package(TextGraph(clip, saved.config.embed_dim), texts[0], folder / TEXT_PACKAGE)
     with torch.no_grad():
-        wanted = [clip.encode_text(row.long())[0].tolist() for row in texts]
+        text_vectors = [clip.encode_text(row.long())[0].tolist() for row in texts]
     expected = {
         "pixels": pixels.tolist(),
         "image": vector[0].tolist(),
         "tokens": tokens.tolist(),
-        "texts": wanted,
+        "texts": text_vectors,
     }
     write_text(folder / EXPECTED, json.dumps(expected))
     settings = {
@@ -140,23 +140,23 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
     with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(StringIO()):  # progress bars
         warnings.simplefilter("ignore")
         program = _exported(module, example)
-        wanted, found = module(example), program.module()(example)
-        difference = (found - wanted).abs().max()
+        expected, actual = module(example), program.module()(example)
+        difference = (actual - expected).abs().max()
         if not difference < LARGEST_DIFFERENCE:
             raise UserError(
                 f"not exported: the program for {path.name} differs from the model by"
                 f" {difference:.2g}"
             )
         if image:
-            given = coremltools.ImageType(
+            input_type = coremltools.ImageType(
                 "image", tuple(example.shape), color_layout=coremltools.colorlayout.RGB
             )
         else:
-            given = coremltools.TensorType("tokens", tuple(example.shape), np.int32)
+            input_type = coremltools.TensorType("tokens", tuple(example.shape), np.int32)
         try:
             package = coremltools.convert(
                 program,
-                inputs=[given],
+                inputs=[input_type],
                 outputs=[coremltools.TensorType(name="vector")],
                 minimum_deployment_target=coremltools.target.iOS17,
                 compute_precision=coremltools.precision.FLOAT16,
@@ -167,8 +167,8 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
                 f"coremltools cannot convert this tower ({type(module).__name__}: {reason})"
             ) from error
     package.save(str(path))
-    check_package(path, tuple(example.shape), wanted.shape[1])
-    return wanted
+    check_package(path, tuple(example.shape), expected.shape[1])
+    return expected
 
 
 def check_package(path: Path, shape: tuple[int, ...], width: int) -> None:
@@ -176,12 +176,15 @@ def check_package(path: Path, shape: tuple[int, ...], width: int) -> None:
     import coremltools
 
     spec: Any = coremltools.models.MLModel(str(path), skip_model_load=True).get_spec()
-    (given,), (made,) = spec.description.input, spec.description.output
+    (input_feature,), (made,) = spec.description.input, spec.description.output
     if len(shape) == 4:
-        size = (given.type.imageType.height, given.type.imageType.width)
-        fits = size == shape[2:] and given.type.imageType.colorSpace == given.type.imageType.RGB
+        size = (input_feature.type.imageType.height, input_feature.type.imageType.width)
+        fits = (
+            size == shape[2:]
+            and input_feature.type.imageType.colorSpace == input_feature.type.imageType.RGB
+        )
     else:
-        fits = tuple(given.type.multiArrayType.shape) == shape
+        fits = tuple(input_feature.type.multiArrayType.shape) == shape
     half = made.type.multiArrayType.dataType == made.type.multiArrayType.FLOAT16
     if not (fits and half and tuple(made.type.multiArrayType.shape) == (1, width)):
         raise UserError(

@@ -149,8 +149,8 @@ def export(
         raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
     name = model_name(path)
     # A model with a name is exported to the current folder, not into the cache that contains it.
-    place = path if name is None else Path(Path(name).name)
-    folder = default_folder(place, to, precision) if out is None else Path(out)
+    shown_path = path if name is None else Path(Path(name).name)
+    folder = default_folder(shown_path, to, precision) if out is None else Path(out)
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
@@ -277,17 +277,17 @@ def _write_openclip(folder: Path, saved: SavedModel) -> list[str]:
         names, config = OPENCLIP, openclip_config(saved.config)
     weights = to_theirs(saved.weights, names, saved.config)
     write_tensors(folder / OPENCLIP_WEIGHTS[0], weights, {"format": "pt"})
-    seen = saved.preprocess
-    preprocess = {
-        "size": seen.image_size,
+    preprocess = saved.preprocess
+    preprocess_config = {
+        "size": preprocess.image_size,
         "mode": "RGB",
-        "mean": list(seen.mean),
-        "std": list(seen.std),
-        "interpolation": "bilinear" if seen.bilinear else "bicubic",
-        "resize_mode": "squash" if seen.squashes else "shortest",
+        "mean": list(preprocess.mean),
+        "std": list(preprocess.std),
+        "interpolation": "bilinear" if preprocess.bilinear else "bicubic",
+        "resize_mode": "squash" if preprocess.squashes else "shortest",
         "fill_color": 0,
     }
-    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess})
+    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess_config})
     return notes
 
 
@@ -296,8 +296,8 @@ def _write_hf(folder: Path, saved: SavedModel) -> list[str]:
     if is_siglip(saved.config):
         return _write_hf_siglip(folder, saved)
     saved, notes = _as_clip(saved, "hf", "shortest-floor")
-    seen, tokenizer = saved.preprocess, saved.tokenizer
-    if seen.squashes:
+    preprocess, tokenizer = saved.preprocess, saved.tokenizer
+    if preprocess.squashes:
         raise UserError(
             "this model squashes images to a square, which CLIPImageProcessor does not support"
         )
@@ -307,7 +307,7 @@ def _write_hf(folder: Path, saved: SavedModel) -> list[str]:
         {"format": "pt"},
     )
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
-    write_json(folder / "preprocessor_config.json", _image_processor(seen))
+    write_json(folder / "preprocessor_config.json", _image_processor(preprocess))
     for name, text in hugging_face_files(saved.config.context_length).items():
         write_text(folder / name, text)
     return notes
@@ -447,18 +447,18 @@ def _write_immich(folder: Path, saved: SavedModel) -> list[str]:
         )
     if saved.preprocess.resize != "shortest-floor":
         notes.append("Immich crops images in its own way: recall is measured with it")
-    seen = replace(saved.preprocess, resize="shortest-floor")
-    write_graphs(folder, replace(saved, preprocess=seen), IMMICH, width)
+    preprocess = replace(saved.preprocess, resize="shortest-floor")
+    write_graphs(folder, replace(saved, preprocess=preprocess), IMMICH, width)
     _write_tokenizer(folder / "textual", saved)
     text = {"context_length": saved.config.context_length}
     write_json(folder / "config.json", {"embed_dim": width, "text_cfg": text})
-    preprocess = {
-        "size": seen.image_size,
-        "mean": seen.mean,
-        "std": seen.std,
+    preprocess_config = {
+        "size": preprocess.image_size,
+        "mean": preprocess.mean,
+        "std": preprocess.std,
         "interpolation": "bicubic",
     }
-    write_json(folder / "visual" / "preprocess_cfg.json", preprocess)
+    write_json(folder / "visual" / "preprocess_cfg.json", preprocess_config)
     name = IMMICH_NAMES[width]
     return [
         *notes,

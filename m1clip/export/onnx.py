@@ -204,7 +204,7 @@ def write_combined(folder: Path, ending: str = "") -> Path:
         [*image.graph.initializer, *text.graph.initializer, scale],
     )
     # Both graphs are of one export, so the versions of their operators are the same.
-    versions = {each.domain: each for model in (image, text) for each in model.opset_import}
+    versions = {opset.domain: opset for model in (image, text) for opset in model.opset_import}
     model = helper.make_model(
         graph, opset_imports=list(versions.values()), ir_version=image.ir_version
     )

@@ -122,12 +122,14 @@ def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dic
     """For each k: recall of both (the mean of both directions), the change, and its 95% interval
     over images.
     """
-    index, found = before.image_index, [ranks(*each[:4]) for each in (before, after)]
-    captioned = found[0].captioned
+    index, rank_pairs = before.image_index, [ranks(*features[:4]) for features in (before, after)]
+    captioned = rank_pairs[0].captioned
     changes = {}
     for k in PARITY_RECALL_AT:
-        texts = [(each.text_to_image <= k).astype(np.float64) for each in found]
-        images = [(each.image_to_text <= k).astype(np.float64)[captioned] for each in found]
+        texts = [(result.text_to_image <= k).astype(np.float64) for result in rank_pairs]
+        images = [
+            (result.image_to_text <= k).astype(np.float64)[captioned] for result in rank_pairs
+        ]
         old, new = (
             float(text.mean() + image.mean()) / 2 for text, image in zip(texts, images, strict=True)
         )
@@ -145,7 +147,7 @@ def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dic
 
 def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
     """Recall that falls below the 95% interval of the original's."""
-    old, new = (retrieval(*each[:4]) for each in (before, after))
+    old, new = (retrieval(*features[:4]) for features in (before, after))
     return [
         f"{metric.label} is {percent(new[metric.name].value)}, below the 95% interval of the"
         f" original's {percent(metric.value)} ({percent(metric.interval.low)} to"
@@ -162,21 +164,23 @@ def vector_differences(
     """For images and `texts`: smallest and mean cosine, and the largest difference of a
     coordinate.
     """
-    found = {}
-    for name, kept in (("image", slice(None)), ("text", texts)):
-        one, other = (getattr(each, name).astype(np.float64)[kept] for each in (before, after))
+    differences = {}
+    for name, rows in (("image", slice(None)), ("text", texts)):
+        old, other = (
+            getattr(features, name).astype(np.float64)[rows] for features in (before, after)
+        )
         # Immich's vectors are longer.
-        one = np.pad(one, ((0, 0), (0, other.shape[1] - one.shape[1])))
-        if not len(one):
+        old = np.pad(old, ((0, 0), (0, other.shape[1] - old.shape[1])))
+        if not len(old):
             continue
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        cosine = (one * other).sum(axis=1) / np.maximum(lengths, 1e-8)
-        found[name] = {
+        lengths = np.linalg.norm(old, axis=1) * np.linalg.norm(other, axis=1)
+        cosine = (old * other).sum(axis=1) / np.maximum(lengths, 1e-8)
+        differences[name] = {
             "cosine_min": float(cosine.min()),
             "cosine_mean": float(cosine.mean()),
-            "largest_difference": float(np.abs(one - other).max()),
+            "largest_difference": float(np.abs(old - other).max()),
         }
-    return found
+    return differences
 
 
 def input_differences(
@@ -193,18 +197,18 @@ def input_differences(
     rows = (ours != np.concatenate([theirs, pad], axis=1)).any(axis=1)
     size, resize = model.preprocess.image_size, model.preprocess.resize
     images = [sample.image for sample in split.samples[:PIXEL_IMAGES]]
-    found = np.stack(
+    differences = np.stack(
         [
-            to_square(each.open(size), size, resize).astype(int) - pixels(each.open())
-            for each in images
+            to_square(image.open(size), size, resize).astype(int) - pixels(image.open())
+            for image in images
         ]
     )
     return {
         "token_ids": {"captions": len(texts), "differ": int(rows.sum())},
         "pixels": {
-            "images": len(found),
-            "mean": float(np.abs(found).mean()),
-            "max": int(np.abs(found).max()),
+            "images": len(differences),
+            "mean": float(np.abs(differences).mean()),
+            "max": int(np.abs(differences).max()),
         },
     }
 
@@ -216,7 +220,7 @@ def library_tokens(folder: Path, model: Model) -> Callable[[Sequence[str]], np.n
     library = Tokenizer.from_file(str(next(folder.rglob(TOKENIZER_FILE))))
     library.enable_truncation(model.context_length)
     library.enable_padding(pad_id=model.tokenizer.pad_id)
-    return lambda texts: np.array([found.ids for found in library.encode_batch(list(texts))])
+    return lambda texts: np.array([encoding.ids for encoding in library.encode_batch(list(texts))])
 
 
 def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
@@ -226,8 +230,8 @@ def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads(0, read_machine_info()))
     block = split.images.read(np.arange(THROUGHPUT_BATCH) % len(split.images))
-    found: dict[str, dict[str, Any]] = {name: {} for name in models}
-    for what, count in (
+    entries: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for quantity, count in (
         ("image_seconds", 1),
         ("text_seconds", 0),
         ("batch_seconds", THROUGHPUT_BATCH),
@@ -236,14 +240,14 @@ def speeds(models: dict[str, Model], split: Split) -> dict[str, dict[str, Any]]:
             name: _call(model, block[:count], split.samples[0].captions[:1])
             for name, model in models.items()
         }
-        for name, taken in alternate(
+        for name, timing in alternate(
             calls, lambda: None, rounds=41, warmup=2, seconds=TIMING_SECONDS
         ).items():
-            found[name][what] = asdict(taken)
+            entries[name][quantity] = asdict(timing)
     torch.set_num_threads(before)
-    for entry in found.values():
+    for entry in entries.values():
         entry["images_per_second"] = THROUGHPUT_BATCH / entry["batch_seconds"]["median"]
-    return found
+    return entries
 
 
 def _call(model: Model, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
@@ -281,9 +285,9 @@ def compare(
             "captions": len(texts),
         }
     }
-    timed = speeds({name: each.model for name, each in runtimes.items() if each.timed}, splits[0])
+    timed = speeds({name: item.model for name, item in runtimes.items() if item.timed}, splits[0])
     record["runtimes"] = {
-        name: {"bytes": each.size_bytes, **timed.get(name, {})} for name, each in runtimes.items()
+        name: {"bytes": item.size_bytes, **timed.get(name, {})} for name, item in runtimes.items()
     }
     if runtime.own_inputs:
         record |= input_differences(folder, (first, last), splits[0], texts)
@@ -299,7 +303,7 @@ def compare(
     if examples.real:
         record["runtimes"][original] |= recall_changes(before, before)
         record["runtimes"][exported] |= recall_changes(before, after)
-    packages = {name: found for name in REPORTED_PACKAGES if (found := package_version(name))}
+    packages = {name: version for name in REPORTED_PACKAGES if (version := package_version(name))}
     record |= {"machine": read_machine_info().cpu, "versions": packages}
     record["failures"] = [*_failures(record, exported, exact)]
     if examples.real:
@@ -327,7 +331,7 @@ def operator_set(path: Path) -> int:
     import onnx
 
     opsets = onnx.load(str(path), load_external_data=False).opset_import
-    return int(next(each.version for each in opsets if each.domain in ("", "ai.onnx")))
+    return int(next(opset.version for opset in opsets if opset.domain in ("", "ai.onnx")))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -373,8 +377,8 @@ def report_table(record: dict[str, Any]) -> str:
     rows = []
     for label, keys, text in PARITY_ROWS:
         values = (
-            reduce(lambda found, key: (found or {}).get(key), keys.split("/"), each)
-            for each in columns.values()
+            reduce(lambda entry, key: (entry or {}).get(key), keys.split("/"), column)
+            for column in columns.values()
         )
         cells = [text(value) for value in values]
         if any(cell != MISSING for cell in cells):

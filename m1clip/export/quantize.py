@@ -49,10 +49,10 @@ def quantize(
                 _to_fp16(path)
             elif name == "text":
                 _int8_text(path)
-            elif kept := _int8_image(path, encoder.graph_input(pixels)):
-                stay = "stays" if len(kept) == 1 else "stay"
+            elif float_layers := _int8_image(path, encoder.graph_input(pixels)):
+                stay = "stays" if len(float_layers) == 1 else "stay"
                 notes.append(
-                    f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)"
+                    f"{plural(len(float_layers), 'layer')} of {path.name} {stay} in float ({float_layers[0]}, ...)"
                 )
         renamed = path.rename(path.with_stem(path.stem + ending))
         settings[f"{name}_graph"] = renamed.relative_to(folder).as_posix()
@@ -64,18 +64,20 @@ def _outputs(path: Path, inputs: np.ndarray) -> list[np.ndarray]:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return [np.asarray(each) for each in session.run(None, {session.get_inputs()[0].name: inputs})]
+    return [
+        np.asarray(output) for output in session.run(None, {session.get_inputs()[0].name: inputs})
+    ]
 
 
 def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]:
     """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine
     is high enough.
     """
-    kept: list[str] = []
-    reached = cosine(kept)
+    float_layers: list[str] = []
+    reached = cosine(float_layers)
     if reached >= ENOUGH_COSINE:
-        return kept
-    weights = {each.name for each in graph.initializer}
+        return float_layers
+    weights = {tensor.name for tensor in graph.initializer}
     layers = [
         node.name
         for node in graph.node
@@ -87,10 +89,10 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]
     )
     alone = [cosine(part) for part in parts]
     for number in np.argsort(alone)[::-1]:
-        kept += parts[number]
-        if cosine(kept) >= ENOUGH_COSINE:
+        float_layers += parts[number]
+        if cosine(float_layers) >= ENOUGH_COSINE:
             break
-    return kept
+    return float_layers
 
 
 def _to_fp16(path: Path) -> None:
@@ -111,7 +113,7 @@ def _graph(path: Path) -> Any:
     return model
 
 
-def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
+def _in_blocks(model: Any, excluded: Iterable[str] = ()) -> Any:
     """Quantize the layers that are not `left` to int8, with one scale per block of weights and of a
     row's activations.
 
@@ -130,7 +132,7 @@ def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
         block_size=QUANTIZED_BLOCK,
         is_symmetric=True,
         accuracy_level=compute_int8,
-        nodes_to_exclude=list(left),
+        nodes_to_exclude=list(excluded),
     )
     quantizer.process()
     return quantizer.model.model
@@ -148,8 +150,10 @@ def _int8_embeddings(graph: Any) -> None:
     """Store embedding tables in int8, with one scale per row."""
     from onnx import TensorProto, helper, numpy_helper
 
-    tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
-    for place, node in reversed(list(enumerate(graph.node))):
+    tables = {
+        tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT
+    }
+    for node_index, node in reversed(list(enumerate(graph.node))):
         if (
             node.op_type != "Gather"
             or node.input[0] not in tables
@@ -174,7 +178,7 @@ def _int8_embeddings(graph: Any) -> None:
         graph.initializer.append(numpy_helper.from_array(scale, f"{name}_scale"))
         graph.node.remove(node)
         for offset, step in enumerate(steps):
-            graph.node.insert(place + offset, step)
+            graph.node.insert(node_index + offset, step)
 
 
 def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
@@ -191,7 +195,7 @@ def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
 
     source, ranges = _graph(path), path.with_name("ranges.json")
     name, tried = source.graph.input[0].name, inputs[:TRIED]
-    wanted = _outputs(path, tried)[0]
+    expected = _outputs(path, tried)[0]
     batches = np.array_split(inputs, -(-len(inputs) // CALIBRATION_BATCH))
     # The heads.
     source = _in_blocks(
@@ -207,10 +211,10 @@ def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
             batch = next(self.batches, None)
             return None if batch is None else {name: batch}
 
-    def cosine(kept: list[str]) -> float:
+    def cosine(float_layers: list[str]) -> float:
         """Write the graph with these layers in float; its mean cosine with the float vectors."""
         quantize_static(
-            _correct_biases(source, means, kept),
+            _correct_biases(source, means, float_layers),
             path,
             Reader(),
             quant_format=QuantFormat.QDQ,
@@ -218,16 +222,16 @@ def _int8_image(path: Path, inputs: np.ndarray) -> list[str]:
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=kept,
+            nodes_to_exclude=float_layers,
             calibration_cache_path=ranges,
             # Products of two activations have no weights to shrink.
             extra_options={"MatMulConstBOnly": True},
         )
-        return float((_outputs(path, tried)[0] * wanted).sum(axis=1).mean())
+        return float((_outputs(path, tried)[0] * expected).sum(axis=1).mean())
 
-    kept = _float_layers(source.graph, cosine)
+    float_layers = _float_layers(source.graph, cosine)
     ranges.unlink(missing_ok=True)
-    return kept
+    return float_layers
 
 
 def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -247,20 +251,27 @@ def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str
         )
         model.graph.output.append(helper.make_tensor_value_info(mean, TensorProto.FLOAT, None))
     onnx.save(model, str(path))
-    found = [_outputs(path, batch)[1:] for batch in batches]
-    return {node.name: np.mean(each, axis=0) for node, *each in zip(layers, *found, strict=True)}
+    means_of_batches = [_outputs(path, batch)[1:] for batch in batches]
+    return {
+        node.name: np.mean(values, axis=0)
+        for node, *values in zip(layers, *means_of_batches, strict=True)
+    }
 
 
-def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) -> Any:
+def _correct_biases(source: Any, means: dict[str, np.ndarray], float_layers: list[str]) -> Any:
     """Add to the biases what the mean outputs lose by rounding the weights: it is most of the error
     of int8.
     """
     from onnx import numpy_helper
 
     model = deepcopy(source)
-    tensors = {each.name: each for each in model.graph.initializer}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
-        if node.name not in means or node.name in kept or not tensors.keys() >= set(node.input[1:]):
+        if (
+            node.name not in means
+            or node.name in float_layers
+            or not tensors.keys() >= set(node.input[1:])
+        ):
             continue
         weight, bias = (numpy_helper.to_array(tensors[name]) for name in node.input[1:])
         scale = np.maximum(np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127, 1e-12)

@@ -61,14 +61,12 @@ def fastest(rounds: Mapping[Key, Sequence[float]], default: Key) -> Key:
 def _beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
     # A candidate that cannot win is not timed to the end.
     pairs = list(zip(candidate, default, strict=False))
-    wins = sum(mine * MIN_SPEEDUP < other for mine, other in pairs)
+    wins = sum(own * MIN_SPEEDUP < other for own, other in pairs)
     return len(pairs) >= ROUNDS and wins >= MIN_WINS
 
 
 def _can_still_win(candidate: Sequence[float], default: Sequence[float]) -> bool:
-    losses = sum(
-        mine * MIN_SPEEDUP >= other for mine, other in zip(candidate, default, strict=False)
-    )
+    losses = sum(own * MIN_SPEEDUP >= other for own, other in zip(candidate, default, strict=False))
     return losses <= ROUNDS - MIN_WINS
 
 
@@ -147,9 +145,9 @@ def time_matmuls(device: Device, default: Precision) -> Rounds[Precision]:
 
 def describe(seconds: Mapping[Key, Sequence[float]], chosen: Key) -> str:
     """Describe the chosen candidate and its speed, as in "bf16, 1.8x as fast as fp32"."""
-    mine = statistics.median(seconds[chosen])
+    own = statistics.median(seconds[chosen])
     others = [
-        f"{statistics.median(values) / mine:.1f}x as fast as {key}"
+        f"{statistics.median(values) / own:.1f}x as fast as {key}"
         for key, values in seconds.items()
         if key != chosen and values
     ]

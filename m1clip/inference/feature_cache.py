@@ -59,8 +59,8 @@ class FeatureCache:
         self, samples: Sequence[Sample], split: str, max_unreadable: float
     ) -> tuple[LazyImages, ArrayView, list[Sample], tuple[Failure, ...]]:
         """(images, their features, the samples that can be read, the failures)."""
-        seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        cache = self._cache("image", self.image, seen)
+        inputs = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
+        cache = self._cache("image", self.image, inputs)
         refs = [sample.image for sample in samples]
 
         def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
@@ -98,9 +98,9 @@ class FeatureCache:
             with console.progress(f"computing features of {split} captions") as refresh:
                 refresh(0, len(missing))
                 for rows, vectors in self.towers.tokens(tokens, self.tokenizer.lengths(tokens)):
-                    places = rows.tolist()
-                    writer.write(places, vectors.numpy())
-                    yield places
+                    indices = rows.tolist()
+                    writer.write(indices, vectors.numpy())
+                    yield indices
                     done += len(rows)
                     refresh(done, len(missing))
 

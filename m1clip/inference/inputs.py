@@ -45,11 +45,11 @@ class LoadingProcess:
         """Whether this process was forked after loading: it then lacks the threads of the model."""
         return os.getpid() != self._id
 
-    def require_same(self, what: str) -> None:
+    def require_same(self, name: str) -> None:
         """Raise a UserError in a forked process, where the model would wait forever."""
         if self.is_forked():
             raise UserError(
-                f"{what} cannot be used in a process that was forked after it was loaded; load it"
+                f"{name} cannot be used in a process that was forked after it was loaded; load it"
                 ' in the worker, or start workers with multiprocessing.get_context("spawn")'
             )
 

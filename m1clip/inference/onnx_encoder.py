@@ -285,13 +285,21 @@ def _session(
         raise UserError(
             f"{path}: onnxruntime cannot open it ({reason}); {EXPORT_AGAIN_HINT}"
         ) from None
-    given = session.get_inputs()
+    graph_input = session.get_inputs()
     made = session.get_outputs()
     fits = (
-        len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
+        len(graph_input) == len(made) == 1
+        and graph_input[0].type in shapes
+        and made[0].type == "tensor(float)"
     )
-    sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
-    if not fits or sides != [None, *shapes[given[0].type]] or made[0].shape[1:] != [embed_dim]:
+    sides = (
+        [side if isinstance(side, int) else None for side in graph_input[0].shape] if fits else []
+    )
+    if (
+        not fits
+        or sides != [None, *shapes[graph_input[0].type]]
+        or made[0].shape[1:] != [embed_dim]
+    ):
         raise UserError(
             f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {EXPORT_AGAIN_HINT}"
         )
@@ -299,8 +307,8 @@ def _session(
 
 
 def _run(session: Any, values: np.ndarray) -> np.ndarray:
-    given = session.get_inputs()[0]
-    if given.type == "tensor(int32)":
+    graph_input = session.get_inputs()[0]
+    if graph_input.type == "tensor(int32)":
         values = values.astype(np.int32)
-    (vectors,) = session.run(None, {given.name: np.ascontiguousarray(values)})
+    (vectors,) = session.run(None, {graph_input.name: np.ascontiguousarray(values)})
     return np.asarray(vectors)

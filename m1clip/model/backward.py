@@ -18,9 +18,9 @@ def backward_from(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Non
     pairs = [pair for pair in zip(tensors, gradients, strict=True) if pair[0].requires_grad]
     if not pairs:
         return
-    roots, given = zip(*pairs, strict=True)
+    roots, root_gradients = zip(*pairs, strict=True)
     torch.autograd.graph._engine_run_backward(
-        roots, given, False, False, (), True, accumulate_grad=True
+        roots, root_gradients, False, False, (), True, accumulate_grad=True
     )
 
 

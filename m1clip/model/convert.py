@@ -105,7 +105,7 @@ def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
     for (tower, (prefix, block)), part in zip(blocks, config.own_towers, strict=True):
         for i in range(part.layers):
             ours = f"{tower}.transformer.blocks.{i}"
-            tensors += [(f"{ours}.{one}", f"{prefix}.{i}.{other}") for one, other in block]
+            tensors += [(f"{ours}.{own}", f"{prefix}.{i}.{other}") for own, other in block]
     for ours, theirs in tensors:
         mark = SHAPE_MARK.search(theirs)
         shape = mark[1] if mark else ""

@@ -289,16 +289,16 @@ def _parse_config(record: dict[str, Any], path: Path) -> tuple[CLIPConfig, Prepr
         raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
     try:
         config = CLIPConfig.from_dict(model)
-        seen = Preprocess.from_dict(preprocess)
+        checked = Preprocess.from_dict(preprocess)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if config.image_size != seen.image_size:
+    if config.image_size != checked.image_size:
         sizes = (
             f"the model takes images of {config.image_size} pixels, the preprocessing makes"
-            f" {seen.image_size}"
+            f" {checked.image_size}"
         )
         raise UserError(f"{path}: {sizes}")
-    return config, seen
+    return config, checked
 
 
 def _third_party_config(folder: Path) -> dict[str, Any]:
@@ -496,16 +496,18 @@ def folder_tokenizer(folder: Path, cleaning: str) -> tuple[FastTokenizer, int]:
 
 
 def _openclip_preprocess(image_size: int, record: dict[str, Any], config_file: Path) -> Preprocess:
-    seen = record.get("preprocess_cfg") or {}
-    resize = seen.get("resize_mode", "shortest")
-    filtering = seen.get("interpolation", "bicubic")
+    preprocess = record.get("preprocess_cfg") or {}
+    resize = preprocess.get("resize_mode", "shortest")
+    filtering = preprocess.get("interpolation", "bicubic")
     if filtering not in ("bicubic", "bilinear") or resize not in ("shortest", "squash"):
         raise UserError(
-            f"{config_file}: unsupported preprocessing {seen} "
+            f"{config_file}: unsupported preprocessing {preprocess} "
             f"(supported: bicubic or bilinear, shortest or squash)"
         )
     resize += BILINEAR if filtering == "bilinear" else ""
-    return _preprocess(image_size, seen.get("mean"), seen.get("std"), resize, config_file)
+    return _preprocess(
+        image_size, preprocess.get("mean"), preprocess.get("std"), resize, config_file
+    )
 
 
 def _read_hf(folder: Path) -> SavedModel:
@@ -524,16 +526,16 @@ def image_processor(
 
     `crops`, `mean` and `std` are its defaults.
     """
-    seen = read_json(path) if path.is_file() else {}
-    resample = seen.get("resample", BICUBIC)
+    preprocess = read_json(path) if path.is_file() else {}
+    resample = preprocess.get("resample", BICUBIC)
     if resample not in (BICUBIC, LINEAR):
         raise UserError(
             f"{path}: resample {resample} is not supported (supported: {BICUBIC}, bicubic;"
             f" {LINEAR}, bilinear)"
         )
-    crop, size = (seen.get(key, image_size) for key in ("crop_size", "size"))
+    crop, size = (preprocess.get(key, image_size) for key in ("crop_size", "size"))
     crop = crop.get("height") if isinstance(crop, dict) else crop
-    squashes = not seen.get("do_center_crop", crops)
+    squashes = not preprocess.get("do_center_crop", crops)
     size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
     crop = size if squashes else crop
     if not crop == size == image_size:
@@ -541,8 +543,8 @@ def image_processor(
             f"{path}: resizes to {size} and crops to {crop}, the model takes {image_size} pixels"
         )
     resize = ("squash" if squashes else "shortest-floor") + (BILINEAR if resample == LINEAR else "")
-    mean = seen.get("image_mean", mean)
-    std = seen.get("image_std", std)
+    mean = preprocess.get("image_mean", mean)
+    std = preprocess.get("image_std", std)
     return _preprocess(image_size, mean, std, resize, path)
 
 

@@ -505,13 +505,13 @@ def clip_config(
 ) -> CLIPConfig:
     """The preset with the config's changes; the vocabulary comes from the tokenizer."""
     names = {item.name for item in dataclasses.fields(model)} & {*FIELDS_OF_SETTING, "embed_dim"}
-    given = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    fields = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     for tower in ("vision", "text"):
-        if f"{tower}_width" in given:
-            given[f"{tower}_heads"] = max(1, given[f"{tower}_width"] // ATTENTION_HEAD_WIDTH)
+        if f"{tower}_width" in fields:
+            fields[f"{tower}_heads"] = max(1, fields[f"{tower}_width"] // ATTENTION_HEAD_WIDTH)
     if tokenizer is not None:
-        given |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
-    return with_fields(preset(model.name), **given, **values)
+        fields |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
+    return with_fields(preset(model.name), **fields, **values)
 
 
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:

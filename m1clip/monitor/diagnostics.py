@@ -23,14 +23,15 @@ class Diagnostic(NamedTuple):
 
 def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
     """All diagnostics that apply, the worst first."""
-    found = [
+    diagnoses = [
         *(check(history) for check in CHECKS),
         *judged_analyses(history),
         stalled(history, now, state),
         interrupted(history, state),
     ]
     order = ("error", "warning", "good")
-    return sorted((each for each in found if each), key=lambda each: order.index(each.level))
+    present = [diagnosis for diagnosis in diagnoses if diagnosis]
+    return sorted(present, key=lambda diagnosis: order.index(diagnosis.level))
 
 
 def not_a_number(history: History) -> Diagnostic | None:
@@ -79,7 +80,7 @@ def straggler(history: History) -> Diagnostic | None:
     rows = [row["rank_seconds"] for row in list(history.recent)[-10:] if row.get("rank_seconds")]
     if len(rows) < 3 or len(rows[-1]) < 2 or len({len(row) for row in rows}) > 1:
         return None
-    seconds = [statistics.median(each) for each in zip(*rows, strict=True)]
+    seconds = [statistics.median(step_times) for step_times in zip(*rows, strict=True)]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     ratio = seconds[slowest] / max(
         statistics.median(seconds[:slowest] + seconds[slowest + 1 :]), 1e-9
@@ -167,7 +168,7 @@ def memory(history: History) -> Diagnostic | None:
 
 def judged_analyses(history: History) -> list[Diagnostic]:
     """What the rules of the table of analyses say about the newest values."""
-    newest = [(each, history.analysis(each)[-1:]) for each in ANALYSES.values() if each.verdict]
+    newest = [(entry, history.analysis(entry)[-1:]) for entry in ANALYSES.values() if entry.verdict]
     return [
         Diagnostic("warning", problem)
         for analysis, values in newest

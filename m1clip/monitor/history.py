@@ -36,8 +36,8 @@ Setting = TypeVar("Setting")
 class Downsampled:
     """Rows ordered by `step`; stores at most `most`, evenly spread, and always the newest."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_points: int) -> None:
+        self.max_points = max_points
         self.last: Row | None = None
         self._rows: list[Row] = []
         self._stride = 1
@@ -51,7 +51,7 @@ class Downsampled:
         if self._seen % self._stride == 0:
             self._rows.append(row)
         self._seen += 1
-        if len(self._rows) > self.most:
+        if len(self._rows) > self.max_points:
             self._rows = self._rows[::2]
             self._stride *= 2
 
@@ -94,8 +94,8 @@ class Highest:
 
     def cut(self, step: int) -> None:
         """Remove values after a step."""
-        kept = bisect_right(self._steps, step)
-        del self._values[kept:], self._steps[kept:]
+        count = bisect_right(self._steps, step)
+        del self._values[count:], self._steps[count:]
 
 
 class Evaluations(Downsampled):
@@ -364,8 +364,8 @@ class History:
         """The points (step, factor x value) of a field of the steps or evaluations."""
         field = FIELDS.get(name)
         rows = self.steps if field and field.curve == "step" else self.evaluations
-        found = ((row["step"], figure_of(row, name)) for row in rows)
-        return [(step, factor * value) for step, value in found if value is not None]
+        figures = ((row["step"], figure_of(row, name)) for row in rows)
+        return [(step, factor * value) for step, value in figures if value is not None]
 
     def best(self) -> Row:
         """The evaluation with the highest selection metric, exactly; {} before the first."""
@@ -381,8 +381,8 @@ class History:
     def analysis(self, analysis: Analysis) -> list[tuple[int, Any]]:
         """The values (step, value) of an analysis; if there are many, some of them."""
         rows = self.analyses if analysis.record_kind == RECORD else self.evaluations
-        found = ((row["step"], _value_at(row, analysis.path)) for row in rows)
-        return [(step, value) for step, value in found if value is not None]
+        values = ((row["step"], _value_at(row, analysis.path)) for row in rows)
+        return [(step, value) for step, value in values if value is not None]
 
 
 def curve_row(record: Record) -> Row:
@@ -480,8 +480,8 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
     rows, captions = value["matrix"]["values"], value["matrix"]["captions"]
     square = 0 < len(rows) <= MAX_MATRIX and all(len(row) == len(rows) for row in [*rows, captions])
     equal = all(
-        len(each["scores"]) == len(each["correct"]) == len(each["found"])
-        for each in value["queries"]
+        len(query["scores"]) == len(query["correct"]) == len(query["found"])
+        for query in value["queries"]
     )
     return value if square and equal else None
 

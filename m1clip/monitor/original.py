@@ -155,41 +155,41 @@ def _stage_fractions(steps: Sequence[Record]) -> dict[str, float] | None:
     return {stage: sum(parts) / total for stage, parts in means.items() if parts}
 
 
-def comparison_rows(found: Measured) -> list[tuple[str, str, str]]:
+def comparison_rows(measured: Measured) -> list[tuple[str, str, str]]:
     """(figure, what the original reported, what was measured), as text."""
-    stages = found.stage_fractions or {}
+    stages = measured.stage_fractions or {}
     return [
         ("loss, first and last epoch", "3.25 -> 1.89",
-         _change(found.first_loss, found.last_loss, _decimals(2))),
+         _change(measured.first_loss, measured.last_loss, _decimals(2))),
         ("training accuracy within a batch (chance 8.3%)", "7.9% -> 22.7%",
-         _change(found.first_accuracy, found.last_accuracy, percent)),
+         _change(measured.first_accuracy, measured.last_accuracy, percent)),
         ("validation accuracy within a batch, last (best)", "12.5% (14.6%)",
-         _text(found.val_accuracy, lambda rate: _with_best(rate, found.best_val_accuracy))),
+         _text(measured.val_accuracy, lambda rate: _with_best(rate, measured.best_val_accuracy))),
         ("temperature", "0.07 -> 0.18",
-         _change(found.first_temperature, found.last_temperature, _decimals(3))),
-        ("time of a batch", "7 to 9 s", _text(found.step_seconds, _step_time)),
-        ("time of an epoch", "156 to 162 s", _text(found.epoch_seconds, duration)),
-        ("time in all", "39 min", _text(found.total_seconds, duration)),
+         _change(measured.first_temperature, measured.last_temperature, _decimals(3))),
+        ("time of a batch", "7 to 9 s", _text(measured.step_seconds, _step_time)),
+        ("time of an epoch", "156 to 162 s", _text(measured.epoch_seconds, duration)),
+        ("time in all", "39 min", _text(measured.total_seconds, duration)),
         ("load and preprocess", "4.4%", _text(stages.get("load and preprocess"), percent)),
         ("forward", "40.0%", _text(stages.get("forward"), percent)),
         ("backward", "51.3%", _text(stages.get("backward"), percent)),
         ("optimizer", "4.3%", _text(stages.get("optimizer"), percent)),
-        ("peak memory", "3 GB", _text(found.peak_bytes, size)),
-        ("weights in fp32", "2.5 GB", _text(found.weight_bytes, size)),
-        ("checkpoint", "920 MB", _text(found.checkpoint_bytes, size)),
+        ("peak memory", "3 GB", _text(measured.peak_bytes, size)),
+        ("weights in fp32", "2.5 GB", _text(measured.weight_bytes, size)),
+        ("checkpoint", "920 MB", _text(measured.checkpoint_bytes, size)),
         ("energy of an epoch", "5,460 J (35 W assumed)",
-         _text(found.joules_per_epoch, lambda joules: f"{joules:,.0f} J")),
-        ("mean recall, test split", NOT_MEASURED, _text(found.mean_recall, _rate_text)),
+         _text(measured.joules_per_epoch, lambda joules: f"{joules:,.0f} J")),
+        ("mean recall, test split", NOT_MEASURED, _text(measured.mean_recall, _rate_text)),
     ]  # fmt: skip
 
 
 def write_comparison(run: Path) -> str:
     """Write original.json into a run, for docs/results; returns the table of both sides."""
-    found = measure(read_log(run))
-    rows = comparison_rows(found)
+    measured = measure(read_log(run))
+    rows = comparison_rows(measured)
     record = {
         "rows": [dict(zip(COMPARISON_HEAD, row, strict=True)) for row in rows],
-        "measured": asdict(found),
+        "measured": asdict(measured),
         "machine": _machine_of(run),
     }
     write_json(run / COMPARISON_FILE, record)

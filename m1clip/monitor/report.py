@@ -177,12 +177,14 @@ def scores(history: History) -> tuple[str, dict[str, Any]]:
 
 
 def summary(histories: Sequence[History]) -> str:
-    found = [scores(history) for history in histories]
-    first, several = found[0][1], len(found) > 1
+    scores_of_runs = [scores(history) for history in histories]
+    first, several = scores_of_runs[0][1], len(scores_of_runs) > 1
     names = dict.fromkeys(
-        name for _, record in found for name in record if f"{name}/chance" in record
+        name for _, record in scores_of_runs for name in record if f"{name}/chance" in record
     )
-    note = "; ".join(f"{h.name}: {title}" for h, (title, _) in zip(histories, found, strict=True))
+    note = "; ".join(
+        f"{h.name}: {title}" for h, (title, _) in zip(histories, scores_of_runs, strict=True)
+    )
     if several:
         note += (
             ". In parentheses: the difference from the first run. An asterisk: the 95% intervals do"
@@ -190,8 +192,8 @@ def summary(histories: Sequence[History]) -> str:
         )
     rows = []
     for name in names:
-        chance = next(record for _, record in found if name in record)[f"{name}/chance"]
-        cells = [_difference(name, first, record) for _, record in found]
+        chance = next(record for _, record in scores_of_runs if name in record)[f"{name}/chance"]
+        cells = [_difference(name, first, record) for _, record in scores_of_runs]
         if not several:
             low, high = (percent(first[f"{name}/{end}"]) for end in ("low", "high"))
             cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
@@ -230,10 +232,18 @@ def adaptation_table(history: History) -> str:
     rows = []
     for record in history.adaptation.values():
         before, after = record["score_before"], record["score_after"]
-        what = f"{record.get('role')} data: {record.get('data')}, {record.get('split')} split"
+        evaluated_data = (
+            f"{record.get('role')} data: {record.get('data')}, {record.get('split')} split"
+        )
         change = f"{100 * (after - before):+.1f}"
         rows.append(
-            [what, label(str(record.get("metric"))), percent(before), percent(after), change]
+            [
+                evaluated_data,
+                label(str(record.get("metric"))),
+                percent(before),
+                percent(after),
+                change,
+            ]
         )
     return html_table(["", "metric", "before", "after", "change"], rows) if rows else ""
 
@@ -367,9 +377,9 @@ def _page(histories: Sequence[History]) -> bytes:
     version = escape(str(histories[0].start.get("version", "")))
     several = len(histories) > 1
     items = "".join(
-        f"<li class='{each.level}'>{escape(f'{h.name}: ' if several else '')}{escape(each.message)}</li>"
+        f"<li class='{diagnosis.level}'>{escape(f'{h.name}: ' if several else '')}{escape(diagnosis.message)}</li>"
         for h in histories
-        for each in diagnose(h, 0.0, "finished")
+        for diagnosis in diagnose(h, 0.0, "finished")
     )
     body = (
         f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version},"

@@ -23,10 +23,10 @@ KNOWN_PARTS = (  # of a memory record, in the order in which they are shown
 
 def reasons(history: History) -> dict[str, str]:
     """Why quantities were not measured, by their name."""
-    found: dict[str, str] = {}
+    reason_of: dict[str, str] = {}
     for record in (history.sensors, history.memory):
-        found.update(record.get("not_measured") or {})
-    return found
+        reason_of.update(record.get("not_measured") or {})
+    return reason_of
 
 
 def _missing(history: History, name: str) -> str:

@@ -34,10 +34,14 @@ def status_of(history: History, now: float | None = None) -> Status:
         return Status("running", "last evaluation" if finishing else "running", process.pid)
     if history.end:
         return Status("finished", f"finished at step {history.step:,}")
-    if owner is not None and not owner.here and (now or time.time()) - history.last_time < FRESH:
+    if (
+        owner is not None
+        and not owner.on_this_machine
+        and (now or time.time()) - history.last_time < FRESH
+    ):
         return Status("running", f"running on {owner.host}, according to its log")
     last = next(
-        (each for each in reversed(history.events) if each["kind"] in ("start", "event")), {}
+        (event for event in reversed(history.events) if event["kind"] in ("start", "event")), {}
     )
     if str(last.get("event", "")).startswith("stopped"):
         return Status("stopped", f"stopped at step {history.step:,}")
@@ -171,7 +175,7 @@ def stop_run(run: Path, wait: float) -> str:
     """Send SIGTERM to the verified process and wait for it to exit; returns a summary."""
     owner = read_owner(require_run(run))
     process = owner.process() if owner else None
-    if owner is not None and process is None and not owner.here:
+    if owner is not None and process is None and not owner.on_this_machine:
         raise UserError(f"{run}: it was started on {owner.host}; stop it there")
     if owner is None or process is None:
         raise UserError(f"{run}: nothing to stop: it {status_of(History(run).poll()).message}")

@@ -135,9 +135,9 @@ def head_lines(history: History, status: Status, width: int, now: float) -> list
     words = f"{percent(fraction, 0)}  step {history.step:,} of {history.total:,}"
     if not history.total or status.state == "preparing":
         words = status.message
-    left, spent = seconds_left(history), elapsed(history)
-    if status.state == "running" and left is not None:
-        words += f"  {clock(left)} left, until {when(now + left)}"
+    remaining, spent = seconds_left(history), elapsed(history)
+    if status.state == "running" and remaining is not None:
+        words += f"  {clock(remaining)} left, until {when(now + remaining)}"
     elif history.last_time:
         words += f"  last line {when(history.last_time)}"
     if spent is not None:
@@ -260,10 +260,10 @@ def machine_line(history: History) -> list[Text]:
     return [line(*parts, (f" {' and '.join(missing)} not measured" if missing else "", "dim"))]
 
 
-def event_lines(history: History, most: int) -> list[Text]:
+def event_lines(history: History, max_rows: int) -> list[Text]:
     rows = [
         *history.events,
-        *list(history.evaluations)[-most:],
+        *list(history.evaluations)[-max_rows:],
         *([history.end] if history.end else []),
     ]
     rows.sort(key=lambda record: record.get("time") or 0.0, reverse=True)
@@ -272,7 +272,7 @@ def event_lines(history: History, most: int) -> list[Text]:
             (f" {when(record.get('time') or 0.0):>5} ", "dim"),
             (describe(record), STYLES.get(record["kind"], "")),
         )
-        for record in rows[:most]
+        for record in rows[:max_rows]
     ]
 
 
@@ -303,8 +303,10 @@ def frame(
         *machine_line(history),
     ]
     spare = (height - len(top) - len(lower) - 1) // 5  # most of the screen is for the charts
-    found = diagnose(history, now, status.state)[: max(1, spare)]
-    lower += [line((f"{each.level:>8}", STYLES[each.level]), f" {each.message}") for each in found]
+    diagnoses = diagnose(history, now, status.state)[: max(1, spare)]
+    for diagnosis in diagnoses:
+        level = f"{diagnosis.level:>8}"
+        lower.append(line((level, STYLES[diagnosis.level]), f" {diagnosis.message}"))
     lower += [*event_lines(history, max(2, min(10, spare))), line((footer(status, live), "dim"))]
     screen = Layout()
     screen.split_column(
@@ -322,9 +324,9 @@ def monitor(run: Path) -> None:
         )
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # they would prevent resizing
-    for each in STOP_SIGNALS:
-        if each != signal.SIGINT:
-            signal.signal(each, lambda received, _: sys.exit(128 + received))
+    for signal_number in STOP_SIGNALS:
+        if signal_number != signal.SIGINT:
+            signal.signal(signal_number, lambda received, _: sys.exit(128 + received))
     history, drawn, console = History(run), None, Console(highlight=False)
     with (
         contextlib.suppress(KeyboardInterrupt),

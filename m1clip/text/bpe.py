@@ -58,7 +58,7 @@ def _merges() -> list[tuple[str, str]]:
     pairs = (
         line.partition(" ") for line in gzip.decompress(compressed).decode("utf-8").splitlines()
     )
-    return [(left, right) for left, _, right in pairs]
+    return [(first, right) for first, _, right in pairs]
 
 
 @cache
@@ -101,7 +101,7 @@ def with_ends(start: int, end: int) -> TemplateProcessing:
 def _merged_from() -> list[tuple[int, int]]:
     """The ids of the two parts of each merged token; they are always below the id of the token."""
     id_of = _token_ids()
-    return [(id_of[left], id_of[right]) for left, right in _merges()]
+    return [(id_of[first], id_of[right]) for first, right in _merges()]
 
 
 class BpeTokenizer(Tokenizer):
@@ -196,8 +196,8 @@ def _parts(kept_ids: tuple[int, ...]) -> list[list[int]]:
     """For each token of the full vocabulary, the ids that spell it with only `kept_ids`."""
     own_id = {token: i for i, token in enumerate(kept_ids, 1 + BASE_COUNT)}
     parts = [[1 + token] for token in range(BASE_COUNT)]
-    for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
-        parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
+    for token, (first, right) in enumerate(_merged_from(), BASE_COUNT):
+        parts.append([own_id[token]] if token in own_id else parts[first] + parts[right])
     return parts
 
 
@@ -216,7 +216,7 @@ def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:
 def hugging_face_files(context_length: int) -> dict[str, str]:
     """The files of a CLIPTokenizer with CLIP's full vocabulary, by name."""
     vocabulary = {**_token_ids(), START: FULL_SOT_ID, END: FULL_EOT_ID}
-    merges = ["#version: 0.2", *(f"{left} {right}" for left, right in _merges())]
+    merges = ["#version: 0.2", *(f"{first} {right}" for first, right in _merges())]
     special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": context_length, **special}
     return {

@@ -169,15 +169,15 @@ PROBE_TEXTS = (
 )
 
 
-def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same ids: the same vocabulary, and the same ids of a sample."""
-    if one is other:
+    if first is second:
         return True
-    vocabularies = [tokenizer.library().get_vocab() for tokenizer in (one, other)]
-    if vocabularies[0] != vocabularies[1] or one.pad_id != other.pad_id:
+    vocabularies = [tokenizer.library().get_vocab() for tokenizer in (first, second)]
+    if vocabularies[0] != vocabularies[1] or first.pad_id != second.pad_id:
         return False
     length = max(map(len, PROBE_TEXTS)) + 2
-    ids = [tokenizer.tokenize(list(PROBE_TEXTS), length) for tokenizer in (one, other)]
+    ids = [tokenizer.tokenize(list(PROBE_TEXTS), length) for tokenizer in (first, second)]
     return bool(np.array_equal(ids[0], ids[1]))
 
 

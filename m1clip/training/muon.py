@@ -127,28 +127,28 @@ class Muon(SkippableOptimizer):
             for p, w in zip(params, weights, strict=True)
         ]
 
-        def nesterov(places: Sequence[int]) -> Sequence[Tensor]:
+        def nesterov(indices: Sequence[int]) -> Sequence[Tensor]:
             return torch._foreach_lerp(
-                [grads[index] for index in places], [buffers[index] for index in places], momentum
+                [grads[index] for index in indices], [buffers[index] for index in indices], momentum
             )
 
         def orthogonal(
-            places: Sequence[int], matrices: Mapping[int, Tensor]
+            indices: Sequence[int], matrices: Mapping[int, Tensor]
         ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
             """The updates of some matrices, stack by stack: for all at once, momentum would need
             another gradient.
             """
-            for stack in _stacks(places, shapes, weights):
+            for stack in _stacks(indices, shapes, weights):
                 x = self._orthogonal(
                     [matrices[index] for index in stack] if matrices else nesterov(stack)
                 )
                 yield stack, x if skip is None else torch._foreach_mul(x, (1 - skip).to(self.dtype))
 
-        def add(places: Sequence[int], updates: Sequence[Tensor]) -> None:
+        def add(indices: Sequence[int], updates: Sequence[Tensor]) -> None:
             _add_updates(
-                [weights[index] for index in places],
+                [weights[index] for index in indices],
                 updates,
-                [shapes[index] for index in places],
+                [shapes[index] for index in indices],
                 lr,
             )
 
@@ -244,14 +244,14 @@ def _cost(shape: Shape) -> int:
 
 
 def _stacks(
-    places: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]
+    indices: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]
 ) -> Iterator[list[int]]:
     """Matrices of one shape or its transpose.
 
     Few on the CPU, since a stack and its products are several copies.
     """
     stacks: dict[tuple[int, int, torch.device], list[int]] = {}
-    for index in places:
+    for index in indices:
         stacks.setdefault(
             (min(shapes[index]), max(shapes[index]), weights[index].device), []
         ).append(index)
@@ -304,8 +304,8 @@ def _add_updates(
     groups: dict[float, list[int]] = {}
     for index, (rows, columns) in enumerate(shapes):
         groups.setdefault(math.sqrt(max(1.0, rows / columns)), []).append(index)
-    for scale, places in groups.items():
-        chosen, added = [weights[index] for index in places], [updates[index] for index in places]
+    for scale, indices in groups.items():
+        chosen, added = [weights[index] for index in indices], [updates[index] for index in indices]
         if isinstance(lr, Tensor):
             torch._foreach_add_(
                 chosen, torch._foreach_mul([u.to(chosen[0].dtype) for u in added], -lr * scale)

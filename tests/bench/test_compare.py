@@ -104,19 +104,19 @@ def test_several_models_are_ordered_by_precision_then_size() -> None:
 class FixedClock(Session):
     """A session with a fixed time left, on a machine with a GPU of 69 GB."""
 
-    def __init__(self, folder: Path, left: float) -> None:
-        self._left = left
+    def __init__(self, folder: Path, remaining: float) -> None:
+        self._remaining = remaining
         super().__init__(CompareOptions(minutes=8), H200, folder, lambda text, used: None)
         device = DeviceMeasurement(2**36, {"fp32": 1e12, "bf16": 2e12, "fp16": 2e12})
         self.devices = {"cpu": device, "cuda": device}
 
     @property
-    def left(self) -> float:
-        return self._left
+    def remaining(self) -> float:
+        return self._remaining
 
 
 def test_configurations_that_are_too_slow_or_large_are_skipped(tmp_path: Path) -> None:
-    session = FixedClock(tmp_path, left=400.0)
+    session = FixedClock(tmp_path, remaining=400.0)
 
     def add(c: Configuration, seconds: float, peak_bytes: int = 10**9) -> None:
         session.measured[c] = [Measurement([seconds] * 3, None, None, peak_bytes, 0.0)]
@@ -134,7 +134,7 @@ def test_configurations_that_are_too_slow_or_large_are_skipped(tmp_path: Path) -
 
 
 def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = FixedClock(tmp_path, left=-1.0)
+    session = FixedClock(tmp_path, remaining=-1.0)
     monkeypatch.setattr(module, "available", lambda facts: ())
     session.run()
     written = json.loads((tmp_path / "comparison.json").read_text())
@@ -415,7 +415,7 @@ class Killer:
 @pytest.mark.slow
 def test_worker_that_is_killed_within_a_measurement_is_replaced(tmp_path: Path) -> None:
     """As the system does when memory is short, or a driver when its device is lost."""
-    session = FixedClock(tmp_path, left=PATIENCE)
+    session = FixedClock(tmp_path, remaining=PATIENCE)
     one = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
     victim = session.worker(one.variant)
     with pytest.raises(MeasurementError, match="worker process ended, probably out of memory"):

@@ -225,8 +225,8 @@ def test_reproduction_in_a_process_of_its_own_has_its_exit_code() -> None:
 
 
 def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:
-    found = dict.fromkeys((error.what for error in KNOWN_ERRORS), "")
-    found[KNOWN_ERRORS[2].what] = "wrong"
+    found = dict.fromkeys((error.title for error in KNOWN_ERRORS), "")
+    found[KNOWN_ERRORS[2].title] = "wrong"
     finding = by_name(dataclasses.replace(M1, known_errors={"mps": found}))["mps error"]
     assert finding.level == "warning"
     assert finding.text == "pytorch#195163, bmm with a reduction of 40,000: wrong"

@@ -151,7 +151,7 @@ def from_dinov2(
     size: DinoSize,
     image_size: int,
     trained_on: tuple[Sequence[float], Sequence[float]],
-    given: tuple[Sequence[float], Sequence[float]],
+    normalization: tuple[Sequence[float], Sequence[float]],
 ) -> Tensors:
     """Hugging Face's tensors under our names, for images of this size.
 
@@ -161,7 +161,7 @@ def from_dinov2(
     embeddings = "embeddings."
     patch = f"{embeddings}patch_embeddings.projection"
     kernel, bias = fold_pixels(
-        weights[f"{patch}.weight"], weights[f"{patch}.bias"], trained_on, given
+        weights[f"{patch}.weight"], weights[f"{patch}.bias"], trained_on, normalization
     )
     ours = {
         "patch.weight": kernel,
@@ -193,12 +193,12 @@ def fold_pixels(
     kernel: Tensor,
     bias: Tensor,
     trained_on: tuple[Sequence[float], Sequence[float]],
-    given: tuple[Sequence[float], Sequence[float]],
+    normalization: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[Tensor, Tensor]:
     """The first layer for pixels with another normalization: exact, because it has no padding."""
     (their_mean, their_std), (our_mean, our_std) = (
         tuple(torch.tensor(list(values), dtype=torch.float64) for values in pair)
-        for pair in (trained_on, given)
+        for pair in (trained_on, normalization)
     )
     scale = our_std / their_std
     shift = (our_mean - their_mean) / their_std

@@ -48,7 +48,9 @@ def size_from(kind: type[Size], settings: str, name: str) -> Size:
     return kind(**validate(kind, values, f"the settings of {name}"))
 
 
-def read_dinov2(folder: Path, size: DinoSize, image_size: int, given: Normalization) -> Tensors:
+def read_dinov2(
+    folder: Path, size: DinoSize, image_size: int, normalization: Normalization
+) -> Tensors:
     """The weights of a DINOv2 for images of this size, with pixels that are normalized as `given`."""
     processor = _processor(folder)
     mean, std = (
@@ -60,7 +62,7 @@ def read_dinov2(folder: Path, size: DinoSize, image_size: int, given: Normalizat
         raise UserError(f"{folder}: image_mean and image_std must be three numbers each")
     path = weights_file(folder)
     try:
-        return from_dinov2(_floats(path), size, image_size, (mean, std), given)
+        return from_dinov2(_floats(path), size, image_size, (mean, std), normalization)
     except (KeyError, RuntimeError) as error:
         raise UserError(f"{path}: not the weights of this DINOv2 ({error})") from None
 
