@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -94,3 +95,33 @@ def test_constant_name_has_one_value_in_the_whole_package() -> None:
         for name, value in constants(ast.parse(path.read_text(encoding="utf-8"))):
             values[name][value].append(module)
     assert {name: dict(by_value) for name, by_value in values.items() if len(by_value) > 1} == {}
+
+
+FOREIGN_LOCALS = {  # vague words of STYLE.md: name what the value is
+    *(
+        "found",
+        "each",
+        "place",
+        "places",
+        "kept",
+        "most",
+        "least",
+        "asked",
+        "wanted",
+        "what",
+        "here",
+    ),
+    *("given", "seen", "known", "it", "got", "want", "meant", "mine", "ones", "those"),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_locals_say_what_they_are(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assigned = {node.id for node in ast.walk(tree) if is_assigned(node)}
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    assert (assigned | parameters) & FOREIGN_LOCALS == set()
+
+
+def is_assigned(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)

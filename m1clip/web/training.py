@@ -75,7 +75,7 @@ class TrainPage:
         state = {"work": self._work, "failure": self._failure, "progress": index.progress()}
         if self._work == "starting":
             return {**state, "state": "starting"}
-        if found is None:
+        if newest is None:
             return {**state, "state": "none"}
         run, about = newest
         status = status_of(History(run).poll())
@@ -105,8 +105,8 @@ class TrainPage:
         index = self._opened()
         labels = self._labels()
         count = check_enough(labels.labelled().values())
-        found = self._newest(index)
-        if found is not None and status_of(History(found[0]).poll()).state in (
+        newest = self._newest(index)
+        if newest is not None and status_of(History(newest[0]).poll()).state in (
             "preparing",
             "running",
         ):

@@ -114,8 +114,8 @@ def _unclear_folder(path: Path, options: Options) -> UserError | None:
     if files := without_captions(path):
         return user_error(f"{files[0]}: {NO_CAPTIONS_IN_JSON}")
     if workbooks := spreadsheets(path):
-        what = f"images, but no table of captions that m1clip reads; {workbooks[0].name} is "
-        return user_error(f"{path}: {what}{binary_kind(workbooks[0])}")
+        contents = f"images, but no table of captions that m1clip reads; {workbooks[0].name} is "
+        return user_error(f"{path}: {contents}{binary_kind(workbooks[0])}")
     return no_captions(path, metadata=True, file_names=has_words_as_names(path))
 
 
