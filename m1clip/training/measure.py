@@ -491,7 +491,7 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     min_seconds = MIN_TRAINING_FRACTION * budget.seconds
     if budget.remaining < min_seconds:
         console.warn(
-            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of"
+            f"preparing the data has step_times {clock(budget.used)} of the {clock(budget.seconds)} of"
             f" --minutes: training for {min_seconds:.0f} s more; what is cached now is not prepared again"
             " in the next run"
         )
@@ -546,23 +546,23 @@ def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) 
     # The first step of a model takes two to three times as long: everything else is estimated in
     # steps, and would be estimated too low. A compiled model recompiles for each shape.
     compiles = inputs.config.model.compile
-    least = WARMUP_STEPS + 1 if compiles else 2
-    budget_left = budget.left
-    limit = CALIBRATION_FRACTION * budget_left
+    min_steps = WARMUP_STEPS + 1 if compiles else 2
+    remaining = budget.remaining
+    limit = CALIBRATION_FRACTION * remaining
     begin = time.perf_counter()
-    end_times: list[float] = []
+    step_times: list[float] = []
     for step, batch in enumerate(
         batches(inputs.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
     ):
         start = time.perf_counter()
-        is_enough = step >= least and start + taken[-1] - begin > limit
-        is_slow = step == 1 and taken[0] > FIRST_STEP_FRACTION * budget_left
+        is_enough = step >= min_steps and start + step_times[-1] - begin > limit
+        is_slow = step == 1 and step_times[0] > FIRST_STEP_FRACTION * remaining
         if any(inputs.ranks.all_reduce_max(is_enough or (is_slow and not compiles))):
             break
         train_step.run(batch, step)
         inputs.device.synchronize()
-        end_times.append(time.perf_counter() - start)
-    return timing(end_times[WARMUP_STEPS:] or end_times[-1:]).median
+        step_times.append(time.perf_counter() - start)
+    return timing(step_times[WARMUP_STEPS:] or step_times[-1:]).median
 
 
 def _evaluation_seconds(inputs: RunInputs, train_step: TrainStep) -> float:

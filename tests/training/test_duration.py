@@ -144,7 +144,7 @@ def test_time_that_is_used_already_counts(monkeypatch: pytest.MonkeyPatch) -> No
     clock.install(monkeypatch, duration)
     budget = TimeBudget(60, used=8)
     clock.work(2.0)
-    assert (budget.used, budget.left) == pytest.approx((10, 50))
+    assert (budget.used, budget.remaining) == pytest.approx((10, 50))
 
 
 STEP, EVALUATION = 0.25, 2.0  # seconds on a quiet computer
