@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from m1clip import console
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.search.labels import (
@@ -30,6 +29,7 @@ from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, around
 from m1clip.search.query import Index, Photo
 from m1clip.search.suggest import Suggester, own_words
 from m1clip.training.learning_curve import MIN_LABELS, learning_curve
+from m1clip.web.new_captions import NewCaptions
 
 QUEUE_LENGTH = 24  # photos that a page gets at a time
 MAX_QUEUE = 60
@@ -44,7 +44,6 @@ LABELS_SHOWN = 24  # labelled photos that can be corrected
 UNSURE_WEIGHT = 1.0  # additional weight of the photo that the model is most unsure of
 CURVE_STEP = 20  # labels after which the learning curve is computed again
 MORE_LABELS = (100, 200)  # for which the gain is predicted
-METADATA_SECONDS = 3.0  # to wait for the captions inside photos before the first photos are shown
 NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
 
 
@@ -76,6 +75,11 @@ class Queue:
         old = time.monotonic() - self._made > REORDER_SECONDS
         return self.version != index.version and (old or index.progress() is None)
 
+    def cover(self, vectors: np.ndarray) -> None:
+        """Choose no photo that is like one of these."""
+        if self.order is not None and len(vectors):
+            self.order.add(vectors)
+
     def next(self) -> tuple[Photo, np.ndarray] | None:
         """The next photo, and its vector."""
         index = None if self.order is None else self.order.next()
@@ -96,7 +100,8 @@ class LabelPage:
         self._reserved: dict[str, tuple[float, dict[int, tuple[Photo, np.ndarray]]]] = {}
         self._known: tuple[tuple[int, ...], dict[str, Label], set[bytes]] | None = None
         self._curve: tuple[int, list[str]] = 0, []  # what more labels add, with so many labels
-        self._metadata_read: set[bytes] = set()  # contents of the photos whose metadata was read
+        self._new_captions: NewCaptions | None = None
+        self._ordered: set[str] = set()  # labelled photos that the order has counted as covered
 
     def labels(self) -> Labels:
         """The labels of the index that is open."""
@@ -111,6 +116,7 @@ class LabelPage:
             if index is not self._index:
                 if self._labels is None or self._labels.root != index.root:
                     self._labels = Labels(index.root, index.folder)
+                    self._new_captions = NewCaptions(self._labels)
                 self._index, self._suggester, self._queue = index, None, None
                 self._ahead, self._reserved, self._known = [], {}, None
                 self._curve = 0, []
@@ -131,16 +137,19 @@ class LabelPage:
         if self._suggester is None:
             self._suggester = Suggester(index.encode_texts)
         index.refresh()
-        if self._queue is None or self._queue.is_outdated(index):
+        is_outdated = self._queue is None or self._queue.is_outdated(index)
+        if is_outdated:
             self._follow_renamed(index)
-            self._import_metadata(index)
+        assert self._new_captions is not None
+        self._new_captions.look(index)
+        labels, skipped = self._state(index)
+        if self._queue is None or is_outdated:
             self._queue = Queue(index, self._suggester)
-            self._ahead, self._reserved = [], {}
-            labels, skipped = self._state(index)
-            done = list(index.photos_named(labels).values())
-            done += index.photos_with(skipped).values()
-            if self._queue.order is not None:
-                self._queue.order.add(_rows(index, done))
+            self._ahead, self._reserved, self._ordered = [], {}, set()
+            self._queue.cover(_rows(index, list(index.photos_with(skipped).values())))
+        added = index.photos_named(labels.keys() - self._ordered)
+        self._queue.cover(_rows(index, list(added.values())))
+        self._ordered.update(added)
         return self._queue, self._suggester
 
     def _follow_renamed(self, index: Index) -> None:
@@ -157,29 +166,6 @@ class LabelPage:
                 path: there[digest].path for path, digest in contents.items() if digest in there
             }
             self._labels.follow(names)
-
-    def _import_metadata(self, index: Index) -> None:
-        """Make labels of the captions inside photos, in a thread: a large library takes minutes."""
-        assert self._labels is not None
-        labels = self._labels
-        photos = index.photos_at(np.arange(len(index.vectors)))
-        contents = {
-            photo.path: photo.sha256 for photo in photos if photo.sha256 not in self._metadata_read
-        }
-        self._metadata_read.update(contents.values())
-        ended = threading.Event()
-
-        def read() -> None:
-            try:
-                if labels.import_metadata(contents) and ended.is_set():
-                    self._queue = None  # the order knew nothing of these labels
-            except UserError as error:  # the next label that is saved meets the same problem
-                console.warn(f"the captions inside the photos were not read: {error}")
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(METADATA_SECONDS)
-        ended.set()
 
     def queue(self, values: dict[str, str]) -> dict[str, Any]:
         """The photos that a page should label next, with suggestions; they are reserved for it."""
@@ -282,8 +268,8 @@ class LabelPage:
                 for photo, outcome in zip(photos, outcomes, strict=True)
                 if not outcome.conflict
             ]
-            if self._queue is not None and self._queue.order is not None and (captions or skip):
-                self._queue.order.add(_rows(index, saved))
+            if self._queue is not None and (captions or skip):
+                self._queue.cover(_rows(index, saved))
             self._held_by(page)
             labels, _ = self._state(index)
             notes = [self._missing(photo) for photo in photos]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock
 
 import pytest
 from image_sets import image
@@ -21,7 +22,7 @@ from m1clip.search.index import update_index
 from m1clip.search.labels import Labels
 from m1clip.training.process import OUTPUT, name_owner
 from m1clip.web import label as label_module
-from m1clip.web import training
+from m1clip.web import new_captions, training
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
 from web.client import ask, running
@@ -106,6 +107,58 @@ def test_photos_with_a_caption_inside_count_as_labelled_and_are_not_shown(
     shown = read(server, "/api/label/labelled")["photos"]
     captions = {photo["path"]: photo["captions"] for photo in shown}
     assert captions["b/0001.jpg"] == ["written in a camera: b/0001.jpg"]
+
+
+def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for new captions with each request, and wait for what is found, however slow this is."""
+    for name, value in (("REST", 0), ("IMPORT_RETRY_SECONDS", 0.0), ("LOOK_SECONDS", PATIENCE)):
+        monkeypatch.setattr(new_captions, name, value)
+
+
+XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF
+ xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description
+ xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:description><rdf:Alt>
+ <rdf:li xml:lang="x-default">{}</rdf:li></rdf:Alt></dc:description></rdf:Description></rdf:RDF></x:xmpmeta>"""
+
+
+def test_sidecar_written_while_the_page_is_open_is_read_at_the_next_look(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_each_time(monkeypatch)
+    first = queue(server, count=6)
+    label(server, first[:1], "a label of the page")
+    paths = [photo["path"] for photo in first]
+    (folder / f"{paths[0]}.xmp").write_text(XMP.format("not read, as it has a label"))
+    (folder / f"{paths[1]}.xmp").write_text(XMP.format(""))  # as programs write it at import
+    (folder / f"{paths[2]}.json").write_text(json.dumps({"description": "from Takeout"}))
+    assert [photo["path"] for photo in queue(server, count=5)] == [paths[1], *paths[3:6], ANY]
+    (folder / f"{paths[1]}.xmp").write_text(XMP.format("written into a sidecar"))
+    assert paths[1] not in [photo["path"] for photo in queue(server, count=5)]
+    shown = read(server, "/api/label/labelled")["photos"]
+    assert {photo["path"]: photo["captions"] for photo in shown} == {
+        paths[0]: ["a label of the page"],
+        paths[1]: ["written into a sidecar"],
+        paths[2]: ["from Takeout"],
+    }
+    assert read(server, "/api/label")["from_metadata"] == 2
+
+
+def test_full_disk_while_captions_are_read_is_tried_again(
+    server: Server,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    look_each_time(monkeypatch)
+    (path,) = [photo["path"] for photo in queue(server, count=1)]
+    (folder / f"{path}.xmp").write_text(XMP.format("in a sidecar"))
+    read_labels = Labels.import_metadata
+    full = UserError("captions.csv: the disk is full")
+    monkeypatch.setattr(Labels, "import_metadata", Mock(side_effect=full))
+    assert [photo["path"] for photo in queue(server, count=1)] == [path]
+    assert "the disk is full" in capsys.readouterr().out
+    monkeypatch.setattr(Labels, "import_metadata", read_labels)
+    assert [photo["path"] for photo in queue(server, count=1)] != [path]
 
 
 def test_photos_of_a_closed_page_go_to_another(

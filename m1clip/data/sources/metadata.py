@@ -45,6 +45,7 @@ from m1clip.io import read_small
 CaptionKind = Literal["XMP sidecar", "XMP", "IPTC", "EXIF", "Takeout", "osxphotos", "file name"]
 CAPTION_KINDS: tuple[CaptionKind, ...] = get_args(CaptionKind)
 NO_KIND = "none"  # what the counts call photos without captions
+SIDECAR_SUFFIXES = (".xmp", ".json")
 MIN_FRACTION = 0.25  # of the checked photos that must have captions for a folder to be recognized
 
 
@@ -141,8 +142,16 @@ class PhotoFolder:
         yield from self._from_image(photo)
         yield from self._from_json(photo)
 
+    def sidecars(self, photo: str) -> list[str]:
+        """The files beside a photo that have, or may have, its captions."""
+        found = (self._xmp_sidecar(photo), self._json_sidecar(photo))
+        return [name for name in found if name is not None]
+
+    def _xmp_sidecar(self, photo: str) -> str | None:
+        return self.find((f"{photo}.xmp", f"{os.path.splitext(photo)[0]}.xmp"))
+
     def _from_xmp_sidecar(self, photo: str) -> Iterator[Found]:
-        sidecar = self.find((f"{photo}.xmp", f"{os.path.splitext(photo)[0]}.xmp"))
+        sidecar = self._xmp_sidecar(photo)
         if sidecar is None:
             return
         try:
