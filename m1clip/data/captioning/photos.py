@@ -128,7 +128,8 @@ class CaptionReport:
             )
         if self.unnamed:
             lines.append(f"skipped    {plural(self.unnamed, 'photo')} with control characters")
-        lines.append(f"table      {one_line(str(self.table))}")
+        if self.table.exists():
+            lines.append(f"table      {one_line(str(self.table))}")
         return "\n".join(lines)
 
 
@@ -473,7 +474,8 @@ class _Run:
                 table.replace(entry.photo, [entry.caption], source)
             for entry in repeated:
                 table.replace(entry.photo, [], GENERATED + entry.model)
-            table.write()
+            if table.images() or self.table.exists():
+                table.write()
         self._unsaved = []
         self._reject(repeated)
 

@@ -15,6 +15,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,7 @@ class VisionServer:
             headers["Content-Type"] = "application/json"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
+        began = time.monotonic()
         with self._connect(seconds) as connection:
             try:
                 connection.request(method, self.address.path + path, data, headers)
@@ -215,6 +217,8 @@ class VisionServer:
                 content = response.read(MAX_RESPONSE_BYTES + 1)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise _network_error(error, seconds) from error
+        if time.monotonic() - began >= seconds:  # its connection was closed, whatever had come
+            raise ServerError(f"no complete answer within {seconds:g} s", True)
         if len(content) > MAX_RESPONSE_BYTES:
             raise ServerError(f"the answer is larger than {MAX_RESPONSE_BYTES:,} bytes", False)
         self._check_status(response, content)

@@ -24,9 +24,17 @@ function short(value) {
 /* Tick labels, with as many digits as the distance between two ticks needs. */
 function labels(ticks) {
   const known = ticks.filter((t) => t !== null && t !== undefined), gap = known.length > 1 ? Math.abs(known[1] - known[0]) : 0;
-  const digits = gap > 0 ? Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)) : 0;
+  let digits = 0;
+  while (digits < 5 && Math.abs(gap * 10 ** digits - Math.round(gap * 10 ** digits)) > 1e-6) digits += 1;
   const plain = digits <= 4 && known.every((t) => Math.abs(t) < 1e4);
   return ticks.map((t) => (t === null || t === undefined ? "" : plain && gap ? t.toFixed(digits) : short(t)));
+}
+
+/* The range of an axis of percentages, which ends at 0 and 100. */
+function percents(u, low, high) {
+  if (low === null || low === high) return [0, 100];
+  const [min, max] = uPlot.rangeNum(low, high, 0.1, true);
+  return [Math.max(0, min), Math.min(100, max)];
 }
 
 function smooth(values, weight) {
@@ -71,7 +79,7 @@ class Plot {
     // A logarithmic axis has no place for a loss at or below 0.
     log &&= series.every((each) => each.y.every((v) => v === null || v === undefined || v > 0));
     this.log = log; this.unit = unit;
-    const key = JSON.stringify([this.series.map((each) => [each.name, each.index, each.dash]), log, dark()]);
+    const key = JSON.stringify([this.series.map((each) => [each.name, each.index, each.dash]), log, unit, dark()]);
     const data = this.data();
     if (!data) {
       this.destroy();
@@ -102,7 +110,7 @@ class Plot {
         drag: { x: true, y: false, setScale: false }, points: { size: 6 },
         bind: { dblclick: () => () => { Zoom.reset(); return null; } },
       },
-      scales: { x: { time: false }, y: { distr: this.log ? 3 : 1 } },
+      scales: { x: { time: false }, y: { distr: this.log ? 3 : 1, ...(this.unit === "%" ? { range: percents } : {}) } },
       axes: [{ ...axis, size: 28, values: (u, ticks) => ticks.map((t) => t.toLocaleString("en")) }, { ...axis, size: 54, values: (u, ticks) => labels(ticks) }],
       series: [{}, ...this.series.map((each) => ({
         label: each.name, stroke: each.color || color(each.index), width: each.thin ? 1 : 1.8, spanGaps: true,

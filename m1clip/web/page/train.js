@@ -19,10 +19,12 @@ async function curves(key) {
     run.steps.push(...rows.steps.map((row) => [row.step, row.loss]).filter(([, y]) => Number.isFinite(y)));
     run.evaluations.push(...rows.evaluations.map((row) => [row.step, 100 * row.mean_recall]).filter(([, y]) => Number.isFinite(y)));
   }
+  const found = answer.runs.find((each) => each.id === key);
+  Zoom.whole = found?.steps ? [0, found.steps] : null;
   const line = (rows, dots) => [{ name: LOSS, index: 0, x: rows.map(([x]) => x), y: rows.map(([, y]) => y), dots }];
   lossPlot.set(line(run.steps, false));
   recallPlot.set(line(run.evaluations, true), { unit: "%" });
-  return answer.runs.find((each) => each.id === key);
+  return found;
 }
 /* What is going on, in words. */
 function words(status, found) {

@@ -258,6 +258,16 @@ def test_caption_of_too_many_photos_is_removed(make_photos: MakePhotos) -> None:
     assert report.generated == len(rows(folder)) == 23
 
 
+def test_no_table_is_written_if_no_answer_was_a_caption(make_photos: MakePhotos) -> None:
+    """Not for 6 photos, which are too few to stop the run, either: it would hide other captions."""
+    folder = make_photos(6)
+    with serve(lambda *_: completion("A beautiful sunset over the sea.")) as server:
+        report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
+    assert report.faults == {"repeated": 6}
+    assert not (folder / "captions.csv").exists()
+    assert "captions.csv" not in str(report)
+
+
 def test_unreadable_photo_is_skipped(make_photos: MakePhotos) -> None:
     folder = make_photos(2)
     (folder / "00.jpg").write_bytes(b"\xff\xd8 not an image")
