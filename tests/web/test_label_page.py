@@ -10,7 +10,10 @@ import pytest
 from photos import make_photos, save_model
 
 from m1clip.data.caption_table import read_captions
+from m1clip.io import RUN_LOCK
 from m1clip.search.index import update_index
+from m1clip.training.process import OUTPUT
+from m1clip.web import training
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
 from web.test_page import TIMEOUT, browser, pytestmark, until
@@ -170,3 +173,60 @@ def test_phone_shows_all_and_train_says_how_many_labels_are_needed(
         page.tap("#save")
         labelled(page, 1)
         assert page.inner_text("#goal").startswith("1 of 30 labels until the first training.")
+
+
+def write_labels(folder: Path) -> None:
+    """A table as the page would write it: two of three labels are trained on, some photos are left."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jpg"))[:-3]
+    splits = ("train", "test", "train")
+    rows = [f"{name},a dog,person,{splits[at % 3]}" for at, name in enumerate(names)]
+    table = "\n".join(["image,caption,source,split", *rows, ""])
+    (folder / "captions.csv").write_text(table, encoding="utf-8")
+
+
+def test_slow_start_and_its_failure_are_shown_and_cannot_be_clicked_twice(
+    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_labels(folder)
+    may_end, started = threading.Event(), list[Path]()
+
+    def start(words: list[str], run: Path, name: str, resume: None) -> None:
+        started.append(run)
+        may_end.wait(TIMEOUT)
+        (run / RUN_LOCK).write_text("")  # as a process leaves it that has ended
+        (run / OUTPUT).write_text("m1clip: captions.csv: no image can be read\n")
+
+    monkeypatch.setattr(training, "start_in_background", start)
+    with opened(browser, folder) as (page, _):
+        until(page, "!document.querySelector('#train-start').disabled")
+        shown = page.evaluate(
+            "(() => { $('train-start').click(); $('train-start').click();"
+            " return [$('train-state').textContent, $('train-start').disabled]; })()"
+        )
+        assert shown == ["starting", True]
+        until(page, "run.status.work === 'starting'")
+        assert page.inner_text("#train-text") == "Starting the training…"
+        answer = page.evaluate("send('/api/train/start', {})")  # as another page would
+        assert answer["error"] == "starting now; wait until it is done"
+        may_end.set()
+        until(page, "run.status.state === 'died'")
+        assert "captions.csv: no image can be read" in page.inner_text("#train-error")
+        assert "train.log" in page.inner_text("#train-error")
+        assert page.inner_text("#train-start") == "Train again"
+        until(page, "!document.querySelector('#train-start').disabled")
+        assert len(started) == 1
+
+
+def test_labels_that_cannot_be_divided_are_explained_and_the_error_stays(
+    browser: Any, folder: Path
+) -> None:
+    write_labels(folder)
+    table = folder / "captions.csv"
+    table.write_text(table.read_text().replace(",test", ",train"))
+    with opened(browser, folder) as (page, _):
+        until(page, "!document.querySelector('#train-start').disabled")
+        page.click("#train-start")
+        until(page, "document.querySelector('#train-error').textContent.includes('one by one')")
+        page.evaluate("poll()")  # a later status does not remove it
+        assert "one by one" in page.inner_text("#train-error")
+        assert page.is_hidden("#train-state")
