@@ -144,8 +144,8 @@ class PhotoFolder:
 
     def sidecars(self, photo: str) -> list[str]:
         """The files beside a photo that have, or may have, its captions."""
-        found = (self._xmp_sidecar(photo), self._json_sidecar(photo))
-        return [name for name in found if name is not None]
+        names = (self._xmp_sidecar(photo), self._json_sidecar(photo))
+        return [name for name in names if name is not None]
 
     def _xmp_sidecar(self, photo: str) -> str | None:
         return self.find((f"{photo}.xmp", f"{os.path.splitext(photo)[0]}.xmp"))
