@@ -1,14 +1,15 @@
 """Adapt a trained model to other images with few of them: gain and forgetting of each recipe, and what auto picks.
 
     python benchmarks/adapt.py DATA --heads --json docs/results/adapt_heads.json       # CPU: cached features
-    python benchmarks/adapt.py DATA --towers --device cuda --json docs/results/adapt_towers.json
+    python benchmarks/adapt.py DATA --towers --new COCO --images 50 200 1000 4000 --json docs/results/adapt_towers.json
     python benchmarks/adapt.py --show docs/results/adapt_heads.json
 
 DATA has captions with train, val and test splits. Images with a dog (a word in at least three
 captions, `--word`) are the new domain; all others are the general set, on which the model to start
-from is trained. `--heads` starts from `--recipe frozen` on the pretrained towers, `--towers` from
-`tiny` with random weights, 64 px, which is a small model: it shows which recipe gains and forgets,
-not how good a large CLIP gets. Scores are on the test images of both.
+from is trained. With `--new`, that dataset is the new domain, and all of DATA the general set.
+`--heads` starts from `--recipe frozen` on the pretrained towers, `--towers` from `tiny` with random
+weights, 64 px, which is a small model: it shows which recipe gains and forgets, not how good a
+large CLIP gets. Scores are on the test images of both.
 """
 
 from __future__ import annotations
@@ -53,7 +54,17 @@ def main() -> None:
     folder = options.work
     folder.mkdir(parents=True, exist_ok=True)
     write_splits(options.data, folder)
-    general, new = by_word(folder, Path(options.data).resolve(), options.word)
+    data_folder = Path(options.data).resolve()
+    if options.new:
+        general = all_rows(folder, data_folder)
+        new_folder = folder / "new"
+        new_folder.mkdir(exist_ok=True)
+        write_splits(options.new, new_folder)
+        new = all_rows(new_folder, Path(options.new).resolve())
+    else:
+        new_folder = folder
+        general, new = by_word(folder, data_folder, options.word)
+    new["test"] = new["test"][: options.test]
     start = folder / f"start-{options.kind}"
     cache = options.cache or folder / "cache"
     shared = ["--device", options.device, "--cache-dir", str(cache.resolve()), *options.train]
@@ -67,7 +78,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": {**machine(), "data": Path(options.data).resolve().name},
         "kind": options.kind,
-        "word": options.word,
+        "new": Path(options.new).resolve().name if options.new else f"images of {options.word}s",
         "start_images": len(general["train"][: options.limit]),
         "runs": [],
     }
@@ -83,7 +94,7 @@ def main() -> None:
             rows = draw(new, images, seed)
             if len(rows["train"]) < images:
                 continue
-            data = write_table(folder / f"new-{images}-{seed}.jsonl", rows, None)
+            data = write_table(new_folder / f"new-{images}-{seed}.jsonl", rows, None)
             for recipe in recipes:
                 if (recipe, images, seed) in done:
                     continue
@@ -105,11 +116,13 @@ def parse() -> argparse.Namespace:
     kind.add_argument("--towers", dest="kind", action="store_const", const="towers")
     parser.set_defaults(kind="heads")
     parser.add_argument("--word", default="dog", help="what makes an image one of the new domain")
+    parser.add_argument("--new", help="a dataset that is the new domain, instead of a word")
     parser.add_argument("--images", type=int, nargs="+", default=[50, 200, 1000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--start-epochs", type=int, default=8)
     parser.add_argument("--limit", type=int, help="train the start on this many images at most")
     parser.add_argument("--general", type=int, default=200, help="test images of the general set")
+    parser.add_argument("--test", type=int, help="test images of the new domain, at most")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache", type=Path, help="features and images that are cached already")
     parser.add_argument("--work", type=Path, default=Path("adapt-work"), help="runs and caches")
@@ -125,24 +138,34 @@ Rows = dict[str, list[str]]  # split -> lines of a table
 
 
 def by_word(folder: Path, data: Path, word: str) -> tuple[Rows, Rows]:
-    """(lines of the general set, lines of the new domain) by split.
-
-    Images are named as in DATA, to which a link leads, so that features in its cache are found.
-    """
+    """(lines of the general set, lines of the new domain) by split."""
     general: Rows = {}
     new: Rows = {}
-    for split in ("train", "val", "test"):
+    for split, lines in all_rows(folder, data).items():
         general[split], new[split] = [], []
+        for line in lines:
+            hits = sum(word in caption.lower() for caption in json.loads(line)["captions"])
+            side = new if hits >= LEAST_CAPTIONS else general
+            side[split].append(line)
+    return general, new
+
+
+def all_rows(folder: Path, data: Path) -> Rows:
+    """The lines by split.
+
+    Images are named as in `data`, to which a link leads, so that features in its cache are found.
+    """
+    rows: Rows = {}
+    for split in ("train", "val", "test"):
+        rows[split] = []
         for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             name = Path(row["image"]).relative_to(data)
             link = folder / name.parts[0]
             if not link.exists():
                 link.symlink_to(data / name.parts[0])
-            hits = sum(word in caption.lower() for caption in row["captions"])
-            side = new if hits >= LEAST_CAPTIONS else general
-            side[split].append(json.dumps({**row, "image": str(name)}))
-    return general, new
+            rows[split].append(json.dumps({**row, "image": str(name)}))
+    return rows
 
 
 def draw(rows: Rows, images: int, seed: int) -> Rows:

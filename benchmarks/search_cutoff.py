@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from general import Towers
 
 import m1clip
 from m1clip.data.sources import open_source
@@ -192,6 +194,18 @@ class Queries:
         }
 
 
+def encode_images(
+    model: Any, sources: list[tuple[str, Any]], split: str, cache: Path | None
+) -> np.ndarray:
+    """(n, dim) vectors of the images of a split; with a cache, from the towers' features there."""
+    images = [[sample.image for sample in source.samples(split)] for _, source in sources]
+    if cache is None:
+        return np.asarray(model.encode_image([image.open() for each in images for image in each]))
+    towers = Towers(model, cache)
+    features = [towers.images(name, each) for (name, _), each in zip(sources, images, strict=True)]
+    return np.asarray(model.clip.project_image(torch.cat(features)).detach())
+
+
 def fit_weights(zscores: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
     """(constant, slope) of the most likely logistic regression, by Newton's method."""
     inputs, weights = np.stack([np.ones(zscores.size), zscores.ravel()], axis=1), np.zeros(2)
@@ -236,19 +250,20 @@ def main() -> None:
     parser.add_argument(
         "data", nargs="+", help="their val and test splits, together, are the libraries"
     )
+    parser.add_argument("--cache", type=Path, help="where features of the towers are stored")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     model = m1clip.load(options.model)
-    sources = [open_source(data) for data in options.data]
+    sources = [(Path(data).name, open_source(data)) for data in options.data]
 
     def encode(texts: list[str]) -> np.ndarray:
         return np.asarray(model.encode_text(texts))
 
     tasks: dict[str, list[Queries]] = {"words": [], "captions": []}  # of val and test
     for split in ("val", "test"):
-        samples = [sample for source in sources for sample in source.samples(split)]
-        images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
+        samples = [sample for _, source in sources for sample in source.samples(split)]
+        images = encode_images(model, sources, split, options.cache)
         words, match = word_queries(samples)
         in_use = short_vectors(encode, words, common_vector(encode))
         tasks["words"].append(Queries(images, in_use, match, np.arange(len(words)), encode(words)))

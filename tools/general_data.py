@@ -17,8 +17,9 @@ Writes folders with images and captions.csv (coco, openstax), folders of class f
 coco-classes, scenes, produce, kitchenware), and imagenet_names.txt. The clones need no work tree:
 `git clone --bare` or `--no-checkout` is enough. Flickr8k is not among them; its train split is a
 folder with images and captions.csv. Images of the validation and test splits in
-benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a train split. BOOKS of the
-model in the package: american-government anatomy-physiology astronomy biology-bundle
+benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a train split. A book is read
+from its last commit that was under CC BY 4.0, so its clone needs the history. BOOKS of the model in
+the package: american-government anatomy-physiology astronomy biology-bundle
 business-ethics chemistry-bundle college-physics-bundle college-success contemporary-mathematics
 entrepreneurship introduction-anthropology introduction-business introduction-philosophy
 introduction-political-science introduction-sociology introductory-statistics-bundle microbiology
@@ -48,6 +49,7 @@ LABEL_FILES = [f"caffe/data/coco/test/database{part}.txt" for part in range(8)]
 CALTECH, IMAGENET = "Homework2-Caltech101", "imagenet-sample-images"
 SCENES, PRODUCE = "Landscape-Image-Classification", "Image_search_clip"
 KITCHENWARE, BOOKS = "Kitchenware-Project", "osbooks-"
+LICENSE, CC_BY = "LICENSE", "Attribution 4.0 International"
 # The categories of COCO in the order of the label files.
 COCO_NAMES = """
 airplane, apple, backpack, banana, baseball bat, baseball glove, bear, bed, bench, bicycle, bird, boat, book, bottle,
@@ -68,7 +70,6 @@ SCENE_NAMES = {
     "industrial": "industrial plant",
     "Coast": "sea coast",
 }
-MORE_COCO = 1_232  # images of COCO besides those of general_ids.json: 5,000 to train on
 PER_CLASS = 60
 ALT_WORDS = (3, 50)
 NO_PHOTOGRAPH = """
@@ -93,17 +94,15 @@ MOSTLY_DRAWINGS = re.compile(
 
 
 class Clone:
-    """A clone, of which files are read from the last commit."""
+    """A clone, of which files are read from one commit: the last one, unless it is named."""
 
-    def __init__(self, folder: Path) -> None:
-        places = (folder / ".git", folder / "repo" / ".git", folder / "repo", folder)
-        self.git = next((place for place in places if (place / "objects").is_dir()), folder)
+    def __init__(self, folder: Path, commit: str = "HEAD") -> None:
+        self.git = git_folder(folder)
         command = ["git", f"--git-dir={self.git}", "cat-file", "--batch"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
         # Git looks up a name in all of its folder's entries each time; an id is found at once.
-        list_files = ["git", f"--git-dir={self.git}", "ls-tree", "-r", "-z", "HEAD"]
-        listed = subprocess.run(list_files, check=True, capture_output=True, text=True).stdout
+        listed = run_git(self.git, "ls-tree", "-r", "-z", commit)
         entries = [entry.partition("\t") for entry in listed.split("\0")[:-1]]
         self.ids = {name: head.split()[2] for head, _, name in entries}
 
@@ -132,6 +131,35 @@ class Clone:
         if content is None:
             raise SystemExit(f"{self.git}: has no {name}")
         return content
+
+
+def git_folder(folder: Path) -> Path:
+    """The folder with the objects of a clone."""
+    places = (folder / ".git", folder / "repo" / ".git", folder / "repo", folder)
+    return next((place for place in places if (place / "objects").is_dir()), folder)
+
+
+def run_git(git: Path, *words: str) -> str:
+    """What a git command prints."""
+    command = ["git", f"--git-dir={git}", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def last_free_commit(folder: Path) -> str | None:
+    """The last commit of a book whose license is CC BY 4.0; None if none was.
+
+    Most books were put under CC BY-NC-SA in 2025 and 2026; what was published before under CC BY
+    stays available under it.
+    """
+    git = git_folder(folder)
+    commit = "HEAD"
+    for change in run_git(git, "log", "--format=%H", "--", LICENSE).split():
+        if run_git(git, "show", f"{commit}:{LICENSE}").lstrip().startswith(CC_BY):
+            return commit
+        if run_git(git, "log", "-1", "--format=%P", change) == "\n":
+            return None
+        commit = f"{change}^"
+    return None
 
 
 def write_captions(out: Path, rows: Iterable[tuple[str, str, bytes, list[str]]]) -> int:
@@ -199,7 +227,7 @@ def coco_images(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes, lis
     here = set(clones[IMAGES].names())
     known = [number for number, split in splits.items() if split != "none"]
     more = sorted(number for number in texts if number not in splits and file_of(number) in here)
-    for number in known + more[:MORE_COCO]:
+    for number in known + more:
         file = file_of(number)
         if file in here:
             content = clones[IMAGES].read(file)
@@ -326,7 +354,8 @@ def main() -> None:
             IMAGES, CAPTIONS, *MORE_CAPTIONS, LABELS, CALTECH, IMAGENET, SCENES, PRODUCE, KITCHENWARE,
         )
     }  # fmt: skip
-    books = {path.name: Clone(path) for path in options.clones.glob(f"*{BOOKS}*")}
+    folders = {path: last_free_commit(path) for path in options.clones.glob(f"*{BOOKS}*")}
+    books = {path.name: Clone(path, commit) for path, commit in folders.items() if commit}
     captioned = {"coco": coco_images(clones), "openstax": book_images(books)}
     for folder, rows in captioned.items():
         count = write_captions(options.out / folder, rows)

@@ -19,8 +19,8 @@ captions, and are then trained with a contrastive loss on captions, on class fol
 synthetic features of the ImageNet classes: the classifiers that the EfficientNet packages contain
 tell in which direction of the features a class lies, so no image of ImageNet is needed to connect
 the class to its names. A class has several names: a pug is also a dog and an animal (EVERYDAY).
-This is done twice, once with more weight on captions and once with more on classes; the model is
-the mean of both, weighted.
+This is done several times from the same start, with other batches and other weights of the
+datasets; the model is the weighted mean of all (STAGES).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.data.images import FileImage
+from m1clip.evaluation.retrieval import ranks
+from m1clip.evaluation.zeroshot import TEMPLATES as ZEROSHOT_TEMPLATES
 from m1clip.inference.batches import TowerRunner, in_order
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.folder import TOWER_PREFIXES, write_boxed
@@ -150,6 +152,10 @@ TEMPLATES = (
     "a photo of one {}.",
 )
 IMAGES_PER_CLASS = 12  # of a class folder
+CALTECH = "caltech101"  # the folder of VALIDATION_CLASSES
+SCENES = "scenes"  # the folder of classes whose next images are for validation
+VALIDATION_SCENES = 32  # the first of them that are not used for anything
+VALIDATION_IMAGES = 24  # of a class of VALIDATION_CLASSES
 BLOCK = 1_024  # images in memory as float32 at a time
 CHUNK = 500  # images whose features are in one file of the cache
 EMBED_DIM, CONTEXT = 256, 64
@@ -158,7 +164,7 @@ DROPOUT = 0.5  # of the hidden layer; 0.4 times that of the features
 SYNTHETIC_SIGMA = 4.0  # by how many deviations the logit of a synthetic class image is raised
 SYNTHETIC_STRENGTH = (0.7, 1.5)  # times SYNTHETIC_SIGMA
 BACKGROUND = 0.7  # weight of the real image that a class is added to
-WEIGHT_DECAY, WARMUP = 0.1, 0.1
+WARMUP = 0.1
 FIRST_SCALE = 20.0
 
 
@@ -171,28 +177,45 @@ class Stage:
     batch: int  # images with captions
     captions_per_image: int
     class_batch: int  # synthetic class images; half as many real ones
-    class_weight: float  # of the loss on classes
     share: float  # of the model in the weighted mean
+    class_weight: float = 0.3  # of the loss on classes
+    weight_decay: float = 0.1
+    seed: int = 0
+    # How often the images of a folder are drawn in an epoch: once if it is not here.
+    draws: Mapping[str, int] = field(default_factory=dict)
+
+    def drawn(self, folders: dict[str, int]) -> dict[str, int]:
+        """The number of images of each folder that are drawn in an epoch."""
+        return {name: self.draws.get(name, 1) * count for name, count in folders.items()}
 
 
+FLICKR = "flickr8k-112"
+SMALL = Stage(
+    epochs=8, learning_rate=4e-4, batch=512, captions_per_image=5, class_batch=128, share=0.18
+)
+LARGE = Stage(
+    epochs=6,
+    learning_rate=8e-4,
+    batch=1024,
+    captions_per_image=3,
+    class_batch=256,
+    share=0.18,
+    draws={FLICKR: 2},
+)
+# Means of such models are better than each of them (docs/models.md has what was tried).
 STAGES = (
-    Stage(
-        epochs=4,
-        learning_rate=4e-4,
-        batch=512,
-        captions_per_image=3,
-        class_batch=128,
-        class_weight=0.3,
-        share=0.65,
-    ),
-    Stage(
-        epochs=5,
-        learning_rate=1e-3,
-        batch=256,
-        captions_per_image=2,
-        class_batch=256,
-        class_weight=1.0,
-        share=0.35,
+    SMALL,
+    replace(SMALL, epochs=6, draws={FLICKR: 2}),
+    LARGE,
+    replace(LARGE, seed=1),
+    replace(LARGE, epochs=5, weight_decay=0.3, draws={FLICKR: 3}),
+    replace(
+        SMALL,
+        epochs=10,
+        class_batch=64,
+        class_weight=0.1,
+        share=0.1,
+        draws={"coco": 0, "openstax": 0},
     ),
 )
 
@@ -254,6 +277,7 @@ class Captioned:
     images: Tensor
     captions: Tensor
     image_index: Tensor
+    folders: dict[str, int]  # name of each folder -> its number of images, in order
 
 
 @dataclass(frozen=True)
@@ -270,29 +294,36 @@ class Classes:
     names: Tensor  # (names, templates, width) features of the names
 
 
-def read_captions(folder: Path, towers: Towers) -> Captioned:
-    """The train split of a folder with captions.csv."""
+def read_captions(folder: Path, towers: Towers, split: str = "train") -> Captioned:
+    """A split of a folder with captions.csv."""
     captions: dict[str, list[str]] = {}
     with (folder / "captions.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if row["split"] == "train":
+            if row["split"] == split:
                 captions.setdefault(row["image"], []).append(row["caption"])
     texts = [text for each in captions.values() for text in each]
     index = [number for number, each in enumerate(captions.values()) for _ in each]
     return Captioned(
-        towers.images(folder, list(captions)), towers.texts(folder.name, texts), torch.tensor(index)
+        towers.images(folder, list(captions)),
+        towers.texts(folder.name, texts),
+        torch.tensor(index),
+        {folder.name: len(captions)},
     )
 
 
-def class_folders(folder: Path) -> list[tuple[str, list[str]]]:
-    """(class name, files) of the class folders that are not held out."""
+def class_folders(
+    folder: Path, names: Collection[str] | None = None, first: int = 0, last: int = IMAGES_PER_CLASS
+) -> list[tuple[str, list[str]]]:
+    """(class name, files) of the class folders of these names; None: those that are not held out."""
     folders = sorted(
-        path for path in folder.iterdir() if path.is_dir() and path.name not in HELD_OUT
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and (path.name not in HELD_OUT if names is None else path.name in names)
     )
     return [
         (
             CLASS_NAMES.get(path.name, path.name.replace("_", " ").lower()),
-            [f"{path.name}/{image.name}" for image in sorted(path.iterdir())[:IMAGES_PER_CLASS]],
+            [f"{path.name}/{image.name}" for image in sorted(path.iterdir())[first:last]],
         )
         for path in folders
     ]
@@ -347,6 +378,7 @@ def joined(parts: Sequence[Captioned]) -> Captioned:
         torch.cat([part.images for part in parts]),
         torch.cat([part.captions for part in parts]),
         torch.cat([part.image_index + at for part, at in zip(parts, starts, strict=False)]),
+        {name: count for part in parts for name, count in part.folders.items()},
     )
 
 
@@ -444,8 +476,8 @@ def contrastive(images: Tensor, texts: Tensor, scale: Tensor, positive: Tensor) 
 
 def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> None:
     """Train both heads on captions, class folders and synthetic features of the classes of ImageNet."""
-    rng = np.random.default_rng(0)
-    standard_images = model.image_head.standardized(captioned.images)
+    rng = np.random.default_rng(stage.seed)
+    standard_images = model.image_head.standardized(captioned.images).half()
     caption_rows = np.split(
         np.arange(len(captioned.captions)),
         np.flatnonzero(np.diff(captioned.image_index.numpy())) + 1,
@@ -454,16 +486,16 @@ def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> 
     log_scale = torch.nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
     optimizer = torch.optim.AdamW(
         [
-            {"params": heads, "weight_decay": WEIGHT_DECAY},
+            {"params": heads, "weight_decay": stage.weight_decay},
             {"params": [log_scale], "weight_decay": 0.0},
         ]
     )
-    steps_per_epoch = len(standard_images) // stage.batch
+    steps_per_epoch = sum(stage.drawn(captioned.folders).values()) // stage.batch
     steps = stage.epochs * steps_per_epoch
     step = 0
     for epoch in range(stage.epochs):
         began = time.monotonic()
-        order = rng.permutation(len(standard_images))
+        order = epoch_order(stage, captioned.folders, rng)
         for start in range(0, steps_per_epoch * stage.batch, stage.batch):
             fraction = min(1.0, (step + 1) / (WARMUP * steps))
             learning_rate = (
@@ -476,12 +508,12 @@ def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> 
             picked = [
                 rng.permutation(caption_rows[row])[: stage.captions_per_image] for row in chosen
             ]
-            owner = np.repeat(np.arange(stage.batch), [len(rows) for rows in picked])
+            owner = np.repeat(chosen, [len(rows) for rows in picked])
             loss = contrastive(
                 encode(model.image_head, captioned.images[chosen], rng),
                 encode(model.text_head, captioned.captions[np.concatenate(picked)], rng),
                 scale,
-                torch.arange(stage.batch)[:, None] == torch.from_numpy(owner),
+                torch.from_numpy(chosen)[:, None] == torch.from_numpy(owner),
             )
             images, positive, texts = class_batch(model, stage, standard_images, classes, rng)
             loss = loss + stage.class_weight * contrastive(
@@ -500,13 +532,24 @@ def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> 
         model.logit_scale.copy_(log_scale.clamp(max=math.log(100)))
 
 
+def epoch_order(stage: Stage, folders: dict[str, int], rng: np.random.Generator) -> np.ndarray:
+    """The images of an epoch, in random order; some of them several times (`Stage.draws`)."""
+    rows = []
+    start = 0
+    for name, drawn in stage.drawn(folders).items():
+        count = folders[name]
+        rows += [start + rng.permutation(count) for _ in range(drawn // count)]
+        start += count
+    return rng.permutation(np.concatenate(rows))
+
+
 def class_batch(
     model: CLIP, stage: Stage, backgrounds: Tensor, classes: Classes, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(images, which name belongs to which image, names): synthetic images, and half as many real ones."""
     count = stage.class_batch
     made = rng.integers(0, len(classes.directions), count)
-    behind = backgrounds[rng.integers(0, len(backgrounds), count)]
+    behind = backgrounds[rng.integers(0, len(backgrounds), count)].float()
     strength = torch.from_numpy(rng.uniform(*SYNTHETIC_STRENGTH, (count, 1))).float()
     synthetic = SYNTHETIC_SIGMA * strength * classes.directions[made] + BACKGROUND * behind
     images = synthetic * model.image_head.deviation + model.image_head.mean
@@ -521,16 +564,75 @@ def class_batch(
     return images, positive[:, used], classes.names[used.nonzero()[:, 0], template]
 
 
-def train_mean(model: CLIP, captioned: Captioned, classes: Classes) -> None:
-    """Train once for each of STAGES, from the same start, and take the weighted mean."""
+def train_mean(
+    model: CLIP, captioned: Captioned, classes: Classes, validation: Validation | None = None
+) -> None:
+    """Train once for each of STAGES that has images, from the same start, and take the weighted mean."""
     initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
     total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
-    for stage in STAGES:
+    stages = [stage for stage in STAGES if any(stage.drawn(captioned.folders).values())]
+    shares = sum(stage.share for stage in stages)
+    for stage in stages:
         model.load_state_dict(initial, strict=False)
         train(model, stage, captioned, classes)
+        if validation:
+            print(f"validation: {validation.figures(model)}", flush=True)
         for name, tensor in heads_of(model).items():
-            total[name] += stage.share * tensor
+            total[name] += stage.share / shares * tensor
     model.load_state_dict(total, strict=False)
+    if validation:
+        print(f"validation of the mean: {validation.figures(model)}")
+
+
+class Validation:
+    """Figures of a model on images that it was not trained on, for the choice of STAGES.
+
+    They are the val split of each folder with captions, the class folders of VALIDATION_CLASSES,
+    and more images of the scenes.
+    """
+
+    def __init__(self, captions: Sequence[Path], classes: Sequence[Path], towers: Towers) -> None:
+        self.captioned = {folder.name: read_captions(folder, towers, "val") for folder in captions}
+        self.classes: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        for folder in classes:
+            found = []
+            if folder.name == SCENES:
+                scenes = [path.name for path in folder.iterdir()]
+                found = class_folders(folder, scenes, IMAGES_PER_CLASS, VALIDATION_SCENES)
+            elif folder.name == CALTECH:
+                found = class_folders(folder, VALIDATION_CLASSES.split(), 0, VALIDATION_IMAGES)
+            if found:
+                self.classes[folder.name] = self._class_images(folder, found, towers)
+
+    @staticmethod
+    def _class_images(
+        folder: Path, found: list[tuple[str, list[str]]], towers: Towers
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(images, their classes, (classes, templates, width) names)."""
+        images = towers.images(folder, [file for _, files in found for file in files])
+        labels = [number for number, (_, files) in enumerate(found) for _ in files]
+        texts = [template.format(name) for name, _ in found for template in ZEROSHOT_TEMPLATES]
+        names = towers.texts(f"{folder.name}-v", texts).view(
+            len(found), len(ZEROSHOT_TEMPLATES), -1
+        )
+        return images, torch.tensor(labels), names
+
+    @torch.inference_mode()
+    def figures(self, model: CLIP) -> dict[str, float]:
+        """Recall@10 (the mean of both directions) and zero-shot accuracy, in percent."""
+        found = {}
+        for name, data in self.captioned.items():
+            images = model.project_image(data.images.float()).numpy()
+            texts = model.project_text(data.captions.float()).numpy()
+            rank = ranks(images, texts, data.image_index.numpy())
+            both = (rank.text_to_image <= 10).mean() + (rank.image_to_text <= 10).mean()
+            found[name] = 50 * float(both)
+        for name, (rows, labels, names) in self.classes.items():
+            vectors = model.project_text(names.float().flatten(0, 1)).view(*names.shape[:2], -1)
+            classes = F.normalize(vectors.mean(dim=1), dim=1)
+            best = (model.project_image(rows.float()) @ classes.T).argmax(dim=1)
+            found[name] = 100 * float((best == labels).float().mean())
+        return {name: round(value, 2) for name, value in found.items()}
 
 
 def heads_of(model: CLIP) -> dict[str, Tensor]:
@@ -559,6 +661,9 @@ def main() -> None:
     parser.add_argument("--names", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=BOXED[GENERAL].folder)
+    parser.add_argument(
+        "--validate", action="store_true", help="print figures on validation after each training"
+    )
     options = parser.parse_args()
     towers = Towers(options.cache)
     captioned = joined([read_captions(folder, towers) for folder in options.captions])
@@ -573,7 +678,8 @@ def main() -> None:
     initialize(model, captioned)
     seen = torch.cat([captioned.images, images])
     directions = class_directions(model.image_head.standardized(seen), class_logits(seen, towers))
-    train_mean(model, captioned, Classes(images, labels, directions, named, names))
+    validation = Validation(options.captions, options.classes, towers) if options.validate else None
+    train_mean(model, captioned, Classes(images, labels, directions, named, names), validation)
     options.out.mkdir(parents=True, exist_ok=True)
     write_boxed(options.out, model, towers.preprocess)
     for file in (CONFIG, HEADS):

@@ -64,7 +64,7 @@ BOXED = {
         folder=Path(__file__).parent.parent / "models" / GENERAL,
         sha256={
             CONFIG: "800b31e1a4a2c5a2496d6179470515aaed1cd20a95ba9d31846f00e8fc39e767",
-            HEADS: "695bc08a98f913036e7ca1877c96e1d856a845e4a3b06ac44d6969d5b0e5336d",
+            HEADS: "3ff4eed183628b505ea81a205a2d1fbe68fcad78d8fa78fba56731e41841dd3f",
         },
         towers=("efficientnet-lite0+lite2", "minilm"),
     )

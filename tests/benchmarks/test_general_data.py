@@ -22,14 +22,17 @@ def tool() -> ModuleType:
     return tool
 
 
-def repository(folder: Path, files: dict[str, bytes]) -> Path:
-    """A repository with one commit."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+def repository(folder: Path, *commits: dict[str, bytes]) -> Path:
+    """A repository with one commit for each set of files."""
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-        subprocess.run([*git, *command], check=True)
+    folder.mkdir(parents=True)
+    subprocess.run([*git, "init", "-q"], check=True)
+    for files in commits:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        for command in (["add", "."], ["commit", "-q", "-m", "x"]):
+            subprocess.run([*git, *command], check=True)
     return folder
 
 
@@ -64,6 +67,34 @@ def test_books_give_each_photograph_once(tool: ModuleType, tmp_path: Path) -> No
     books = {"osbooks-x": tool.Clone(repository(tmp_path / "osbooks-x", files))}
     ((_, split, content, captions),) = tool.book_images(books)
     assert (split, content, captions) == ("train", b"dog", ["a dog on a chair."])
+
+
+FREE = b"Attribution 4.0 International\n"
+NOT_FREE = b"Attribution-NonCommercial-ShareAlike 4.0 International\n"
+
+
+def test_book_is_read_from_its_last_commit_under_cc_by(tool: ModuleType, tmp_path: Path) -> None:
+    book = repository(
+        tmp_path / "book",
+        {"LICENSE": FREE, "a.jpg": b"first"},
+        {"a.jpg": b"second"},
+        {"LICENSE": NOT_FREE, "a.jpg": b"third"},
+        {"a.jpg": b"fourth"},
+    )
+    assert tool.Clone(book, tool.last_free_commit(book)).read("a.jpg") == b"second"
+
+
+def test_book_that_is_under_cc_by_is_read_from_its_last_commit(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    book = repository(tmp_path / "book", {"LICENSE": FREE}, {"a.jpg": b"last"})
+    assert tool.Clone(book, tool.last_free_commit(book)).read("a.jpg") == b"last"
+
+
+def test_book_that_was_never_under_cc_by_is_not_read(tool: ModuleType, tmp_path: Path) -> None:
+    never = repository(tmp_path / "never", {"LICENSE": NOT_FREE, "a.jpg": b"image"})
+    assert tool.last_free_commit(never) is None
+    assert tool.last_free_commit(repository(tmp_path / "none", {"a.jpg": b"image"})) is None
 
 
 def test_images_of_test_splits_are_in_no_train_split(

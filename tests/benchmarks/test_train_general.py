@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from image_sets import image
@@ -134,3 +135,50 @@ def test_cached_features_are_those_of_the_named_images(
     rows = towers.images(data, names)
     assert torch.equal(towers.images(data, names), rows)
     assert torch.equal(towers.images(data, names[::-1]), rows.flip(0))
+
+
+def test_images_of_a_folder_are_drawn_as_often_as_a_stage_says(tool: ModuleType) -> None:
+    stage = replace(tool.SMALL, draws={"a": 2, "c": 0})
+    order = tool.epoch_order(stage, {"a": 3, "b": 2, "c": 4}, np.random.default_rng(0))
+    assert sorted(order.tolist()) == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+def test_model_is_the_mean_of_the_stages_that_have_images(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    stages = [
+        SimpleNamespace(share=0.3, weight=1.0, drawn=lambda folders: {"a": 2}),
+        SimpleNamespace(share=0.1, weight=5.0, drawn=lambda folders: {"a": 1}),
+        SimpleNamespace(share=0.6, weight=9.0, drawn=lambda folders: {"a": 0}),
+    ]
+    monkeypatch.setattr(tool, "STAGES", stages)
+    begun = []
+
+    def train(model: torch.nn.Linear, stage: SimpleNamespace, *_: object) -> None:
+        begun.append(model.weight.item())
+        model.weight.data.fill_(stage.weight)
+
+    monkeypatch.setattr(tool, "train", train)
+    start = model.weight.item()
+    tool.train_mean(model, SimpleNamespace(folders={}), None)
+    assert begun == [start, start]
+    assert model.weight.item() == pytest.approx(0.75 * 1 + 0.25 * 5)
+
+
+def test_validation_images_are_not_trained_on(tool: ModuleType, tmp_path: Path) -> None:
+    for folder, name in (("caltech101", "ferry"), ("caltech101", "fox"), ("scenes", "forest")):
+        (tmp_path / folder / name).mkdir(parents=True)
+        for number in range(14):
+            image(number).save(tmp_path / folder / name / f"{number:02d}.png")
+    towers = tool.Towers(tmp_path / "cache")
+    folders = [tmp_path / "caltech101", tmp_path / "scenes"]
+    validation = tool.Validation([], folders, towers)
+    counts = {name: len(images) for name, (images, *_) in validation.classes.items()}
+    assert counts == {"caltech101": 14, "scenes": 2}
+    (_, used), (_, scenes) = (tool.class_folders(folder)[0] for folder in folders)
+    assert used[0].startswith("fox/")
+    assert scenes[-1] == "forest/11.png"
+    figures = validation.figures(tool.new_model(towers).eval())
+    assert set(figures) == {"caltech101", "scenes"}
+    assert figures["scenes"] == 100  # of one class
