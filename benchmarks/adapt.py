@@ -85,7 +85,7 @@ def main() -> None:
     if options.json.exists():
         result["runs"] = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
     done = {(run["recipe"], run["images"], run["seed"]) for run in result["runs"]}
-    recipes = TOWER_RECIPES if options.kind == "towers" else HEAD_RECIPES
+    recipes = options.recipes or (TOWER_RECIPES if options.kind == "towers" else HEAD_RECIPES)
     # Its features are not cached: both models encode these images in every run.
     few = {"train": general["train"][:2], "val": [], "test": general["test"][: options.general]}
     old = write_table(folder / "old.jsonl", few, None)
@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--word", default="dog", help="what makes an image one of the new domain")
     parser.add_argument("--new", help="a dataset that is the new domain, instead of a word")
     parser.add_argument("--images", type=int, nargs="+", default=[50, 200, 1000])
+    parser.add_argument("--recipes", nargs="+", help="default: all of this kind")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--start-epochs", type=int, default=8)
     parser.add_argument("--limit", type=int, help="train the start on this many images at most")
