@@ -40,7 +40,8 @@ from m1clip.losses.registry import LOSSES, Ids
 from m1clip.losses.run_loss import RunLoss
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
-from m1clip.training.optim import BuildOptions, Optimizer
+from m1clip.training.optim import Optimizer
+from m1clip.training.torch_optimizers import BuildOptions
 
 BATCH_SIZES = {"tiny": 256, "ViT-B-16": 512, "ViT-B-32": 1024}
 INPUTS = 3  # different batches, taken in turn

@@ -8,14 +8,14 @@ imported where they are called, so that programs that read a log do not import t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
 from m1clip.log_field import LogField, figure
 
-# What the function of an analysis takes: "step": a `training.analyses.StepView`, the gradients and
+# What the function of an analysis takes: "step": a `training.step_analyses.StepView`, the gradients and
 # weights of the step before the evaluation, on all ranks; "features": the
 # `inference.features.SplitFeatures` of the evaluated split, on rank 0; "split": an
 # `evaluation.evaluate.Evaluator` (model, source, samples) and the features, on rank 0; "nothing":
@@ -48,9 +48,9 @@ class Analysis:
     unit: str = ""  # after a value on the page
     report_title: str = ""  # of its curve in the report; empty: none
     report_part: str = ""  # for "curves": the one that is in the report
-    # "module:function" of the newest value: list of problems, one sentence each, shown as warnings.
-    # It belongs in m1clip/monitor, without torch. A rule that needs more, such as older values or
-    # the learning rate, or that is an error, is a check in monitor/diagnostics.py.
+    # "module:function" of the values so far, a list of (step, value) with at least one, and the
+    # `monitor.history.History` of the run (learning rates, evaluations, config) -> list of problems,
+    # one sentence each, shown as warnings. It belongs in m1clip/monitor, without torch.
     verdict: str = ""
 
     @property
@@ -72,9 +72,12 @@ class Analysis:
         """Compute the value from what the analysis needs."""
         return load_function(self.function)(*needed)
 
-    def problems(self, value: Any) -> list[str]:
-        """Judge a value; [] without a problem or a rule."""
-        return load_function(self.verdict)(value) if self.verdict else []
+    def problems(self, values: Sequence[tuple[int, Any]], history: Any) -> list[str]:
+        """Judge the values (step, value) of a run; [] without a problem, a rule or a value."""
+        if not (self.verdict and values):
+            return []
+        problems: list[str] = load_function(self.verdict)(values, history)
+        return problems
 
     def log_fields(self) -> list[LogField]:
         """List the fields of the log that come from this analysis."""
@@ -110,7 +113,7 @@ ANALYSES = {
         Analysis(
             name="held_out_batch_accuracy",
             needs="split",
-            function="m1clip.evaluation.analysis:held_out_batch_accuracy",
+            function="m1clip.evaluation.split_analyses:held_out_batch_accuracy",
             schema={str: RATE},
             meaning=(
                 "how often an image is closest to its own caption among those of a batch as in"
@@ -125,7 +128,7 @@ ANALYSES = {
         Analysis(
             name="category_recall",
             needs="split",
-            function="m1clip.evaluation.analysis:category_recall",
+            function="m1clip.evaluation.split_analyses:category_recall",
             schema={str: RATE},
             meaning="mean recall of the images of each category, among all images and captions",
             shown_as="curves",
@@ -136,7 +139,7 @@ ANALYSES = {
         Analysis(
             name="difficulty",
             needs="features",
-            function="m1clip.evaluation.analysis:difficulty",
+            function="m1clip.evaluation.split_analyses:difficulty",
             schema={str: RATE},
             meaning="how often an image scores its caption above another, by how similar they are",
             parts={
@@ -154,7 +157,7 @@ ANALYSES = {
         Analysis(
             name="scene_difficulty",
             needs="split",
-            function="m1clip.evaluation.analysis:scene_difficulty",
+            function="m1clip.evaluation.split_analyses:scene_difficulty",
             schema={str: RATE},
             meaning="synthetic images: how often an image scores its caption above another, "
             "by what the other describes",
@@ -171,7 +174,7 @@ ANALYSES = {
         Analysis(
             name="alignment",
             needs="features",
-            function="m1clip.evaluation.analysis:mean_alignment",
+            function="m1clip.evaluation.split_analyses:mean_alignment",
             schema=figure,
             meaning="distance between a caption and its image: 0 is perfect, 2 unrelated",
             shown_as="curve",
@@ -181,7 +184,7 @@ ANALYSES = {
         Analysis(
             name="uniformity_image",
             needs="features",
-            function="m1clip.evaluation.analysis:uniformity_image",
+            function="m1clip.evaluation.split_analyses:uniformity_image",
             schema=figure,
             meaning="how evenly images spread: 0 means collapsed, lower is better",
             shown_as="curve",
@@ -191,7 +194,7 @@ ANALYSES = {
         Analysis(
             name="uniformity_text",
             needs="features",
-            function="m1clip.evaluation.analysis:uniformity_text",
+            function="m1clip.evaluation.split_analyses:uniformity_text",
             schema=figure,
             meaning="how evenly captions spread",
             shown_as="curve",
@@ -201,7 +204,7 @@ ANALYSES = {
         Analysis(
             name="modality_gap",
             needs="features",
-            function="m1clip.evaluation.analysis:mean_modality_gap",
+            function="m1clip.evaluation.split_analyses:mean_modality_gap",
             schema=figure,
             meaning="distance between the mean image and the mean caption",
             shown_as="curve",
@@ -212,12 +215,12 @@ ANALYSES = {
         Analysis(
             name="layer_grad_norms",
             needs="step",
-            function="m1clip.training.analyses:layer_grad_norms",
+            function="m1clip.training.step_analyses:layer_grad_norms",
             schema={str: figure},
             meaning="norm of the gradient of each layer, before clipping",
             shown_as="heat map",
             title="Gradient norm by layer",
-            verdict="m1clip.monitor.layer_gradients:judge",
+            verdict="m1clip.monitor.layer_gradients:judge_gradients",
         ),
     )
 }

@@ -1,8 +1,9 @@
 """The optimizers. The choices and help of `--optimizer` and the training step follow from here.
 
 Another optimizer is an entry here, of parts that exist or of a new one. A new part also needs a
-line in training/optim.py (`BUILDERS`), which builds it with torch, and, if it has one, its update
-in MLX in mlx/step.py (`UPDATES`). This module does not import torch, because the settings read it.
+line in training/torch_optimizers.py (`BUILDERS`), which builds it with torch, and, if it has one,
+its update in MLX in mlx/step.py (`UPDATES`). This module does not import torch, because the
+settings read it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+FLOAT_BYTES = 4  # of a float32
 MUON_WEIGHT_DECAY = 0.3  # of the matrices that Muon trains; --wd is for the others
 
 
@@ -36,6 +38,9 @@ class Part:
     trains: Callable[[str, Parameter], bool]  # by name and parameter
     lr_setting: Literal["lr", "muon_lr"]  # the setting of [optim] that is its peak learning rate
     weight_decay: Callable[[float, Parameter], float]  # by --wd and parameter
+    # The values of float32 that it stores for each weight, such as its moments: predictions of
+    # memory use it.
+    moments: int
     # Whether its steps can be skipped on the device. A step that is not finite must change neither
     # weights nor state. On CUDA this is decided on the device (training/update.py): all gradients
     # are set to 0, and the attribute `found_inf` of the optimizer is a tensor of 1 during `step`,
@@ -43,7 +48,7 @@ class Part:
     # its build options means that the learning rate of each group is a 0-d tensor on the device,
     # which `step` never reads on the host (float(lr), lr > 0). With False, the host looks at the
     # gradients before each step, which waits for the device, and CUDA graphs are off.
-    # `SkippableOptimizer` (training/torch_optimizers.py) has what an own optimizer needs for it.
+    # `SkippableOptimizer` (training/skippable.py) has what an own optimizer needs for it.
     skips_on_device: bool = False
     in_mlx: bool = False  # whether mlx/step.py can train it; else --device mlx rejects it
 
@@ -65,6 +70,13 @@ class OptimizerEntry:
         factors = {"--lr": self.lr_factor, "--wd": self.wd_factor}
         changed = [f"{option} x {factor:g}" for option, factor in factors.items() if factor != 1]
         return f"{self.help} (default: {', '.join(changed)})" if changed else self.help
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of memory per trained weight beside the weight, at most: its gradient, and the
+        moments of the part with the most.
+        """
+        return FLOAT_BYTES * (1 + max(part.moments for part in self.parts))
 
     @property
     def skips_on_device(self) -> bool:
@@ -97,6 +109,7 @@ MUON = Part(
     trains=is_hidden_matrix,
     lr_setting="muon_lr",
     weight_decay=lambda wd, parameter: MUON_WEIGHT_DECAY,
+    moments=1,
     skips_on_device=True,
     in_mlx=True,
 )
@@ -106,6 +119,7 @@ ADAMW = Part(
     lr_setting="lr",
     # Matrices decay; norms, biases and the temperature do not.
     weight_decay=lambda wd, parameter: wd if parameter.ndim >= 2 else 0.0,
+    moments=2,
     skips_on_device=True,
     in_mlx=True,
 )

@@ -12,7 +12,7 @@ import pytest
 
 import m1clip
 from m1clip.epochs import PHASE_HEAD, RunTables
-from m1clip.evaluation.analysis import analysis_table
+from m1clip.evaluation.split_analyses import analysis_table
 from m1clip.formatting import number, table
 from m1clip.monitor.history import History
 from m1clip.monitor.original import COMPARISON_HEAD, comparison_rows, measure

@@ -29,6 +29,13 @@ from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import Features
 
 
+def decoupled_rows(ops: Ops, logits: Array, positive: Array) -> Array:
+    """InfoNCE whose denominator has only the negatives."""
+    negatives = ops.log_sum_exp(ops.masked_fill(logits, positive, float("-inf")))
+    target = ops.cast(positive, logits)
+    return -(target * (logits - negatives)).sum()
+
+
 def hinge_rows(ops: Ops, logits: Array, positive: Array) -> Array:
     """A new loss: pairs on the wrong side of a margin."""
     margin = 1.0 - (2.0 * ops.cast(positive, logits) - 1.0) * logits
@@ -42,6 +49,7 @@ def squared_rows(ops: Ops, logits: Array, positive: Array) -> Array:
 
 # Losses that only these tests know.
 NEW_LOSSES = {
+    "decoupled": Loss("without positives below", decoupled_rows, own_captions),
     "hinge": Loss("of each row", hinge_rows, same_image_or_caption),
     "squared": Loss("of each pair", squared_rows, own_captions, pairwise=True, needs_bias=True),
 }

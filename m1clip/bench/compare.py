@@ -45,7 +45,7 @@ from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.hardware.timing import timing
 from m1clip.io import write_json
 from m1clip.model.presets import preset
-from m1clip.optimizers import DEFAULT_OPTIMIZER
+from m1clip.optimizers import DEFAULT_OPTIMIZER, FLOAT_BYTES, OPTIMIZERS
 from m1clip.runlog import json_safe
 
 COMPARISON_FORMAT = "m1clip-comparison"
@@ -54,7 +54,7 @@ OVERHEAD_STEPS = 12  # warmup and the check of the gradient, in steps
 WORKER_START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
 # A configuration that needs less than this is measured as long as any time is left.
 ALWAYS_SECONDS = 2.0
-COMPARED_BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
+HALF_COPIES_BYTES = 4  # per parameter: the weight and its gradient in half precision
 COMPARED_MEMORY_FRACTION = 0.85  # of free memory, for one configuration
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32", "fp16")  # the likely fastest first
 STABILITY_FRACTION = 0.15  # of the time, for the steps that show loss spikes
@@ -460,7 +460,10 @@ class Session:
         device = self.devices[c.device]
         memory = psutil.virtual_memory().available if c.device == "cpu" else device.total_bytes
         results = self.results
-        fixed = COMPARED_BYTES_PER_PARAMETER * parameters
+        bytes_per_parameter = (
+            FLOAT_BYTES + OPTIMIZERS[c.optimizer].trained_bytes + HALF_COPIES_BYTES
+        )
+        fixed = bytes_per_parameter * parameters
         bytes_needed = min(
             (
                 fixed + c.batch_size / r.configuration.batch_size * max(0, r.peak_bytes - fixed)

@@ -75,9 +75,9 @@ def evaluate(
     json
         Print the scores as JSON, and nothing else to the standard output.
     """
-    from m1clip.evaluation.analysis import analysis_table, analyze
     from m1clip.evaluation.evaluate import open_split
     from m1clip.evaluation.examples import confusion_examples, retrieval_grid
+    from m1clip.evaluation.split_analyses import analysis_table, analyze
     from m1clip.evaluation.zeroshot import zero_shot
     from m1clip.formatting import table
     from m1clip.inference import load

@@ -18,8 +18,8 @@ from m1clip.data.synthetic.captions import negatives
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
-from m1clip.evaluation.analysis import negatives_accuracy
 from m1clip.evaluation.retrieval import class_accuracies, retrieval
+from m1clip.evaluation.split_analyses import negatives_accuracy
 from m1clip.evaluation.statistics import Scores
 from m1clip.hardware.machine_info import read_machine_info
 from m1clip.inference import load

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from m1clip.data.prepare import Split
-from m1clip.evaluation.analysis import confusions, even_indices
 from m1clip.evaluation.retrieval import is_match, nearest, ranks
+from m1clip.evaluation.split_analyses import confusions, even_indices
 from m1clip.inference.features import SplitFeatures
 from m1clip.io import write_bytes, write_text
 

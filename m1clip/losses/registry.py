@@ -30,8 +30,8 @@ class Ops(Protocol):
     and read no values. Nor may a row term (no `if` on a value, no `.item()`): on an accelerator it
     would wait for the device, and MLX compiles the step.
 
-    An operation that is missing, such as a log-sum-exp, is added to this class, to `TorchOps`
-    (run_loss.py) and to `MLXOps` (mlx/step.py).
+    An operation that is missing is added to this class, to `TorchOps` (run_loss.py) and to `MLXOps`
+    (mlx/step.py).
 
     Logits are float32, whatever the precision of the towers; float64 in some tests.
     """
@@ -46,6 +46,10 @@ class Ops(Protocol):
     @staticmethod
     def log_softmax(x: Array) -> Array:
         """Normalize each row of a matrix: the exponentials of a row add up to 1."""
+
+    @staticmethod
+    def log_sum_exp(x: Array) -> Array:
+        """Reduce each row of a matrix to the logarithm of its summed exponentials: (rows, 1)."""
 
     @staticmethod
     def log_sigmoid(x: Array) -> Array:

@@ -52,6 +52,11 @@ class TorchOps:
         return x.log_softmax(dim=1)
 
     @staticmethod
+    def log_sum_exp(x: Tensor) -> Tensor:
+        """Return the logarithm of the summed exponentials of each row."""
+        return x.logsumexp(dim=1, keepdim=True)
+
+    @staticmethod
     def log_sigmoid(x: Tensor) -> Tensor:
         """Take the logarithm of the sigmoid, without overflow."""
         return F.logsigmoid(x)

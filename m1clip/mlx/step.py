@@ -31,13 +31,13 @@ from m1clip.model.blocks import model_layers
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.analyses import LazyTensors, Probe, StepView
 from m1clip.training.compose import GradientCheck, TrainStep, drop_gradients
 from m1clip.training.encode import DONE, Mark, ignore_mark, normalized_pixels, split
 from m1clip.training.muon import MUON_EPS, QUINTICS
 from m1clip.training.oom import StepAttempts
 from m1clip.training.optim import Optimizer
 from m1clip.training.step import StepParts, StepResult, parts_for_check
+from m1clip.training.step_analyses import LazyTensors, Probe, StepView
 from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS
 from m1clip.training.transfer import ModelInit
 from m1clip.training.update import GRAD_CLIP_NORM
@@ -97,7 +97,12 @@ class MLXOps:
     @staticmethod
     def log_softmax(x: Array) -> Array:
         """Normalize each row."""
-        return x - mx.logsumexp(x, axis=1, keepdims=True)
+        return x - MLXOps.log_sum_exp(x)
+
+    @staticmethod
+    def log_sum_exp(x: Array) -> Array:
+        """Return the logarithm of the summed exponentials of each row."""
+        return mx.logsumexp(x, axis=1, keepdims=True)
 
     @staticmethod
     def log_sigmoid(x: Array) -> Array:

@@ -167,13 +167,11 @@ def memory(history: History) -> Diagnostic | None:
 
 
 def judged_analyses(history: History) -> list[Diagnostic]:
-    """What the rules of the table of analyses say about the newest values."""
-    newest = [(entry, history.analysis(entry)[-1:]) for entry in ANALYSES.values() if entry.verdict]
+    """What the rules of the table of analyses say about their values so far."""
     return [
         Diagnostic("warning", problem)
-        for analysis, values in newest
-        for _, value in values
-        for problem in analysis.problems(value)
+        for analysis in ANALYSES.values()
+        for problem in analysis.problems(history.analysis(analysis), history)
     ]
 
 

@@ -98,6 +98,40 @@ class Highest:
         del self._values[count:], self._steps[count:]
 
 
+class LayerExtremes:
+    """The lowest and the highest value of each layer in the analyses by layer, and their steps."""
+
+    def __init__(self) -> None:
+        self._highest: dict[tuple[str, str], Highest] = {}  # by analysis and layer
+        self._lowest: dict[tuple[str, str], Highest] = {}  # with the sign changed
+
+    def add(self, analysis: str, step: int, layers: dict[str, Any]) -> None:
+        """Add the values of the next step; those that are not finite numbers do not count."""
+        for layer in layers:
+            for number in numbers([layers], layer):
+                self._highest.setdefault((analysis, layer), Highest()).add(step, number)
+                self._lowest.setdefault((analysis, layer), Highest()).add(step, -number)
+
+    def cut(self, step: int) -> None:
+        """Remove values after a step."""
+        for extreme in (*self._highest.values(), *self._lowest.values()):
+            extreme.cut(step)
+
+    def highest(self, analysis: str, layer: str) -> tuple[int, float] | None:
+        """(step, value) of the highest value; None without a value."""
+        extreme = self._highest.get((analysis, layer), Highest())
+        if extreme.step is None or extreme.value is None:
+            return None
+        return extreme.step, extreme.value
+
+    def lowest(self, analysis: str, layer: str) -> tuple[int, float] | None:
+        """(step, value) of the lowest value; None without a value."""
+        extreme = self._lowest.get((analysis, layer), Highest())
+        if extreme.step is None or extreme.value is None:
+            return None
+        return extreme.step, -extreme.value
+
+
 class Evaluations(Downsampled):
     """The evaluations of a run: some of many, but always the first, the best and the newest."""
 
@@ -220,8 +254,7 @@ class History:
         self.analyses = Downsampled(
             MAX_EVALUATIONS
         )  # analyses of steps, beside those of evaluations
-        # Analysis of layers -> layer -> its highest value.
-        self.highest: dict[str, dict[str, Highest]] = {}
+        self.layer_extremes = LayerExtremes()
         self.events: deque[Record] = deque(maxlen=EVENTS)
         # Complete records of the newest steps.
         self.recent: deque[Record] = deque(maxlen=RECENT_STEPS)
@@ -288,7 +321,7 @@ class History:
             self.events.append(record)
 
     def _add_evaluated(self, rows: Downsampled, record: Record) -> None:
-        """Add a record with scores or analyses, and the highest values of layers."""
+        """Add a record with scores or analyses, and the extreme values of layers."""
         row = {**record, "order": self.records}
         rows.add(row)
         if rows.last is not row:  # it is not newer than the last
@@ -296,16 +329,11 @@ class History:
         for analysis in ANALYSES.values():
             value = _value_at(row, analysis.path)
             if analysis.shown_as == "heat map" and isinstance(value, dict):
-                layers = self.highest.setdefault(analysis.name, {})
-                for layer in value:
-                    for number in numbers([value], layer):
-                        layers.setdefault(layer, Highest()).add(row["step"], number)
+                self.layer_extremes.add(analysis.name, row["step"], value)
 
     def _cut(self, step: int) -> None:
         curves = (self.steps, self.evaluations, self.analyses)
-        for layers in self.highest.values():
-            for highest in layers.values():
-                highest.cut(step)
+        self.layer_extremes.cut(step)
         if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
         for curve in curves:

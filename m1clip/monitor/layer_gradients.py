@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from m1clip.formatting import number
+from m1clip.monitor.history import History
 
 # Blocks of a tower have the same shape, so their gradients have similar norms. In healthy runs they
 # differ by up to about ten times; a thousand times means that some blocks hardly learn while others
@@ -13,12 +14,19 @@ MAX_RATIO = 1000.0
 BLOCK = re.compile(r"(image|text)/block (\d+)")
 
 
-def judge(norms: Mapping[str, float | str]) -> list[str]:
+Norms = Mapping[str, float | str]  # by layer; "nan" and "inf" as the log writes them
+
+
+def judge_gradients(values: Sequence[tuple[int, Norms]], history: History) -> list[str]:
+    """Judge the newest norms: the rule of `layer_grad_norms` in the table of analyses."""
+    _, newest = values[-1]
+    return gradient_problems(newest)
+
+
+def gradient_problems(norms: Norms) -> list[str]:
     """Name the towers whose gradients vanish or explode from block to block.
 
     [] for a healthy model.
-
-    A norm is a number, or "nan" or "inf" as the log writes them.
     """
     towers: dict[str, dict[int, float]] = {}
     for layer, norm in norms.items():

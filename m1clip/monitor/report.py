@@ -278,7 +278,7 @@ def rate_tables(history: History) -> str:
 
 
 def layer_tables(history: History) -> str:
-    """A table for each analysis by layer: its first, last and largest value."""
+    """A table for each analysis by layer: its first, last, smallest and largest value."""
     tables = ""
     for analysis in ANALYSES.values():
         values = history.analysis(analysis) if analysis.shown_as == "heat map" else []
@@ -286,13 +286,24 @@ def layer_tables(history: History) -> str:
             continue
         (first_step, first), (last_step, last) = values[0], values[-1]
         rows = []
-        highest = history.highest.get(analysis.name, {})
+        extremes = history.layer_extremes
         for layer in dict.fromkeys([*first, *last]):
-            peak = "-"
-            if layer in highest and highest[layer].step is not None:
-                peak = f"{number(highest[layer].value)} at step {highest[layer].step:,}"
-            rows.append([layer, _figure(first.get(layer)), _figure(last.get(layer)), peak])
-        head = ["layer", f"first (step {first_step:,})", f"last (step {last_step:,})", "largest"]
+            rows.append(
+                [
+                    layer,
+                    _figure(first.get(layer)),
+                    _figure(last.get(layer)),
+                    _figure_at(extremes.lowest(analysis.name, layer)),
+                    _figure_at(extremes.highest(analysis.name, layer)),
+                ]
+            )
+        head = [
+            "layer",
+            f"first (step {first_step:,})",
+            f"last (step {last_step:,})",
+            "smallest",
+            "largest",
+        ]
         note = f"{analysis.meaning[0].upper()}{analysis.meaning[1:]}."
         tables += f"<h3>{escape(analysis.title)}</h3><p class='hint'>{escape(note)}</p>"
         tables += html_table(head, rows)
@@ -302,6 +313,10 @@ def layer_tables(history: History) -> str:
 def _figure(value: float | str | None) -> str:
     """A number of the log as text; the log writes NaN as text."""
     return value if isinstance(value, str) else number(value)
+
+
+def _figure_at(point: tuple[int, float] | None) -> str:
+    return "-" if point is None else f"{number(point[1])} at step {point[0]:,}"
 
 
 def costs(histories: Sequence[History]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from m1clip.data.prepare import Split
-from m1clip.evaluation.analysis import even_indices
+from m1clip.evaluation.split_analyses import even_indices
 from m1clip.model.heads import Head
 from m1clip.model.presets import PretrainedImageConfig, VisionTowerConfig
 from m1clip.model.pretrained.registry import build_image_tower

@@ -12,11 +12,11 @@ from m1clip import console, time_use
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
 from m1clip.io import write_text
-from m1clip.training.analyses import StepAnalyses
 from m1clip.training.checkpoint import disk_errors, state_to_save, write_checkpoint
 from m1clip.training.context import RunContext
 from m1clip.training.process import Interrupted, Stopped
 from m1clip.training.recovery import Rollback, prepare_recovery, roll_back
+from m1clip.training.step_analyses import StepAnalyses
 from m1clip.training.validation import BestSoFar, evaluate
 
 ENDLESS = 2**40  # steps

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from m1clip.training.distributed import Ranks, rows_of_rank
-from m1clip.training.torch_optimizers import SkippableOptimizer
+from m1clip.training.skippable import SkippableOptimizer
 
 MUON_EPS = 1e-7
 MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)

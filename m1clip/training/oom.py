@@ -24,9 +24,9 @@ from m1clip.hardware.memory import (
 
 if TYPE_CHECKING:
     from m1clip.data.loader import Batch
-    from m1clip.training.analyses import Probe
     from m1clip.training.inputs import RunInputs
     from m1clip.training.step import StepResult
+    from m1clip.training.step_analyses import Probe
 
 # Number of the step (from 1), new micro-batch, reason, whether it helps.
 Report = Callable[[int, int, str, bool], None]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,44 +12,10 @@ from torch import Tensor, nn
 from m1clip.config import OptimConfig
 from m1clip.model.blocks import layer_lr_factors
 from m1clip.optimizers import OPTIMIZERS, Part
-from m1clip.training.distributed import Ranks
-from m1clip.training.muon import Muon
-from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS, AdamW
+from m1clip.training.torch_optimizers import BUILDERS, BuildOptions
 
 NamedParameter = tuple[str, Tensor]
-Groups = list[dict[str, Any]]  # as torch's optimizers take them: params, lr, weight_decay
 TOWERS = ("image_tower", "text_tower")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What the device and the ranks decide about an optimizer."""
-
-    fused: bool = False  # torch's fused kernels
-    capturable: bool = False  # learning rates are on the device, for CUDA graphs
-    matmul_dtype: torch.dtype = torch.bfloat16  # of Muon's products
-    ranks: Ranks | None = None  # None: one process
-    # The number of rows of tensors of which this rank has some, by id.
-    full_rows: Mapping[int, int] = field(default_factory=dict)
-
-
-def build_adamw(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
-    return AdamW(
-        groups, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=options.fused, capturable=options.capturable
-    )
-
-
-def build_muon(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
-    return Muon(
-        groups, dtype=options.matmul_dtype, ranks=options.ranks, full_rows=options.full_rows
-    )
-
-
-# How torch builds each part of m1clip.optimizers, by its name.
-BUILDERS: dict[str, Callable[[Groups, BuildOptions], torch.optim.Optimizer]] = {
-    "muon": build_muon,
-    "adamw": build_adamw,
-}
 
 
 class Optimizer:

@@ -258,7 +258,10 @@ def _with_tuning(
     if data.streamed:  # features of all images cannot be cached
         choice = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
     else:
-        choice = choose_tuning(data.images, config.train.minutes, *tuning(config))
+        optimizer = OPTIMIZERS[settings.changed(recipe="finetune").config.optim.optimizer]
+        choice = choose_tuning(
+            data.images, config.train.minutes, *tuning(config), optimizer.trained_bytes
+        )
     other = "--recipe finetune" if choice.recipe == "frozen" else "--recipe frozen"
     console.print(
         f"recipe     {choice.recipe}, {choice.trained_part}: {choice.reason} (to choose otherwise:"

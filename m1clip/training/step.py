@@ -23,11 +23,12 @@ from m1clip.losses.run_loss import Rows, RunLoss
 from m1clip.model.clip import CLIP, Features
 from m1clip.model.weights import weights_hash
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.analyses import Probe, view_step
 from m1clip.training.distributed import JointBatch, Ranks
 from m1clip.training.encode import DONE, BatchEncoder, Mark, has_dropout, ignore_mark
 from m1clip.training.hybrid import HybridEncoder
-from m1clip.training.optim import BuildOptions, Optimizer
+from m1clip.training.optim import Optimizer
+from m1clip.training.step_analyses import Probe, view_step
+from m1clip.training.torch_optimizers import BuildOptions
 from m1clip.training.transfer import Teacher
 from m1clip.training.update import NoUpdate, Updater, skip_rule
 from m1clip.training.world import World

@@ -1,34 +1,25 @@
-"""Base classes of optimizers, and AdamW: torch's, with the moments of CLIP."""
+"""The torch optimizers of the parts of m1clip.optimizers, and how each is built (`BUILDERS`)."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
+from m1clip.training.distributed import Ranks
+from m1clip.training.muon import Muon
+from m1clip.training.skippable import EagerOptimizer
+
+Groups = list[dict[str, Any]]  # as torch's optimizers take them: params, lr, weight_decay
 ADAMW_BETAS = (0.9, 0.98)
 ADAMW_EPS = 1e-6
 
 if TYPE_CHECKING:
-    EagerOptimizer = Optimizer
     AdamW = torch.optim.AdamW
 else:
-
-    class EagerOptimizer(Optimizer):
-        """torch.optim.Optimizer without the wrappers that keep the compiler out of its methods.
-
-        A wrapper imports torch._dynamo when it is first called, which takes seconds and memory in a
-        run that compiles nothing. Any torch optimizer works as a part; one with this base class
-        (for an optimizer of torch: before it, as in AdamW below) starts faster.
-        """
-
-        add_param_group = inspect.unwrap(Optimizer.add_param_group)
-        zero_grad = inspect.unwrap(Optimizer.zero_grad)
-        state_dict = inspect.unwrap(Optimizer.state_dict)
-        load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
     class AdamW(EagerOptimizer, torch.optim.AdamW):
         """torch.optim.AdamW with the same step."""
@@ -38,41 +29,32 @@ else:
             return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
-class SkippableOptimizer(EagerOptimizer):
-    """Base class of an optimizer written here, with what `Part.skips_on_device` asks of it.
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the device and the ranks decide about an optimizer."""
 
-    `skip` is None if the host decides, which then does not call `step`. Else it is a tensor on the
-    device, 1 for a step that must change nothing (all gradients are 0 then) and 0 for any other:
-    what `step` adds to a tensor is multiplied by `unless_skipped(...)`, and never read.
-    """
+    fused: bool = False  # torch's fused kernels
+    capturable: bool = False  # learning rates are on the device, for CUDA graphs
+    matmul_dtype: torch.dtype = torch.bfloat16  # of Muon's products
+    ranks: Ranks | None = None  # None: one process
+    # The number of rows of tensors of which this rank has some, by id.
+    full_rows: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def skip(self) -> Tensor | None:
-        """Return the flag of the current step, which training/update.py sets."""
-        flag: Tensor | None = getattr(self, "found_inf", None)
-        return flag
 
-    def unless_skipped(self, factor: float | Tensor) -> Any:
-        """Return the factor, a number or a 0-d tensor, or 0 in a step that is skipped on the
-        device.
-        """
-        return factor if self.skip is None else factor * (1 - self.skip)
+def build_adamw(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
+    return AdamW(
+        groups, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=options.fused, capturable=options.capturable
+    )
 
-    def moment(self, p: Tensor, name: str) -> Tensor:
-        """Return a moment of a parameter.
 
-        It begins at 0, and is saved in checkpoints by its name.
-        """
-        state = self.state[p]
-        if name not in state:
-            state[name] = torch.zeros_like(p)
-        moment: Tensor = state[name]
-        return moment
+def build_muon(groups: Groups, options: BuildOptions) -> torch.optim.Optimizer:
+    return Muon(
+        groups, dtype=options.matmul_dtype, ranks=options.ranks, full_rows=options.full_rows
+    )
 
-    def update_means(self, means: list[Tensor], values: list[Tensor], beta: float) -> None:
-        """Replace running means by beta * mean + (1 - beta) * value, unless the step is skipped."""
-        if self.skip is None:
-            torch._foreach_lerp_(means, values, 1 - beta)
-        else:  # the values, such as gradients, are 0 in a skipped step
-            torch._foreach_mul_(means, 1 - self.unless_skipped(1 - beta))
-            torch._foreach_add_(means, values, alpha=1 - beta)
+
+# How torch builds each part of m1clip.optimizers, by its name.
+BUILDERS: dict[str, Callable[[Groups, BuildOptions], torch.optim.Optimizer]] = {
+    "muon": build_muon,
+    "adamw": build_adamw,
+}

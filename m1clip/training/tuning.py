@@ -26,7 +26,6 @@ PRETRAINED_FLOPS = (
 CPU_CORE_FLOPS = 3e10  # per second, of a usual CPU core
 GPU_FLOPS: dict[str, float] = {"cuda": 2e13, "mps": 2e12, "mlx": 2e12}
 WEIGHT_BYTES = 4  # of a float32
-TRAINED_BYTES = 12  # more for a weight that is trained: its gradient and two moments
 PROCESS_BYTES = 1.5e9  # of Python, torch, data and the activations of a micro-batch
 COPIES = 2  # of the weights: those of the model, and the initial ones
 
@@ -64,10 +63,15 @@ def flops_per_second(device: Kind | str, cores: int) -> float:
 
 
 def choose_tuning(
-    images: int, minutes: float | None, memory: float, speed: float, size: ModelSize
+    images: int,
+    minutes: float | None,
+    memory: float,
+    speed: float,
+    size: ModelSize,
+    trained_bytes: int,
 ) -> Tuning:
     """What to train of a model on `images`, in `minutes` (None: not limited), `memory` bytes, at
-    `speed` FLOPs/s.
+    `speed` FLOPs/s, with an optimizer that needs `trained_bytes` per trained weight.
     """
     allowed = DEFAULT_MINUTES if minutes is None else minutes
     needed = LEAST_EPOCHS * images * size.flops_per_image / speed / 60
@@ -83,9 +87,9 @@ def choose_tuning(
         )
         return Tuning("frozen", heads, slow, {})
     base = PROCESS_BYTES + COPIES * WEIGHT_BYTES * size.parameters
-    full = base + TRAINED_BYTES * size.parameters
+    full = base + trained_bytes * size.parameters
     last = tuple(max(1, count // LAST_BLOCKS_FRACTION) for count in size.blocks)
-    last_needs = base + TRAINED_BYTES * size.parameters / LAST_BLOCKS_FRACTION
+    last_needs = base + trained_bytes * size.parameters / LAST_BLOCKS_FRACTION
     shown = f"{memory / 1e9:.1f} GB"
     if images >= ENOUGH_FOR_ALL and full <= memory:
         enough = f"{plural(images, 'image')} and {shown} of memory are enough"

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from m1clip.errors import first_line
-from m1clip.evaluation.analysis import analyze
 from m1clip.evaluation.evaluate import Evaluator, other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.split_analyses import analyze
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP

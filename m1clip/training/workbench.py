@@ -32,7 +32,7 @@ from m1clip.data.prepare import (
 from m1clip.data.sources.stream import ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
-from m1clip.evaluation.analysis import even_indices
+from m1clip.evaluation.split_analyses import even_indices
 from m1clip.formatting import ceil_div, plural
 from m1clip.hardware.device import (
     HYBRIDS,

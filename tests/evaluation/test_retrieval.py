@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m1clip.data.captions import caption_ids_of
-from m1clip.evaluation.analysis import confusions, difficulty_by_similarity
 from m1clip.evaluation.retrieval import nearest, ranks, recall_chance, retrieval
+from m1clip.evaluation.split_analyses import confusions, difficulty_by_similarity
 
 LABELS = np.arange(24) % 3  # 24 images of three classes, one caption each
 CLASSES = np.eye(3, dtype=np.float32)[LABELS]

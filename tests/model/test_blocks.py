@@ -11,7 +11,8 @@ from m1clip.model.pretrained.concat import ConcatImageTower
 from m1clip.model.pretrained.dinov2 import DinoSize, DinoTower
 from m1clip.model.pretrained.efficientnet import LITE0, LITE2, EfficientNetLite
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.optim import BuildOptions, Optimizer
+from m1clip.training.optim import Optimizer
+from m1clip.training.torch_optimizers import BuildOptions
 
 
 def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from PIL import Image
 
+from m1clip.analyses import ANALYSES
+
 BEGIN = 1_700_000_000.0
 
 
@@ -81,9 +83,10 @@ LAYERS = ("image/input", "image/block 1", "image/block 2", "image/head", "text/b
 
 
 def analysis(number: int, norm: float = 0.1, **layers: Any) -> dict[str, Any]:
-    """The analyses of a step: all layers have a gradient norm that depends on its number, except those given."""
-    norms = dict.fromkeys(LAYERS, norm / (1 + number / 50)) | layers
-    return line("analysis", step=number, layer_grad_norms=norms)
+    """The analyses of a step by layer: a value that depends on its number, except those given."""
+    values = dict.fromkeys(LAYERS, norm / (1 + number / 50)) | layers
+    heat_maps = [entry.name for entry in ANALYSES.values() if entry.shown_as == "heat map"]
+    return line("analysis", step=number, **dict.fromkeys(heat_maps, values))
 
 
 def ended(number: int, recall: float) -> dict[str, Any]:

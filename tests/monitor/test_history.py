@@ -133,16 +133,18 @@ def test_best_of_many_evaluations_is_exact(tmp_path: Path) -> None:
     assert (history.best()["step"], history.best()["mean_recall"]) == (100, 0.2 + 0.01)
 
 
-def test_largest_gradient_of_a_layer_is_exact(tmp_path: Path) -> None:
+def test_largest_and_smallest_gradient_of_a_layer_are_exact(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in range(1, 2001):
         history.add(analysis(number, scale=7.0 if number == 1501 else 1.0))
-    found = history.highest["layer_grad_norms"]
-    assert (found["scale"].value, found["scale"].step) == (7.0, 1501)
-    assert found["image/head"].step == 1
+    extremes = history.layer_extremes
+    assert extremes.highest("layer_grad_norms", "scale") == (1501, 7.0)
+    assert extremes.lowest("layer_grad_norms", "scale") == (1, 1.0)
+    assert extremes.highest("layer_grad_norms", "image/head")[0] == 1
+    assert extremes.lowest("layer_grad_norms", "no such layer") is None
     values = history.analysis(ANALYSES["layer_grad_norms"])
     assert (values[0][0], values[-1][0]) == (1, 2000)
     assert len(values) <= 501
     history.add(line("event", step=1500, event="rolled back", back_to=1500))
-    assert (found["scale"].value, found["scale"].step) == (1.0, 1)
+    assert extremes.highest("layer_grad_norms", "scale") == (1, 1.0)
     assert history.analysis(ANALYSES["layer_grad_norms"])[-1][0] <= 1500

@@ -1,11 +1,11 @@
 """The rule for vanishing and exploding gradients.
 
-Tests/training/test_analyses.py has it judge real models.
+tests/training/test_step_analyses.py judges real models.
 """
 
 import pytest
 
-from m1clip.monitor.layer_gradients import judge
+from m1clip.monitor.layer_gradients import gradient_problems
 
 
 def tower(*norms: float | str, side: str = "image") -> dict[str, float | str]:
@@ -24,16 +24,16 @@ def tower(*norms: float | str, side: str = "image") -> dict[str, float | str]:
     ],
 )
 def test_problem_of_a_tower_is_named(norms: dict[str, float | str], words: str) -> None:
-    (problem,) = judge({**norms, "image/head": 1.0, "scale": 1e-9})
+    (problem,) = gradient_problems({**norms, "image/head": 1.0, "scale": 1e-9})
     assert words in problem
 
 
 def test_healthy_towers_have_no_verdict() -> None:
     healthy = tower(0.02, 0.1, 0.3, 0.05) | tower(0.4, 0.1, side="text")
-    assert judge({**healthy, "image/input": 1e-9, "text/head": 1e9, "scale": 0.0}) == []
-    assert judge(tower(5.0)) == []
-    assert judge({}) == []
+    assert gradient_problems({**healthy, "image/input": 1e-9, "text/head": 1e9, "scale": 0.0}) == []
+    assert gradient_problems(tower(5.0)) == []
+    assert gradient_problems({}) == []
 
 
 def test_both_towers_are_judged() -> None:
-    assert len(judge(tower(1e-9, 1.0) | tower(1.0, 1e-9, side="text"))) == 2
+    assert len(gradient_problems(tower(1e-9, 1.0) | tower(1.0, 1e-9, side="text"))) == 2

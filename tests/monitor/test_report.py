@@ -86,7 +86,7 @@ def test_report_of_one_run_has_every_section(tmp_path: Path) -> None:
     assert "Power, W" not in page  # there was no meter
     assert "Gradient norm by layer" in page
     assert "<th scope='col'>first (step 50)</th><th scope='col'>last (step 100)</th>" in page
-    cells = "<td>0.05</td><td>0.0333</td><td>0.05 at step 50</td>"
+    cells = "<td>0.05</td><td>0.0333</td><td>0.0333 at step 100</td><td>0.05 at step 50</td>"
     assert f"<th scope='row'>image/block 1</th>{cells}" in page
     assert "Loss: <b>demo from 3.85 to 1.33" in links.alts
     assert ">chance<" in svg(links, "Recall@1 text to image")

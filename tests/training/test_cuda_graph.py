@@ -15,11 +15,11 @@ from m1clip.cuda.graph import MAX_CAPTURES, CapturedStep
 from m1clip.data.loader import Batch, batches
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.runlog import read_log
-from m1clip.training.analyses import layer_grad_norms
 from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.inputs import RunInputs
 from m1clip.training.run import resume
 from m1clip.training.step import StepResult, compute_gradients, make_parts
+from m1clip.training.step_analyses import layer_grad_norms
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"

@@ -31,7 +31,6 @@ from m1clip.losses.registry import LOSSES
 from m1clip.model.clip import normalize
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training import distributed
-from m1clip.training.analyses import StepView, layer_grad_norms
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
 from m1clip.training.compose import TrainStep
 from m1clip.training.distributed import RankLost, Ranks, needs_host_copy
@@ -39,6 +38,7 @@ from m1clip.training.inputs import RunInputs
 from m1clip.training.muon import Muon
 from m1clip.training.oom import OOMHandler, StepAttempts
 from m1clip.training.step import compute_gradients, train_step
+from m1clip.training.step_analyses import StepView, layer_grad_norms
 from m1clip.training.transfer import Teacher
 from m1clip.training.validation import encode
 from m1clip.training.workbench import Workbench

@@ -18,11 +18,10 @@ from m1clip import console
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.losses.registry import LOSSES, Ids
-from m1clip.losses.run_loss import RunLoss
+from m1clip.losses.run_loss import TORCH, RunLoss
 from m1clip.model.clip import Features
 from m1clip.optimizers import ADAMW, MUON, OPTIMIZERS
 from m1clip.training import parity
-from m1clip.training.analyses import StepView, layer_grad_norms
 from m1clip.training.checkpoint import checkpoint_tensors
 from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
@@ -30,6 +29,7 @@ from m1clip.training.inputs import RunInputs
 from m1clip.training.process import Stopped
 from m1clip.training.run import resume
 from m1clip.training.step import compute_gradients, make_parts
+from m1clip.training.step_analyses import StepView, layer_grad_norms
 
 mx = pytest.importorskip(
     "mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError
@@ -85,6 +85,13 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative difference of a tensor."""
     assert found.keys() == expected.keys()
     return max(float((found[n] - t).norm() / t.norm().clamp(min=1e-9)) for n, t in expected.items())
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "log_sum_exp", "log_sigmoid"])
+def test_operations_of_losses_are_those_of_torch(name: str) -> None:
+    x = 20 * torch.randn((5, 7), generator=torch.Generator().manual_seed(0))
+    actual = mlx_step.to_torch(getattr(mlx_step.MLXOps, name)(mlx_step.to_mlx(x)))
+    torch.testing.assert_close(actual, getattr(TORCH, name)(x), rtol=1e-5, atol=1e-5)
 
 
 def record_norms(views: list[dict[str, dict[str, float]]], view: StepView) -> None:

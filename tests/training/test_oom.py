@@ -27,10 +27,10 @@ from m1clip.hardware.memory import MemoryPressure, memory_limit, own_bytes
 from m1clip.model.clip import CLIP
 from m1clip.runlog import read_log
 from m1clip.training import recovery
-from m1clip.training.analyses import StepView
 from m1clip.training.compose import TrainStep
 from m1clip.training.oom import OOMHandler, StepAttempts, is_out_of_memory
 from m1clip.training.step import compute_gradients, train_step
+from m1clip.training.step_analyses import StepView
 
 
 def attempt(

@@ -15,8 +15,8 @@ from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.optimizers import ADAMW, MUON, MUON_WEIGHT_DECAY, OPTIMIZERS, OptimizerEntry
 from m1clip.training.logger import logged_learning_rates
-from m1clip.training.optim import BUILDERS, BuildOptions, Optimizer
-from m1clip.training.torch_optimizers import ADAMW_EPS
+from m1clip.training.optim import Optimizer
+from m1clip.training.torch_optimizers import ADAMW_EPS, BUILDERS, BuildOptions
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -148,6 +148,26 @@ def test_every_optimizer_of_the_settings_is_built_from_parts() -> None:
             ).keys()
             == trained
         )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_part_stores_as_many_moments_as_its_entry_says(name: str) -> None:
+    model = clip()
+    optimizer = Optimizer(model, OptimConfig(optimizer=name), BuildOptions(fused=True))
+    give_gradients(model, 0)
+    optimizer.step()
+    sizes = {key: p.numel() for key, p in model.named_parameters()}
+    state = optimizer.tensors()
+    for part in OPTIMIZERS[name].parts:
+        names = {key.split("/")[1] for key in state if key.startswith(f"{part.name}/")}
+        values = sum(t.numel() for key, t in state.items() if key.startswith(f"{part.name}/"))
+        counters = len(names)  # at most one number per parameter, such as the step
+        weights = sum(sizes[parameter] for parameter in names)
+        assert weights
+        assert 0 <= values - part.moments * weights <= counters
+    assert OPTIMIZERS[name].trained_bytes == 4 * (
+        1 + max(p.moments for p in OPTIMIZERS[name].parts)
+    )
 
 
 def test_every_part_that_mlx_trains_has_its_update() -> None:

@@ -21,12 +21,12 @@ from m1clip.losses import run_loss
 from m1clip.losses.registry import LOSSES, SAME_IMAGE_OR_CAPTION, Array, Ids, Loss, Ops
 from m1clip.model.clip import CLIP, Features
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.analyses import StepView
 from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
 from m1clip.training.encode import ChunkedTower, EncodedInChunks, TowerCall, ignore_mark, split
 from m1clip.training.inputs import RunInputs
 from m1clip.training.step import compute_gradients, make_parts
+from m1clip.training.step_analyses import StepView
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
 PHASES = {"copy", "preprocess", "forward", "backward", "optimizer"}

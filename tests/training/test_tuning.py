@@ -3,6 +3,7 @@
 import pytest
 
 from m1clip.model.presets import preset
+from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.tuning import (
     ENOUGH_FOR_ALL,
     ENOUGH_FOR_TOWERS,
@@ -14,6 +15,7 @@ from m1clip.training.tuning import (
 VIT_B_16 = ModelSize(150_000_000, 1.2e11, True, (12, 12))
 TOWERS = ModelSize(31_000_000, 8e9, False, (0, 0))
 FAST, SLOW = 2e13, 6e10
+TRAINED_BYTES = OPTIMIZERS["adamw"].trained_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,14 @@ def test_choice(
     what: str,
     reason: str,
 ) -> None:
-    found = choose_tuning(images, minutes, memory, speed, size)
+    found = choose_tuning(images, minutes, memory, speed, size, TRAINED_BYTES)
     assert found.trained_part.startswith(what)
     assert reason in found.reason
     assert (found.recipe == "frozen") == (what == "heads")
 
 
 def test_last_blocks_are_settings_of_the_run() -> None:
-    found = choose_tuning(ENOUGH_FOR_TOWERS, None, 64e9, FAST, VIT_B_16)
+    found = choose_tuning(ENOUGH_FOR_TOWERS, None, 64e9, FAST, VIT_B_16, TRAINED_BYTES)
     assert found.settings == {"unfreeze_image": 3, "unfreeze_text": 3}
 
 
@@ -62,3 +64,14 @@ def test_size_of_a_model() -> None:
     size = model_size(preset("ViT-B-16"), 150_000_000)
     assert size.blocks == (12, 12)
     assert 5e10 < size.flops_per_image < 3e11
+
+
+def test_optimizer_with_fewer_moments_trains_more_in_the_same_memory() -> None:
+    images, memory = ENOUGH_FOR_ALL, 4e9
+    with_two = choose_tuning(images, None, memory, FAST, VIT_B_16, TRAINED_BYTES)
+    with_none = choose_tuning(images, None, memory, FAST, VIT_B_16, 4)
+    assert (with_two.settings, with_none.settings) == (
+        {"unfreeze_image": 3, "unfreeze_text": 3},
+        {},
+    )
+    assert with_none.recipe == "finetune"

@@ -9,8 +9,8 @@ from small_run import finished_run
 
 from m1clip.analyses import ANALYSES
 from m1clip.data.sources import open_source
-from m1clip.evaluation.analysis import analyze, category_recall
 from m1clip.evaluation.evaluate import open_split
+from m1clip.evaluation.split_analyses import analyze, category_recall
 from m1clip.runlog import read_log
 from m1clip.schema import matches_schema
 

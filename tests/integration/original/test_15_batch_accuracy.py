@@ -4,8 +4,8 @@ import pytest
 import torch
 from small_run import assert_same_bits, finished_run, prepared, small_config
 
-from m1clip.evaluation.analysis import accuracy_within_batches
 from m1clip.evaluation.evaluate import open_split
+from m1clip.evaluation.split_analyses import accuracy_within_batches
 from m1clip.runlog import FIELDS, read_log
 from m1clip.training.step import train_step
 

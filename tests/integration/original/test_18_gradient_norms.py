@@ -9,7 +9,7 @@ from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import History
 from m1clip.monitor.report import write_report
 from m1clip.runlog import read_log
-from m1clip.training.analyses import layer_grad_norms
+from m1clip.training.step_analyses import layer_grad_norms
 
 
 def test_gradient_norms_of_layers_are_measured(tmp_path: Path) -> None:

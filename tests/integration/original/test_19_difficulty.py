@@ -3,8 +3,8 @@
 import numpy as np
 from small_run import finished_run
 
-from m1clip.evaluation.analysis import analyze, difficulty, scene_difficulty
 from m1clip.evaluation.evaluate import open_split
+from m1clip.evaluation.split_analyses import analyze, difficulty, scene_difficulty
 from m1clip.runlog import read_log
 
 LEVELS = ["easy", "medium", "hard"]

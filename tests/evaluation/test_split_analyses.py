@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from m1clip.evaluation.analysis import (
+from m1clip.evaluation.retrieval import recall_by_group, retrieval
+from m1clip.evaluation.split_analyses import (
     accuracy_within_batches,
     analysis_table,
     analyze,
@@ -15,7 +16,6 @@ from m1clip.evaluation.analysis import (
     negatives_accuracy,
     uniformity,
 )
-from m1clip.evaluation.retrieval import recall_by_group, retrieval
 from m1clip.evaluation.statistics import wilson
 from m1clip.inference.features import SplitFeatures
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from m1clip.analyses import ANALYSES, Analysis, analyses_that_need, load_function
 from m1clip.log_field import figure
 from m1clip.model.clip import CLIP
-from m1clip.monitor.layer_gradients import judge
+from m1clip.monitor.layer_gradients import gradient_problems
 from m1clip.runlog import FIELDS, parse, read_log
 from m1clip.schema import matches_schema
-from m1clip.training.analyses import StepView, layer_grad_norms
 from m1clip.training.inputs import RunInputs
 from m1clip.training.process import Interrupted, Stopped
 from m1clip.training.run import resume
+from m1clip.training.step_analyses import StepView, layer_grad_norms
 
 NAME = "layer_grad_norms"
 DEPTH = 16
@@ -74,7 +74,7 @@ def test_gradients_that_vanish_or_explode_are_named(
     assert [layer for layer in norms if layer.startswith("image/block")] == [
         f"image/block {number}" for number in range(1, DEPTH + 1)
     ]
-    (problem,) = judge(norms)
+    (problem,) = gradient_problems(norms)
     assert words in problem
 
 
@@ -83,7 +83,7 @@ def test_healthy_model_has_no_verdict_and_its_norms_add_up(micro_batch: int) -> 
     inputs = prepared(small_config({"train.micro_batch": micro_batch, "model.vision_layers": 4}))
     model = inputs.build_model()
     norms = norms_of(model, inputs)
-    assert judge(norms) == []
+    assert gradient_problems(norms) == []
     grad_norm = inputs.make_step().run(inputs.training[0], 0).grad_norm
     total = sum(norm**2 for norm in norms.values()) ** 0.5
     assert total == pytest.approx(float(grad_norm), rel=1e-4)
