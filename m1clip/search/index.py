@@ -599,6 +599,7 @@ def _update(
             keep_speed(name, report.added, time.monotonic() - began, device, "index")
     if when_done:
         _use_model(db, set_id)
+        db.commit()
     unused = (
         "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT"
         " NULL) AND typeof(sha256) = 'blob'"

@@ -60,7 +60,7 @@ class TrainPage:
     ) -> None:
         self._opened = opened
         self._labels = labels
-        self._runs = runs
+        self._runs = runs.absolute()  # as the paths of models in an index are
         self._use_model = use_model  # called when another model is to be searched
         self._lock = threading.Lock()
         self._work = ""  # what a thread does now: starting, comparing, stopping or switching

@@ -34,6 +34,7 @@ from PIL import Image
 from small_run import Command, exit_code
 
 import m1clip
+from m1clip import console
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
 from m1clip.model.pretrained import packages
@@ -160,6 +161,29 @@ def test_each_model_has_its_own_vectors(model: Path, tmp_path: Path) -> None:
     assert m1clip.Index(photos, model).dim == 16
     with pytest.raises(UserError, match="no vectors of"):
         m1clip.Index(photos, tmp_path)
+
+
+def test_model_for_later_is_searched_once_all_images_have_its_vectors(
+    model: Path, tmp_path: Path
+) -> None:
+    """What the button of the Label page does with a trained model."""
+    photos, other = make_photos(tmp_path / "photos", 4), save_model(tmp_path / "other", 24)
+    update_index(photos, model)
+    before = m1clip.Index(photos)
+    seen = []
+
+    def interrupt(done: int, total: int) -> None:
+        seen.append(m1clip.Index(photos).dim)
+        if done:
+            raise KeyboardInterrupt
+
+    with console.on_progress(interrupt), pytest.raises(KeyboardInterrupt):
+        update_index(photos, other, when_done=True)
+    assert set(seen) == {16}
+    update_index(photos, other, when_done=True)
+    assert m1clip.Index(photos).dim == 24
+    before.refresh()
+    assert before.outdated
 
 
 def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK
 from m1clip.search.index import update_index
 from m1clip.search.labels import Labels
+from m1clip.search.query import Index
 from m1clip.training.process import OUTPUT, name_owner
 from m1clip.web import label as label_module
 from m1clip.web import new_captions, training
@@ -44,9 +46,10 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    runs = folder.parent / "runs"
-    with running(Server(Store([runs.parent]), 0, Photos(folder, runs=runs))) as made:
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.chdir(folder.parent)
+    runs = Path("runs")  # relative, as the command gives it
+    with running(Server(Store([runs]), 0, Photos(folder, runs=runs))) as made:
         yield made
 
 
@@ -399,7 +402,11 @@ def test_train_compare_and_switch(
     trained = json.loads((run / "labels.json").read_text(encoding="utf-8"))
     assert trained["labels"] == 36
     assert not done["in_use"]
+    # Two steps leave the best model as it was; a model with other weights has vectors of its own.
+    shutil.rmtree(run / "best")
+    save_model(run / "best", embed_dim=24)
     post(server, "/api/train/switch", b"{}")
     until(server, in_use=True)
     assert read(server, "/api/library")["model"] == "labels"
     assert read(server, "/api/search", text="a dog")["searched"] == COUNT
+    assert Index(folder).dim == 24
