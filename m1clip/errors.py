@@ -1,5 +1,14 @@
 """The error type for users: what happened, where, and what to do next; other errors in one line."""
 
+# A test compares it with pyproject.toml.
+DOCS_URL = "https://m1clip.github.io/m1clip"
+
+
+def docs_page(name: str, section: str = "") -> str:
+    """The address of a page of the documentation, such as `docs_page("export")`."""
+    anchor = f"#{section}" if section else ""
+    return f"{DOCS_URL}/{name}/{anchor}"
+
 
 class UserError(Exception):
     """A problem that the user can fix. The CLI prints it as one line and exits with code 2.

@@ -336,8 +336,8 @@ def _use(group: Sequence[Result]) -> str:
 
 
 def shared(facts: MachineInfo, results: Sequence[Result]) -> dict[str, Any]:
-    """The results for docs/machines.md, with chip and versions but without names, paths or settings
-    of the user.
+    """The results for the page Machines of the documentation: with chip and versions, without names,
+    paths or settings of the user.
     """
     return {
         "chip": facts.cuda or facts.cpu,

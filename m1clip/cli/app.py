@@ -7,16 +7,7 @@ from cyclopts import UNSET, App, ArgumentCollection, Group, Parameter
 from cyclopts.validators import Number
 
 from m1clip import __version__
-from m1clip.errors import UserError
-
-# A test compares it with pyproject.toml.
-DOCS_URL = "https://m1clip.github.io/m1clip"
-
-
-def docs_page(name: str, section: str = "") -> str:
-    """The address of a page of the documentation, such as `docs_page("export")`."""
-    anchor = f"#{section}" if section else ""
-    return f"{DOCS_URL}/{name}/{anchor}"
+from m1clip.errors import DOCS_URL, UserError
 
 
 def reject_empty_values(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -41,20 +41,26 @@ def _open(path: str, image_column: str | None, caption_columns: tuple[str, ...])
     return open_sources([path], options=Options(image_column, caption_columns))
 
 
-@data.command(name="formats")
+@data.command(name="formats", usage="Usage: m1clip data formats")
 def data_formats() -> None:
-    """List the formats of --data. The first that fits is used; csv:PATH names one."""
+    """List the formats of image-caption data. The first that fits is used; csv:PATH names one.
+
+    m1clip data formats
+    m1clip train csv:photos/table.csv
+    """
     from m1clip.data.sources.formats import FORMATS
 
     rows = [(data_format.name, data_format.help) for data_format in FORMATS.values()]
     print(table(("name", "reads"), rows))
 
 
-@data.command(name="make")
+@data.command(name="make", usage="Usage: m1clip data make FOLDER [OPTIONS]")
 def data_make(
     folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0
 ) -> None:
     """Write a synthetic dataset that any tool can read: images/ and captions.csv.
+
+        m1clip data make scenes --count 500
 
     Parameters
     ----------
@@ -72,13 +78,15 @@ def data_make(
     console.print(summary)
 
 
-@data.command(name="template")
+@data.command(name="template", usage="Usage: m1clip data template FOLDER")
 def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")], /) -> None:
     """Write captions.csv with one row per image of a folder; the captions are empty, for you to fill in.
 
-    m1clip data template photos, then write the captions into photos/captions.csv, with a
-    spreadsheet or an editor. An image may have several rows, each with a caption. m1clip train
-    photos skips rows without one.
+    Write the captions into the file with a spreadsheet or an editor. An image may have several
+    rows, each with a caption. Training skips rows without one.
+
+        m1clip data template photos
+        m1clip train photos
     """
     import csv
     import io
@@ -105,7 +113,7 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
     print(f"wrote      {one_line(message)}")
 
 
-@data.command(name="caption")
+@data.command(name="caption", usage="Usage: m1clip data caption FOLDER [OPTIONS]")
 def data_caption(
     folder: Annotated[Path, Parameter(help="A folder of photos; subfolders are included.")],
     /,
@@ -126,10 +134,12 @@ def data_caption(
 ) -> None:
     """Let a vision model on your computer write a caption for each photo, into captions.csv beside them.
 
-    m1clip data caption photos --dry-run --model gemma3 asks about three photos and shows the
-    answers. Works with any server with OpenAI's interface, such as Ollama, LM Studio and llama.cpp.
-    An interrupted run continues with the same command. Captions that people wrote, or that the
-    photos contain, stay; m1clip train --captions person leaves out the generated ones.
+    Works with any server with OpenAI's interface, such as Ollama, LM Studio and llama.cpp. If it is
+    interrupted, the same command continues. Captions that people wrote, or that the photos contain,
+    stay; m1clip train --captions person leaves out the generated ones.
+
+        m1clip data caption photos --dry-run --model gemma3
+        m1clip data caption photos --model gemma3
 
     Parameters
     ----------
@@ -148,7 +158,7 @@ def data_caption(
     replace
         Also ask about photos with a generated caption, and replace it.
     limit
-        Ask about so many photos at most.
+        Maximum number of photos to ask about.
     max_side
         Longer side in pixels of the image that is sent.
     max_tokens
@@ -199,7 +209,7 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
         raise UserError(f"{prompt_file}: is not text in UTF-8") from None
 
 
-@data.command(name="howmany")
+@data.command(name="howmany", usage="Usage: m1clip data howmany SOURCE [OPTIONS]")
 def data_howmany(
     source: Annotated[
         str, Parameter(help="Photos with captions in any format, or a run (its data and model).")
@@ -207,7 +217,9 @@ def data_howmany(
     /,
     *,
     model: str | None = None,
-    more: Annotated[tuple[int, ...], Parameter(negative="")] = (100, 200, 500),
+    more: Annotated[
+        tuple[int, ...], Parameter(negative="", show_default=lambda more: " ".join(map(str, more)))
+    ] = (100, 200, 500),
     captions: Literal["all", "person"] = "person",
     json: Flag = False,
     seed: int = 0,
@@ -218,6 +230,9 @@ def data_howmany(
     Heads are fitted to parts of the captioned photos and tested on the others, and the curve is
     continued. Recall is that among the held-out photos, so it is only comparable with itself. The
     features are computed once, then it takes seconds.
+
+        m1clip data howmany photos
+        m1clip data howmany photos --model towers --more 1000
 
     Parameters
     ----------
@@ -243,7 +258,7 @@ def data_howmany(
     print(dumps(curve.as_dict(), indent=2) if json else str(curve))
 
 
-@data.command(name="lint")
+@data.command(name="lint", usage="Usage: m1clip data lint PATH [OPTIONS]")
 def data_lint(
     path: Data,
     /,
@@ -255,6 +270,8 @@ def data_lint(
     caption_column: CaptionColumn = (),
 ) -> None:
     """Check a dataset before training on it; the exit code is 1 if it has problems.
+
+        m1clip data lint photos
 
     Parameters
     ----------
@@ -279,7 +296,7 @@ def data_lint(
         sys.exit(1)
 
 
-@data.command(name="index")
+@data.command(name="index", usage="Usage: m1clip data index SHARDS [OPTIONS]")
 def data_index(
     shards: Annotated[
         str, Parameter(help="Shards: a folder, a pattern such as train-{000..099}.tar, or a URL.")
@@ -288,11 +305,13 @@ def data_index(
     *,
     cache_dir: str | None = None,
 ) -> None:
-    """Index webdataset shards, so that training can stream them: m1clip data index 's3://bucket/train-{0000..0999}.tar'
+    """Index webdataset shards, so that training can stream them.
 
     Each shard is read once, from start to end; m1clip train does the same if an index is missing.
     The index is written next to the shard (upload it with the shard), or to the cache folder if the
     shard is remote or read-only.
+
+        m1clip data index 's3://bucket/train-{0000..0999}.tar'
 
     Parameters
     ----------
@@ -329,7 +348,7 @@ def data_index(
         )
 
 
-@data.command(name="pack")
+@data.command(name="pack", usage="Usage: m1clip data pack PATH FOLDER [OPTIONS]")
 def data_pack(
     path: Data,
     folder: NewFolder,
@@ -343,6 +362,8 @@ def data_pack(
     """Write webdataset shards (train-000000.tar, ...) that webdataset, open_clip and m1clip read.
 
     If it is interrupted, the same command continues.
+
+        m1clip data pack photos shards --image-size 256
 
     Parameters
     ----------

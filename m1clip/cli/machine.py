@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from m1clip.cli.app import MACHINE, Flag, app
 from m1clip.cli.options import with_settings
 from m1clip.config import COMMON, DataConfig, OptimizerName
-from m1clip.errors import UserError
+from m1clip.errors import UserError, docs_page
 from m1clip.formatting import one_line, table
 from m1clip.optimizers import DEFAULT_OPTIMIZER
 
@@ -95,7 +95,9 @@ def compare(
     print(f"page       {one_line(str(out / PAGE_NAME))}")
     if share is not None:
         write_json(share, shared(comparison.facts, comparison.results))
-        print(f"share      {one_line(str(share))}: send it in an issue, for docs/machines.md")
+        print(
+            f"share      {one_line(str(share))}: send it in an issue, for {docs_page('machines')}"
+        )
 
 
 @app.command(group=MACHINE, sort_key=1, usage="Usage: m1clip doctor [OPTIONS]")

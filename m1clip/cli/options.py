@@ -69,9 +69,12 @@ def print_all_options(
 
     complete.__doc__ = command.__doc__
     parameters = inspect.signature(command).parameters.values()
-    _set_signature(complete, [_shown(parameter, True) for parameter in parameters])
+    # Settings that only a file can set stay hidden.
+    options = [parameter for parameter in parameters if _is_parsed(parameter)]
+    _set_signature(complete, [_shown(parameter, True) for parameter in options])
     app = App(
         name=name,
+        usage=m1clip_app[name.split()[-1]].usage,
         help_flags=(),
         version_flags=(),
         help_epilogue=details,
@@ -85,6 +88,12 @@ def _shown(parameter: inspect.Parameter, show: bool) -> inspect.Parameter:
     """The same parameter, shown in --help or not."""
     hint: Any = parameter.annotation
     return parameter.replace(annotation=Annotated[hint, Parameter(show=show)])
+
+
+def _is_parsed(parameter: inspect.Parameter) -> bool:
+    """Whether the command line sets a parameter."""
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    return not any(isinstance(each, Parameter) and each.parse is False for each in metadata)
 
 
 def _set_signature(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:

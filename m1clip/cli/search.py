@@ -272,7 +272,7 @@ def _open(path: Path, root: Path) -> None:
 
 @app.command(group=PHOTOS, sort_key=4, usage="Usage: m1clip teach WORD IMAGE... [OPTIONS]")
 def teach(
-    name: str = "",
+    name: Annotated[str, Parameter(name="WORD", show_default=False)] = "",
     /,
     *images: Path,
     negative: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
@@ -287,7 +287,8 @@ def teach(
 
         m1clip teach Rex rex/*.jpg
         m1clip search "Rex on a beach"
-        m1clip teach --captions marks.csv; m1clip train --data marks.csv
+        m1clip teach --captions marks.csv
+        m1clip train marks.csv
 
     Parameters
     ----------

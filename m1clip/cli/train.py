@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import START_HERE, Flag, app, docs_page
+from m1clip.cli.app import START_HERE, Flag, app
 from m1clip.cli.options import command_words, print_all_options, with_settings
 from m1clip.config import COMMON
-from m1clip.errors import UserError
+from m1clip.errors import UserError, docs_page
 
 if TYPE_CHECKING:
     from m1clip.training.run import Run

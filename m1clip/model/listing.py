@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from m1clip.errors import docs_page
 from m1clip.formatting import one_line
 from m1clip.io import read_small, user_cache, write_json
 from m1clip.model.catalog import CATALOG, ENGLISH, TOWER_CATALOG
@@ -115,14 +116,14 @@ def _general(speed: Speed | None) -> ListedModel:
         needs="pip install 'm1clip[towers]'",
         image_size=224,
         parameters=35.0,
-        parameters_source="counted; docs/models.md",
+        parameters_source="counted",
         megabytes=138,
         megabytes_source="packages of its towers on PyPI, and 5.4 MB in m1clip",
-        license="see docs/models.md",
+        license="see its model card",
         languages=ENGLISH,
         imagenet=None,
         imagenet_source="",
-        note="in the box: no download from the Hub",
+        note=f"in the box: no download from the Hub; {docs_page('models', 'model-card')}",
         speed=speed,
     )
 
