@@ -93,7 +93,9 @@ def test_devices_of_the_h200_machine() -> None:
         key = (candidate["model"], candidate["batch"], candidate["device"])
         fastest[key] = min(fastest.get(key, 1e9), 1e3 * each["seconds"]["median"])
     rows = [
-        line.strip("|").split("|") for line in page("compare.md").splitlines() if " ms |" in line
+        line.strip("|").split("|")
+        for line in page("lab-compare.md").splitlines()
+        if " ms |" in line
     ]
     checked = 0
     for cells in rows:

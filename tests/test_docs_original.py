@@ -164,5 +164,5 @@ def test_hybrid_on_the_h200() -> None:
     }
     ratio = seconds["cuda+cpu"] / seconds["cuda"]
     words = f"{ratio:.1f} times"
-    for name in ("compare.md", "findings.md", "original.md"):
+    for name in ("lab-compare.md", "findings.md", "original.md"):
         assert words in page(name), name

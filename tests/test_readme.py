@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/python.md runs, in order and in one folder.
+"""Every code block of the README and of the pages about Python runs, in order and in one folder.
 
 An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller
 `m1clip train`. In any page, `<!-- test: output -->` marks a block whose commands print exactly what
@@ -38,8 +38,10 @@ def train_words(words: list[str], options: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
-def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "pages", [["README.md"], ["docs/python.md", "docs/python-runs.md"]], ids=["README", "python"]
+)
+def test_code_blocks_run(pages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     write_folder(tmp_path / "photos", 60, 32, seed=0)
     shutil.copy(tmp_path / "photos" / "images" / "train-000000.png", tmp_path / "dog.jpg")
@@ -55,9 +57,10 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(m1clip, "train", short_train)
     namespace: dict[str, Any] = {}
     ran = 0
-    for mark, language, text in BLOCK.findall((ROOT / page).read_text()):
+    blocks = [block for page in pages for block in BLOCK.findall((ROOT / page).read_text())]
+    for mark, language, text in blocks:
         if language == "python":
-            exec(compile(text, page, "exec"), namespace)
+            exec(compile(text, pages[0], "exec"), namespace)
             ran += 1
             continue
         for line in text.replace("\\\n", " ").splitlines():
@@ -72,7 +75,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             done = command(*train_words(words, shlex.split(mark)), cwd=tmp_path, timeout=300)
             assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran += 1
-    assert ran >= (3 if page == "README.md" else 7)
+    assert ran >= (3 if pages == ["README.md"] else 14)
 
 
 @pytest.mark.parametrize("page", [Path("README.md"), Path("docs/python.md")])

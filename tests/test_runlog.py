@@ -152,7 +152,7 @@ def log_table(page: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["run-log.md", "python.md"])
+@pytest.mark.parametrize("page", ["run-log.md", "python-runs.md"])
 def test_fields_in_the_docs_exist(page: str) -> None:
     for kind, contents in log_table(page).items():
         named = set(re.findall(r"`(\w+)`", contents))
