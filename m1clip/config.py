@@ -107,8 +107,8 @@ class ModelConfig(Section):
 
     name: Annotated[str, Parameter(group=COMMON)] = "tiny"
     (
-        "Model preset: tiny, original, original-documented, ViT-S-16, ViT-B-32, ViT-B-16, "
-        "ViT-L-14, 200M, 500M, 1B."
+        "Model that is trained from random weights: tiny, original, original-documented, "
+        "ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     )
     image_size: int | None = None
     "Image height and width in pixels, a multiple of the patch size."
@@ -153,8 +153,8 @@ class DataConfig(Section):
 
     source: Annotated[tuple[str, ...], Parameter(negative="", group=COMMON)] = ("synthetic",)
     (
-        "Paths to images and captions, or synthetic; several are combined. NAME:PATH sets the "
-        "format (m1clip data formats)."
+        "Folder or table of images with captions, or the word synthetic; several are combined. "
+        "FORMAT:PATH sets the format (m1clip data formats lists them)."
     )
     synthetic_images: Count = 8000
     (
@@ -253,8 +253,8 @@ class TrainConfig(Section):
 
     minutes: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     (
-        "Time for the whole command: reading, caching, training, evaluation. The steps are "
-        "corrected to end with it."
+        "Time for the whole command: reading, caching, training, evaluation. The number of steps "
+        "is adapted so that it ends on time."
     )
     epochs: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many passes over the images."
@@ -295,8 +295,8 @@ class TrainConfig(Section):
         Parameter(group=COMMON),
     ] = "auto"
     (
-        "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX; gpu+cpu: one tower "
-        "each. Missing: an error."
+        "auto: fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX; cuda+cpu: one tower "
+        "on each. A device that is missing is an error."
     )
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
@@ -390,8 +390,8 @@ class TransferConfig(Section):
         "auto"
     )
     (
-        "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; "
-        "scratch: random weights."
+        "auto: chosen by the data; frozen: small heads on pretrained towers; finetune: the towers "
+        "too; scratch: everything, from random weights."
     )
     image_tower: str = "auto"
     (

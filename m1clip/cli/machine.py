@@ -168,7 +168,7 @@ def plan(
     json: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
     **settings: Any,
 ) -> None:
-    """Decide a run as m1clip train does, without training.
+    """Show what m1clip train would do with the same options, and why, without training.
 
     With DATA, --preset or --config, takes every option of m1clip train (train --help-all): reads
     the data, measures what train would measure, and prints what would happen and why.

@@ -62,7 +62,7 @@ def index(
     export
         Also write the vectors to this Parquet file, for a vector database.
     when_done
-        Search with a new --model only once all images are indexed with it; until then, with the one before.
+        With a new --model: search with the model before until all images are indexed with the new one.
     """
     from m1clip.model.named import WAYS, NoModelError
     from m1clip.search.index import update_index, watch_folder
@@ -386,7 +386,7 @@ def serve(
     port: int = 8765,
     browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
 ) -> None:
-    """Serve a page on this machine only, to search your photos and to monitor runs.
+    """Serve a page on this machine only: search your photos, label them, train, and monitor runs.
 
     Type to search, drop an image to find similar ones, mark results as right or wrong. Nothing is
     sent over a network.
