@@ -93,7 +93,7 @@ def _shown(parameter: inspect.Parameter, show: bool) -> inspect.Parameter:
 def _is_parsed(parameter: inspect.Parameter) -> bool:
     """Whether the command line sets a parameter."""
     metadata = getattr(parameter.annotation, "__metadata__", ())
-    return not any(isinstance(each, Parameter) and each.parse is False for each in metadata)
+    return not any(isinstance(value, Parameter) and value.parse is False for value in metadata)
 
 
 def _set_signature(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
