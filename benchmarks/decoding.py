@@ -27,7 +27,13 @@ from m1clip.data import images as image_module
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import RowWriter
 from m1clip.data.captions import tokenize_captions
-from m1clip.data.decoding import DecodeOptions, LazyImages, decode_images, decode_to_rows
+from m1clip.data.decoding import (
+    DecodeMethod,
+    DecodeOptions,
+    LazyImages,
+    decode_images,
+    decode_to_rows,
+)
 from m1clip.data.images import FileImage
 from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.nvjpeg import gpu_decoder
@@ -41,7 +47,9 @@ SIDE = 224
 def through(refs: list[FileImage], **how: Any) -> float:
     """Images per second of decoding to the calling process."""
     begin = time.perf_counter()
-    count = sum(len(places) for places, _ in decode_images(refs, SIDE, "shortest", {}, **how))
+    count = sum(
+        len(places) for places, _ in decode_images(refs, SIDE, "shortest", {}, DecodeMethod(**how))
+    )
     assert count == len(refs)
     return count / (time.perf_counter() - begin)
 
@@ -92,8 +100,10 @@ def loader(refs: list[FileImage], batch: int, workers: int) -> dict[str, float]:
 
 def difference(refs: list[FileImage], gpu: Any) -> dict[str, float]:
     """How far the squares of nvJPEG are from those of the CPU, in levels of 255."""
-    own = np.concatenate([p for _, p in decode_images(refs, SIDE, "shortest", {}, gpu=gpu)])
-    cpu = np.concatenate([p for _, p in decode_images(refs, SIDE, "shortest", {}, 4)])
+    own = np.concatenate(
+        [p for _, p in decode_images(refs, SIDE, "shortest", {}, DecodeMethod(gpu=gpu))]
+    )
+    cpu = np.concatenate([p for _, p in decode_images(refs, SIDE, "shortest", {}, DecodeMethod(4))])
     levels = np.abs(own.astype(np.int16) - cpu)
     shares = {f"above {limit}": float((levels > limit).mean()) for limit in (1, 4, 16)}
     return {"mean": float(levels.mean()), "max": float(levels.max()), **shares}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from m1clip.bench.steps import (
     save_measured,
     size_of,
 )
-from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Worker
+from m1clip.bench.worker import DeviceMeasurement, Measurement, MeasurementError, Workers
 from m1clip.errors import UserError
 from m1clip.formatting import did_you_mean, one_line
 from m1clip.hardware.device import (
@@ -150,11 +150,11 @@ def run_comparison(
     try:
         session.run()
     finally:
-        session.close()
-    if not session.results:
+        session.workers.close()
+    if not session.steps.results:
         reasons = "; ".join(dict.fromkeys(session.skipped.values()))
         raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
-    save_measured(facts, session.results)
+    save_measured(facts, session.steps.results)
     comparison = session.comparison
     write_page(comparison, folder / PAGE_NAME)
     return comparison
@@ -231,48 +231,24 @@ def _one_change_each(facts: MachineInfo, base: list[Configuration]) -> Iterator[
             yield replace(likely, compile=True)  # last: compiling takes a minute or two
 
 
-class Session:
-    """One comparison: the results, the time budget, and a worker process for each variant."""
+class CompareClock:
+    """The time that a comparison may take, and what of it is for what."""
 
-    def __init__(
-        self,
-        options: CompareOptions,
-        facts: MachineInfo,
-        folder: Path,
-        show: Show,
-        used_seconds: float = 0.0,
-    ) -> None:
-        self.options = options
-        self.facts = facts
-        self.folder = folder
+    def __init__(self, seconds: float, used_seconds: float = 0.0) -> None:
+        self.seconds = seconds
         self.begin = time.monotonic() - used_seconds
-        self.seconds = 60 * options.minutes
-        self.finish = min(FINISH_SECONDS, FINISH_FRACTION * self.seconds)
-        self.reserved = (
-            STABILITY_FRACTION * self.seconds
-        )  # for the stability, after the first round
-        self.show = lambda text: show(text, 1 - self.remaining / self.seconds)
-        self.log = folder / "workers.log"
-        self.log.write_bytes(b"")
-        self.workers: dict[str, Worker] = {}
-        self.devices: dict[Kind, DeviceMeasurement] = {}
-        self.overheads: dict[str, list[Overhead]] = {}  # by device
-        self.stability: dict[str, Stability] = {}  # by model, device and precision
-        self.loading: list[Loading] = []
-        self.measured: dict[Configuration, list[Measurement]] = {}
-        # Seconds before the first step by model, and by whether a worker had to be started.
-        self.preparation: dict[tuple[str, bool], float] = {}
-        # By model and variant: the difference of the gradient from the CPU's.
-        self.gradients: dict[tuple[str, str], float] = {}
-        self.skipped: dict[str, str] = {}  # label -> reason
-        # By model and variant: the smallest batch size that failed.
-        self.failed: dict[tuple[str, str], int] = {}
-        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.for_page = min(FINISH_SECONDS, FINISH_FRACTION * seconds)
+        # For the stability, until it is measured after the first round.
+        self.reserved = STABILITY_FRACTION * seconds
+
+    @property
+    def used_fraction(self) -> float:
+        return 1 - self.remaining / self.seconds
 
     @property
     def remaining(self) -> float:
         """Seconds until nothing more can be measured."""
-        return self.seconds - self.finish - (time.monotonic() - self.begin)
+        return self.seconds - self.for_page - (time.monotonic() - self.begin)
 
     @property
     def remaining_for_steps(self) -> float:
@@ -285,242 +261,30 @@ class Session:
         overrun = max(OVERRUN_SECONDS, OVERRUN_FRACTION * self.seconds)
         return max(0.0, self.remaining) + overrun
 
+
+class StepMeasurements:
+    """The steps that were measured, and what they say about those that were not."""
+
+    def __init__(self) -> None:
+        self.devices: dict[Kind, DeviceMeasurement] = {}
+        self.measured: dict[Configuration, list[Measurement]] = {}
+        # Seconds before the first step by model, and by whether a worker had to be started.
+        self.preparation: dict[tuple[str, bool], float] = {}
+        # By model and variant: the difference of the gradient from the CPU's.
+        self.gradients: dict[tuple[str, str], float] = {}
+        # By model and variant: the smallest batch size that failed.
+        self.failed: dict[tuple[str, str], int] = {}
+
+    def add(self, c: Configuration, measurement: Measurement) -> None:
+        """Add a measurement of a configuration, which may have earlier ones."""
+        if measurement.gradient_difference is not None:
+            self.gradients[c.model, c.variant] = measurement.gradient_difference
+        self.measured.setdefault(c, []).append(measurement)
+
     @property
     def results(self) -> list[Result]:
         """The measured configurations."""
         return [self.result(c, measurements) for c, measurements in self.measured.items()]
-
-    @property
-    def comparison(self) -> Comparison:
-        """Everything that was measured so far."""
-        return Comparison(
-            facts=self.facts,
-            results=self.results,
-            skipped=dict(self.skipped),
-            overheads=dict(self.overheads),
-            stability=dict(self.stability),
-            loading=list(self.loading),
-            date=self.date,
-            folder=self.folder,
-        )
-
-    def run(self) -> None:
-        """Measure devices, then steps, the stability of each precision, and the steps once more."""
-        kinds = available(self.facts)
-        for kind in (*kinds, *hybrids_of(kinds)):
-            # MLX's build for Linux has no GPU: it is measured only on request. So is the CPU twice.
-            by_default = (kind != "mlx" or self.facts.mps) and kind != "cpu+cpu"
-            if kind in self.options.devices or (not self.options.devices and by_default):
-                self.measure_device(kind)
-        self.measure_loading()
-        first = configurations(self.facts, self.options, list(self.devices))
-        second = second_round(first)
-        self.measure_round(first, {c.variant for c in second})
-        self.measure_stability(first)
-        self.reserved = 0.0
-        self.measure_round(second, set())
-        self.write(complete=True)
-
-    def measure_device(self, kind: Kind) -> None:
-        """Measure a device apart from any model; what fails is reported and left out."""
-        requested = self.options.precisions
-        for precision in unsupported_precisions(self.facts, kind, requested):
-            self.skipped[f"{kind} {precision}"] = f"{precision} is not supported on {kind}"
-        precisions = precisions_of(self.facts, kind, requested)
-        if not precisions:
-            return
-        image, text = device_parts(kind)
-        if kind in HYBRIDS and {image, text} <= self.devices.keys():
-            self.devices[kind] = self.devices[image]  # a pair is its parts, which are measured
-            return
-        if self.remaining <= 0:
-            self.skipped[kind] = self.no_time_left
-            return
-        self.show(f"{kind}: matrix multiplication")
-        try:
-            self.devices[kind] = self.worker(kind).call(
-                "measure_device", self.timeout, kind, precisions
-            )
-            if self.remaining <= 0:
-                self.skipped[f"{kind}: overhead"] = self.no_time_left
-                return
-            self.show(f"{kind}: overhead")
-            seconds = min(OVERHEAD_SECONDS, OVERHEAD_FRACTION * self.seconds)
-            self.overheads[kind] = self.worker(kind).call(
-                "measure_device_overhead", self.timeout, kind, precisions, seconds
-            )
-        except MeasurementError as error:
-            name = f"{kind}: overhead" if kind in self.devices else kind
-            self.skipped[name] = str(error)
-        finally:
-            self.close()
-
-    def measure_loading(self) -> None:
-        """Measure the loader with different numbers of workers, if there is time."""
-        name = "loading by workers"
-        if self.remaining_for_steps < LOADING_SECONDS:
-            self.skipped[name] = self.too_long(LOADING_SECONDS)
-            return
-        self.show(name)
-        try:
-            self.loading = measure_loading(self.facts, seconds=LOADING_SECONDS)
-        except (OSError, RuntimeError, UserError) as error:
-            self.skipped[name] = one_line(str(error))
-
-    def measure_round(self, todo: Sequence[Configuration], later_variants: set[str]) -> None:
-        """Measure configurations one after another; a fair part of the time for each."""
-        for number, c in enumerate(todo):
-            rest = todo[number:]
-            waiting = [other for other in rest if other not in self.measured] or rest
-            weights = sum(map(self.weight, waiting))
-            fair = self.weight(c) * self.remaining_for_steps / weights
-            sharing = sum(other.variant == c.variant for other in rest)
-            reason = self.obstacle(c, fair, sharing)
-            if not reason:
-                self.measure(c, fair)
-            elif c not in self.measured:
-                self.skipped.setdefault(c.label, reason)  # the first reason says why it failed
-            self.close({later.variant for later in todo[number + 1 :]} | later_variants)
-
-    def weight(self, c: Configuration) -> float:
-        """How much of the time a configuration gets, compared with others."""
-        precisions = precisions_of(self.facts, c.device, self.options.precisions)
-        return 1.0 if c.is_default and c.precision == precisions[0] else LATER_WEIGHT
-
-    def measure_stability(self, configurations: Sequence[Configuration]) -> None:
-        """Count loss spikes of each model on each device in each precision.
-
-        The real model trains if its steps fit into the time, otherwise a reduced one, and for
-        fewer steps if these are too slow, too. The first models come first in all precisions.
-        """
-        chosen: dict[str, Configuration] = {}
-        for model in self.options.models:
-            for c in configurations:
-                if c.is_default and c.model == model:
-                    name = f"{c.model}, {c.device} {c.precision}"
-                    chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
-        remaining_after = self.remaining - self.reserved  # for the second round
-        for number, (name, c) in enumerate(chosen.items()):
-            remaining = self.remaining - max(0.0, remaining_after)
-            fair = remaining / (len(chosen) - number)
-            needed = STABILITY_STEPS * self.step_seconds(c)
-            if remaining < MIN_STABILITY_SECONDS + self.preparation_seconds(c):
-                self.skipped[f"{name}: stability"] = self.no_time_left
-                continue
-            self.show(f"{name}: stability over {STABILITY_STEPS} steps")
-            seconds = max(fair, MIN_STABILITY_SECONDS)
-            arguments = (c, needed > fair, STABILITY_STEPS, seconds)
-            timeout = min(seconds + MAX_SLOW_SECONDS, self.timeout)
-            try:
-                self.stability[name] = self.worker(c.variant).call(
-                    "measure_stability", timeout, *arguments
-                )
-            except MeasurementError as error:
-                self.skipped[f"{name}: stability"] = str(error)
-            self.write()
-
-    @property
-    def no_time_left(self) -> str:
-        """Why something is skipped after the time was used."""
-        return f"no time left of --minutes {self.options.minutes:g}"
-
-    def step_seconds(self, c: Configuration) -> float:
-        """Predicted seconds of a step."""
-        predicted = predict(c, self.results)
-        if predicted:
-            return predicted[0]
-        parts = [self.devices.get(part, self.devices[c.device]) for part in device_parts(c.device)]
-        slowest = min(device.gemm_flops[c.precision] for device in parts)
-        return size_of(c)[1] / (ASSUMED_GEMM_FRACTION * slowest)
-
-    def preparation_seconds(self, c: Configuration) -> float:
-        """Predicted seconds before the first step: a worker, the model, the check of its gradient.
-
-        The last time that it took for this model, or the longest for any other one.
-        """
-        starts = c.variant not in self.workers
-        if (c.model, starts) in self.preparation:
-            return self.preparation[c.model, starts]
-        others = [value for (_, started), value in self.preparation.items() if started == starts]
-        return max(others, default=WORKER_START_SECONDS if starts else 0.0)
-
-    def too_long(self, seconds: float) -> str:
-        """Why something is skipped that needs so many seconds."""
-        return f"needs about {seconds:.0f} s: too long for --minutes {self.options.minutes:g}"
-
-    def obstacle(self, c: Configuration, fair: float, sharing: int = 1) -> str:
-        """Why to skip a configuration; `fair` is its part of the time that is left.
-
-        `sharing` configurations, this one included, need the same worker process.
-        """
-        failed = self.failed.get((c.model, c.variant))
-        if failed is not None and c.batch_size >= failed:
-            return f"batch {failed} failed"
-        parameters, _ = size_of(c)
-        device = self.devices[c.device]
-        memory = psutil.virtual_memory().available if c.device == "cpu" else device.total_bytes
-        results = self.results
-        bytes_per_parameter = (
-            FLOAT_BYTES + OPTIMIZERS[c.optimizer].trained_bytes + HALF_COPIES_BYTES
-        )
-        fixed = bytes_per_parameter * parameters
-        bytes_needed = min(
-            (
-                fixed + c.batch_size / r.configuration.batch_size * max(0, r.peak_bytes - fixed)
-                for r in results
-                if (r.configuration.model, r.configuration.variant) == (c.model, c.variant)
-            ),
-            default=fixed,
-        )
-        if bytes_needed > COMPARED_MEMORY_FRACTION * memory:
-            return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
-        preparation = self.preparation_seconds(c)
-        in_steps = self.seconds_of_steps(c)
-        needed = preparation + in_steps
-        remaining = self.remaining_for_steps
-        is_needed = len(results) < 2  # a comparison needs two
-        # The start of a worker serves all configurations that share it.
-        too_large = in_steps + preparation / sharing > max(2 * fair, ALWAYS_SECONDS)
-        if needed > remaining or (too_large and not is_needed):
-            return self.too_long(needed)
-        return ""
-
-    def seconds_of_steps(self, c: Configuration) -> float:
-        """Predicted seconds of the fewest steps that show anything."""
-        steps = MIN_STEPS + OVERHEAD_STEPS
-        return self.step_seconds(c) * steps + COMPILE_SECONDS * c.compile
-
-    def measure(self, c: Configuration, seconds: float) -> None:
-        """Time steps of a configuration for at most `seconds`.
-
-        Its gradient is checked once per model and variant.
-        """
-        self.show(c.label)
-        key = c.model, c.variant
-        arguments = c, min(COMPARED_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
-        timeout = min(self.timeout, MAX_SLOW_SECONDS + self.seconds_of_steps(c))
-        starts = c.variant not in self.workers
-        begin = time.monotonic()
-        try:
-            measurement: Measurement = self.worker(c.variant).call("measure", timeout, *arguments)
-        except MeasurementError as error:
-            self.skipped[c.label] = str(error)
-            self.failed.setdefault(key, c.batch_size)
-            self.write()
-            return
-        in_steps = sum(measurement.seconds) + OVERHEAD_STEPS * statistics.median(
-            measurement.seconds
-        )
-        if not c.compile:
-            elapsed = time.monotonic() - begin
-            self.preparation[c.model, starts] = max(0.0, elapsed - in_steps)
-        if measurement.gradient_difference is not None:
-            self.gradients[key] = measurement.gradient_difference
-        if measurement.stages_problem:
-            self.skipped[f"{c.label}: stages"] = measurement.stages_problem
-        self.measured.setdefault(c, []).append(measurement)
-        self.skipped.pop(c.label, None)
-        self.write()
 
     def result(self, c: Configuration, measurements: list[Measurement]) -> Result:
         parameters, flops = size_of(c)
@@ -551,17 +315,273 @@ class Session:
             ),
         )
 
-    def worker(self, name: str) -> Worker:
-        if name not in self.workers or not self.workers[name].alive:
-            self.workers[name] = Worker(self.log)
-        return self.workers[name]
+    def step_seconds(self, c: Configuration) -> float:
+        """Predicted seconds of a step."""
+        predicted = predict(c, self.results)
+        if predicted:
+            return predicted[0]
+        parts = [self.devices.get(part, self.devices[c.device]) for part in device_parts(c.device)]
+        slowest = min(device.gemm_flops[c.precision] for device in parts)
+        return size_of(c)[1] / (ASSUMED_GEMM_FRACTION * slowest)
 
-    def close(self, keep: Collection[str] = ()) -> None:
-        closed = [self.workers.pop(name) for name in list(self.workers) if name not in keep]
-        for worker in closed:
-            worker.hang_up()  # all of them end at the same time
-        for worker in closed:
-            worker.close()
+    def seconds_of_steps(self, c: Configuration) -> float:
+        """Predicted seconds of the fewest steps that show anything."""
+        steps = MIN_STEPS + OVERHEAD_STEPS
+        return self.step_seconds(c) * steps + COMPILE_SECONDS * c.compile
+
+    def preparation_seconds(self, c: Configuration, starts: bool) -> float:
+        """Predicted seconds before the first step: a worker, the model, the check of its gradient.
+
+        The last time that it took for this model, or the longest for any other one.
+        """
+        if (c.model, starts) in self.preparation:
+            return self.preparation[c.model, starts]
+        others = [value for (_, started), value in self.preparation.items() if started == starts]
+        return max(others, default=WORKER_START_SECONDS if starts else 0.0)
+
+    def bytes_needed(self, c: Configuration) -> float:
+        """Predicted bytes of memory: what earlier batches needed, in proportion."""
+        parameters, _ = size_of(c)
+        bytes_per_parameter = (
+            FLOAT_BYTES + OPTIMIZERS[c.optimizer].trained_bytes + HALF_COPIES_BYTES
+        )
+        fixed = bytes_per_parameter * parameters
+        return min(
+            (
+                fixed + c.batch_size / r.configuration.batch_size * max(0, r.peak_bytes - fixed)
+                for r in self.results
+                if (r.configuration.model, r.configuration.variant) == (c.model, c.variant)
+            ),
+            default=fixed,
+        )
+
+
+class Session:
+    """One comparison: the results, the time budget, and a worker process for each variant."""
+
+    def __init__(
+        self,
+        options: CompareOptions,
+        facts: MachineInfo,
+        folder: Path,
+        show: Show,
+        used_seconds: float = 0.0,
+    ) -> None:
+        self.options = options
+        self.facts = facts
+        self.folder = folder
+        self.clock = CompareClock(60 * options.minutes, used_seconds)
+        self.show = lambda text: show(text, self.clock.used_fraction)
+        self.workers = Workers(folder / "workers.log")
+        self.steps = StepMeasurements()
+        self.overheads: dict[str, list[Overhead]] = {}  # by device
+        self.stability: dict[str, Stability] = {}  # by model, device and precision
+        self.loading: list[Loading] = []
+        self.skipped: dict[str, str] = {}  # label -> reason
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+
+    @property
+    def comparison(self) -> Comparison:
+        """Everything that was measured so far."""
+        return Comparison(
+            facts=self.facts,
+            results=self.steps.results,
+            skipped=dict(self.skipped),
+            overheads=dict(self.overheads),
+            stability=dict(self.stability),
+            loading=list(self.loading),
+            date=self.date,
+            folder=self.folder,
+        )
+
+    def run(self) -> None:
+        """Measure devices, then steps, the stability of each precision, and the steps once more."""
+        kinds = available(self.facts)
+        for kind in (*kinds, *hybrids_of(kinds)):
+            # MLX's build for Linux has no GPU: it is measured only on request. So is the CPU twice.
+            by_default = (kind != "mlx" or self.facts.mps) and kind != "cpu+cpu"
+            if kind in self.options.devices or (not self.options.devices and by_default):
+                self.measure_device(kind)
+        self.measure_loading()
+        first = configurations(self.facts, self.options, list(self.steps.devices))
+        second = second_round(first)
+        self.measure_round(first, {c.variant for c in second})
+        self.measure_stability(first)
+        self.clock.reserved = 0.0
+        self.measure_round(second, set())
+        self.write(complete=True)
+
+    def measure_device(self, kind: Kind) -> None:
+        """Measure a device apart from any model; what fails is reported and left out."""
+        requested = self.options.precisions
+        for precision in unsupported_precisions(self.facts, kind, requested):
+            self.skipped[f"{kind} {precision}"] = f"{precision} is not supported on {kind}"
+        precisions = precisions_of(self.facts, kind, requested)
+        if not precisions:
+            return
+        image, text = device_parts(kind)
+        if kind in HYBRIDS and {image, text} <= self.steps.devices.keys():
+            self.steps.devices[kind] = self.steps.devices[
+                image
+            ]  # a pair is its parts, which are measured
+            return
+        if self.clock.remaining <= 0:
+            self.skipped[kind] = self.no_time_left
+            return
+        self.show(f"{kind}: matrix multiplication")
+        try:
+            self.steps.devices[kind] = self.workers.get(kind).call(
+                "measure_device", self.clock.timeout, kind, precisions
+            )
+            if self.clock.remaining <= 0:
+                self.skipped[f"{kind}: overhead"] = self.no_time_left
+                return
+            self.show(f"{kind}: overhead")
+            seconds = min(OVERHEAD_SECONDS, OVERHEAD_FRACTION * self.clock.seconds)
+            self.overheads[kind] = self.workers.get(kind).call(
+                "measure_device_overhead", self.clock.timeout, kind, precisions, seconds
+            )
+        except MeasurementError as error:
+            name = f"{kind}: overhead" if kind in self.steps.devices else kind
+            self.skipped[name] = str(error)
+        finally:
+            self.workers.close()
+
+    def measure_loading(self) -> None:
+        """Measure the loader with different numbers of workers, if there is time."""
+        name = "loading by workers"
+        if self.clock.remaining_for_steps < LOADING_SECONDS:
+            self.skipped[name] = self.too_long(LOADING_SECONDS)
+            return
+        self.show(name)
+        try:
+            self.loading = measure_loading(self.facts, seconds=LOADING_SECONDS)
+        except (OSError, RuntimeError, UserError) as error:
+            self.skipped[name] = one_line(str(error))
+
+    def measure_round(self, todo: Sequence[Configuration], later_variants: set[str]) -> None:
+        """Measure configurations one after another; a fair part of the time for each."""
+        for number, c in enumerate(todo):
+            rest = todo[number:]
+            waiting = [other for other in rest if other not in self.steps.measured] or rest
+            weights = sum(map(self.weight, waiting))
+            fair = self.weight(c) * self.clock.remaining_for_steps / weights
+            sharing = sum(other.variant == c.variant for other in rest)
+            reason = self.obstacle(c, fair, sharing)
+            if not reason:
+                self.measure(c, fair)
+            elif c not in self.steps.measured:
+                self.skipped.setdefault(c.label, reason)  # the first reason says why it failed
+            self.workers.close({later.variant for later in todo[number + 1 :]} | later_variants)
+
+    def weight(self, c: Configuration) -> float:
+        """How much of the time a configuration gets, compared with others."""
+        precisions = precisions_of(self.facts, c.device, self.options.precisions)
+        return 1.0 if c.is_default and c.precision == precisions[0] else LATER_WEIGHT
+
+    def measure_stability(self, configurations: Sequence[Configuration]) -> None:
+        """Count loss spikes of each model on each device in each precision.
+
+        The real model trains if its steps fit into the time, otherwise a reduced one, and for
+        fewer steps if these are too slow, too. The first models come first in all precisions.
+        """
+        chosen: dict[str, Configuration] = {}
+        for model in self.options.models:
+            for c in configurations:
+                if c.is_default and c.model == model:
+                    name = f"{c.model}, {c.device} {c.precision}"
+                    chosen.setdefault(name, replace(c, batch_size=STABILITY_BATCH_SIZE))
+        remaining_after = self.clock.remaining - self.clock.reserved  # for the second round
+        for number, (name, c) in enumerate(chosen.items()):
+            remaining = self.clock.remaining - max(0.0, remaining_after)
+            fair = remaining / (len(chosen) - number)
+            needed = STABILITY_STEPS * self.steps.step_seconds(c)
+            if remaining < MIN_STABILITY_SECONDS + self.steps.preparation_seconds(
+                c, starts=c.variant not in self.workers
+            ):
+                self.skipped[f"{name}: stability"] = self.no_time_left
+                continue
+            self.show(f"{name}: stability over {STABILITY_STEPS} steps")
+            seconds = max(fair, MIN_STABILITY_SECONDS)
+            arguments = (c, needed > fair, STABILITY_STEPS, seconds)
+            timeout = min(seconds + MAX_SLOW_SECONDS, self.clock.timeout)
+            try:
+                self.stability[name] = self.workers.get(c.variant).call(
+                    "measure_stability", timeout, *arguments
+                )
+            except MeasurementError as error:
+                self.skipped[f"{name}: stability"] = str(error)
+            self.write()
+
+    @property
+    def no_time_left(self) -> str:
+        """Why something is skipped after the time was used."""
+        return f"no time left of --minutes {self.options.minutes:g}"
+
+    def too_long(self, seconds: float) -> str:
+        """Why something is skipped that needs so many seconds."""
+        return f"needs about {seconds:.0f} s: too long for --minutes {self.options.minutes:g}"
+
+    def obstacle(self, c: Configuration, fair: float, sharing: int = 1) -> str:
+        """Why to skip a configuration; `fair` is its part of the time that is left.
+
+        `sharing` configurations, this one included, need the same worker process.
+        """
+        failed = self.steps.failed.get((c.model, c.variant))
+        if failed is not None and c.batch_size >= failed:
+            return f"batch {failed} failed"
+        device = self.steps.devices[c.device]
+        memory = psutil.virtual_memory().available if c.device == "cpu" else device.total_bytes
+        bytes_needed = self.steps.bytes_needed(c)
+        if bytes_needed > COMPARED_MEMORY_FRACTION * memory:
+            return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
+        preparation = self.steps.preparation_seconds(c, starts=c.variant not in self.workers)
+        in_steps = self.steps.seconds_of_steps(c)
+        needed = preparation + in_steps
+        remaining = self.clock.remaining_for_steps
+        is_needed = len(self.steps.results) < 2  # a comparison needs two
+        # The start of a worker serves all configurations that share it.
+        too_large = in_steps + preparation / sharing > max(2 * fair, ALWAYS_SECONDS)
+        if needed > remaining or (too_large and not is_needed):
+            return self.too_long(needed)
+        return ""
+
+    def measure(self, c: Configuration, seconds: float) -> None:
+        """Time steps of a configuration for at most `seconds`.
+
+        Its gradient is checked once per model and variant.
+        """
+        self.show(c.label)
+        key = c.model, c.variant
+        arguments = (
+            c,
+            min(COMPARED_SECONDS, 0.5 * seconds),
+            MIN_STEPS,
+            key not in self.steps.gradients,
+        )
+        timeout = min(self.clock.timeout, MAX_SLOW_SECONDS + self.steps.seconds_of_steps(c))
+        starts = c.variant not in self.workers
+        begin = time.monotonic()
+        try:
+            measurement: Measurement = self.workers.get(c.variant).call(
+                "measure", timeout, *arguments
+            )
+        except MeasurementError as error:
+            self.skipped[c.label] = str(error)
+            self.steps.failed.setdefault(key, c.batch_size)
+            self.write()
+            return
+        in_steps = sum(measurement.seconds) + OVERHEAD_STEPS * statistics.median(
+            measurement.seconds
+        )
+        if not c.compile:
+            elapsed = time.monotonic() - begin
+            self.steps.preparation[c.model, starts] = max(0.0, elapsed - in_steps)
+        if measurement.stages_problem:
+            self.skipped[f"{c.label}: stages"] = measurement.stages_problem
+        self.steps.add(c, measurement)
+        self.skipped.pop(c.label, None)
+        self.write()
 
     def write(self, complete: bool = False) -> None:
         """Write what was measured so far."""
@@ -572,7 +592,7 @@ class Session:
             "command": ["m1clip", *sys.argv[1:]],
             "date": self.date,
             "facts": asdict(self.facts),
-            "gemm_flops": {kind: device.gemm_flops for kind, device in self.devices.items()},
+            "gemm_flops": {kind: device.gemm_flops for kind, device in self.steps.devices.items()},
             "results": [asdict(result) for result in comparison.results],
             "overheads": {
                 kind: [asdict(overhead) for overhead in overheads]

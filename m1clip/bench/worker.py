@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,6 +108,32 @@ class Worker:
             self._process.join()
 
 
+class Workers:
+    """The worker processes of a comparison, one for each variant, which write to one log."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.log.write_bytes(b"")
+        self._workers: dict[str, Worker] = {}
+
+    def __contains__(self, variant: str) -> bool:
+        return variant in self._workers
+
+    def get(self, variant: str) -> Worker:
+        """Return the worker of a variant, started if there is none or if it was killed."""
+        if variant not in self._workers or not self._workers[variant].alive:
+            self._workers[variant] = Worker(self.log)
+        return self._workers[variant]
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """End all workers but some."""
+        closed = [self._workers.pop(name) for name in list(self._workers) if name not in keep]
+        for worker in closed:
+            worker.hang_up()  # all of them end at the same time
+        for worker in closed:
+            worker.close()
+
+
 def _serve(pipe: Connection, log: str) -> None:
     """Answer calls with (reason, value) until the other end closes.
 
@@ -184,7 +211,7 @@ class Measurement:
 
 
 def measure(c: Configuration, seconds: float, min_steps: int, check: bool) -> Measurement:
-    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `least`
+    """Time the step of `train`, with a batch that is already in memory, for `seconds` or `min_steps`
     steps.
 
     With `check`, also compare the gradient with the CPU's and measure the stages of a step.

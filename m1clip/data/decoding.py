@@ -208,22 +208,33 @@ def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:
     return decode_processes(len(refs), cpus or usable_cpus() // local_ranks())
 
 
+@dataclass(frozen=True)
+class DecodeMethod:
+    """Where images are decoded: on the GPU (`processes` read them), in processes, or in threads."""
+
+    threads: int = 1
+    processes: int = 0  # 0: in threads of this process
+    gpu: DecodeBatch | None = None
+    timeout: float = READ_TIMEOUT  # seconds for an image
+
+
+IN_ONE_THREAD = DecodeMethod()
+
+
 def decode_images(
     refs: Sequence[ImageRef],
     side: int,
     resize: str,
     failures: dict[int, str],
-    threads: int = 1,
-    timeout: float = READ_TIMEOUT,
-    processes: int = 0,
-    gpu: DecodeBatch | None = None,
+    method: DecodeMethod = IN_ONE_THREAD,
     write: Callable[[Sequence[int], np.ndarray], None] | None = None,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(indices, their pixels) of all images in order, in chunks; unreadable ones are added to `failures`.
 
-    Decoded on the GPU (`processes` read them), in `processes`, or in threads of this process. `write`
-    gets the indices and pixels of each chunk before they are yielded: from a GPU in several threads.
+    `write` gets the indices and pixels of each chunk before they are yielded: from a GPU in several
+    threads.
     """
+    gpu, processes, timeout = method.gpu, method.processes, method.timeout
     refresh = console.current_progress()
     if gpu is not None:
         on_cpu = functools.partial(_decode, side=side, resize=resize)
@@ -233,7 +244,7 @@ def decode_images(
         work, shape = DecodeSquare(side, resize), (side, side, 3)
         chunks = decode_in_order(work, refs, processes, shape, timeout)
     else:
-        chunks = _decode_in_threads(LazyImages(refs, side, resize, timeout), threads)
+        chunks = _decode_in_threads(LazyImages(refs, side, resize, timeout), method.threads)
     done = 0
     refresh(done, len(refs))
     with contextlib.closing(chunks):
@@ -256,7 +267,7 @@ def decode_images(
 
 
 def _decode_in_threads(images: LazyImages, threads: int) -> Generator[tuple[Reports, np.ndarray]]:
-    """(why decoded image failed, or None; pixels) of chunks in order."""
+    """(why each image failed, or None; pixels) of chunks in order."""
     results = images.decode(range(len(images)), threads)
     while chunk := list(itertools.islice(results, DECODED_CHUNK)):
         pixels = np.zeros((len(chunk), images.side, images.side, 3), np.uint8)
@@ -284,7 +295,12 @@ def decode_to_rows(
     processes = processes_for(refs, options.cpus)
     if gpu or not processes:
         blocks = decode_images(
-            refs, side, resize, failures, options.threads, timeout, processes, gpu, writer.write
+            refs,
+            side,
+            resize,
+            failures,
+            DecodeMethod(options.threads, processes, gpu, timeout),
+            writer.write,
         )
         for indices, _ in blocks:
             yield indices

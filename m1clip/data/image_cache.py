@@ -22,6 +22,7 @@ from m1clip.data.cache import (
     image_keys,
 )
 from m1clip.data.decoding import (
+    DecodeMethod,
     DecodeOptions,
     Images,
     LazyImages,
@@ -135,7 +136,7 @@ def cache_split(
         array = np.zeros((len(samples), side, side, 3), np.uint8)
         with console.progress(f"preparing {split} images"):
             processes = processes_for(refs, options.cpus)
-            decoded = decode_images(refs, side, resize, bad, threads, processes=processes)
+            decoded = decode_images(refs, side, resize, bad, DecodeMethod(threads, processes))
             for items, pixels in decoded:
                 array[items] = pixels
         images = ArrayView(np.delete(array, list(bad), axis=0) if bad else array)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from m1clip.data.augment import render
-from m1clip.data.decoding import decode_images, processes_for
+from m1clip.data.decoding import DecodeMethod, decode_images, processes_for
 from m1clip.data.images import Preprocess
 from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
@@ -145,8 +145,7 @@ class TowerRunner:
             self.preprocess.image_size,
             self.preprocess.resize,
             failures,
-            decode_threads(),
-            processes=processes_for(refs),
+            DecodeMethod(decode_threads(), processes_for(refs)),
         )
         batches = (
             (items[at : at + size], block[at : at + size])

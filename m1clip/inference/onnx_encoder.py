@@ -113,13 +113,13 @@ class ArrayEncoder(ABC):
 
         Unreadable images are added to `failures`.
         """
-        from m1clip.data.decoding import decode_images, processes_for  # not needed to load a model
+        # Not needed to load a model.
+        from m1clip.data.decoding import DecodeMethod, decode_images, processes_for
 
         image_size = self.preprocess.image_size
         resize = self.preprocess.resize
-        blocks = decode_images(
-            refs, image_size, resize, failures, decode_threads(), processes=processes_for(refs)
-        )
+        method = DecodeMethod(decode_threads(), processes_for(refs))
+        blocks = decode_images(refs, image_size, resize, failures, method)
         return ((indices, self.pixels(block)) for indices, block in blocks)
 
     def split_images(self, split: Split, rows: range) -> np.ndarray:

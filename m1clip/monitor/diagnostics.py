@@ -35,7 +35,7 @@ def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
 
 
 def not_a_number(history: History) -> Diagnostic | None:
-    if not history.recent or numbers([history.newest], "loss"):
+    if not history.latest.steps or numbers([history.newest], "loss"):
         return None
     step = f"{history.newest['step']:,}"
     return Diagnostic(
@@ -44,10 +44,10 @@ def not_a_number(history: History) -> Diagnostic | None:
 
 
 def data_bound(history: History) -> Diagnostic | None:
-    fractions = numbers(history.recent, "data_fraction")
+    fractions = numbers(history.latest.steps, "data_fraction")
     if len(fractions) < 2 or (fraction := statistics.mean(fractions)) < DATA_FRACTION:
         return None
-    workers = 2 * (history.setting("data", "workers", int) or 1)
+    workers = 2 * (history.files.setting("data", "workers", int) or 1)
     message = (
         f"loading data takes {percent(fraction, 0)} of each step: the device waits; try --workers"
         f" {workers}"
@@ -57,17 +57,21 @@ def data_bound(history: History) -> Diagnostic | None:
 
 def throttling(history: History) -> Diagnostic | None:
     first, last = (
-        numbers(history.first[1:], "step_seconds"),
-        numbers(history.recent, "step_seconds")[-10:],
+        numbers(history.latest.first_steps[1:], "step_seconds"),
+        numbers(history.latest.steps, "step_seconds")[-10:],
     )
-    if len(first) < 3 or len(last) < 3 or history.newest["step"] <= history.first[-1]["step"]:
+    if (
+        len(first) < 3
+        or len(last) < 3
+        or history.newest["step"] <= history.latest.first_steps[-1]["step"]
+    ):
         return None
     ratio = statistics.median(last) / statistics.median(first)
     if ratio < SLOWER:
         return None
     hot = [celsius for celsius in numbers([history.newest], "celsius") if celsius >= HOT]
     cause = "throttling, or busy with other programs"
-    if any(value > 0 for value in numbers(history.recent, "throttled")):
+    if any(value > 0 for value in numbers(history.latest.steps, "throttled")):
         cause = "throttling, according to its sensors"
     if hot:
         cause = f"throttling at {hot[0]:.0f} °C"
@@ -77,7 +81,9 @@ def throttling(history: History) -> Diagnostic | None:
 
 
 def straggler(history: History) -> Diagnostic | None:
-    rows = [row["rank_seconds"] for row in list(history.recent)[-10:] if row.get("rank_seconds")]
+    rows = [
+        row["rank_seconds"] for row in list(history.latest.steps)[-10:] if row.get("rank_seconds")
+    ]
     if len(rows) < 3 or len(rows[-1]) < 2 or len({len(row) for row in rows}) > 1:
         return None
     seconds = [statistics.median(step_times) for step_times in zip(*rows, strict=True)]
@@ -158,7 +164,7 @@ def no_longer_better(history: History) -> Diagnostic | None:
 
 def memory(history: History) -> Diagnostic | None:
     """Little memory is left; on the CPU only, where the machine's memory is what counts."""
-    used, total = numbers([history.newest], "memory_bytes"), history.machine_memory
+    used, total = numbers([history.newest], "memory_bytes"), history.files.machine_memory
     if not used or total is None or used[0] < NEARLY_FULL * total:
         return None
     return Diagnostic(
@@ -189,10 +195,10 @@ def unreadable(history: History) -> Diagnostic | None:
 
 
 def stalled(history: History, now: float, state: str) -> Diagnostic | None:
-    if state != "running" or len(history.recent) < 2:
+    if state != "running" or len(history.latest.steps) < 2:
         return None
-    every = max(1, history.recent[-1]["step"] - history.recent[-2]["step"])
-    usual = statistics.median(numbers(history.recent, "step_seconds") or [0.0]) * every
+    every = max(1, history.latest.steps[-1]["step"] - history.latest.steps[-2]["step"])
+    usual = statistics.median(numbers(history.latest.steps, "step_seconds") or [0.0]) * every
     silent = now - history.last_time
     if silent < max(
         STALLED, 5 * usual, *(3 * seconds for seconds in numbers(history.evaluations, "seconds"))

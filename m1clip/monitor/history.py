@@ -34,7 +34,7 @@ Setting = TypeVar("Setting")
 
 
 class Downsampled:
-    """Rows ordered by `step`; stores at most `most`, evenly spread, and always the newest."""
+    """Rows ordered by `step`; stores at most `max_points`, evenly spread, and always the newest."""
 
     def __init__(self, max_points: int) -> None:
         self.max_points = max_points
@@ -236,6 +236,63 @@ class LogReader:
                 yield record
 
 
+class LatestRecords:
+    """Complete records: the newest of some kinds, of the newest and this session's first steps, and
+    the last events.
+    """
+
+    def __init__(self) -> None:
+        self.events: deque[Record] = deque(maxlen=EVENTS)
+        self.steps: deque[Record] = deque(maxlen=RECENT_STEPS)
+        self.first_steps: list[Record] = []  # of this session
+        self.stages: Record = {}  # the newest step that was synchronized, with its stages
+        self._by_kind: dict[str, Record] = {}  # of those in `NEWEST_KINDS`
+
+    def add(self, record: Record) -> None:
+        """Add the next record of the log."""
+        kind = record["kind"]
+        if kind == "start":  # of another session
+            self._by_kind.pop("end", None)
+            self.steps.clear()
+            self.first_steps.clear()
+        elif kind == "step":
+            self.steps.append(record)
+            if record.get("stages"):
+                self.stages = record
+            if len(self.first_steps) < FIRST:
+                self.first_steps.append(record)
+        if kind in NEWEST_KINDS:
+            self._by_kind[kind] = record
+        if kind in EVENT_KINDS:
+            self.events.append(record)
+
+    def of_kind(self, kind: str) -> Record:
+        """The newest record of a kind in `NEWEST_KINDS`; {} without one."""
+        return self._by_kind.get(kind, {})
+
+
+class RunFiles:
+    """What config.toml and environment.json of a run say; empty if they cannot be read."""
+
+    def __init__(self, run: Path) -> None:
+        self.config = _read(run / "config.toml")
+        self.environment = _read(run / "environment.json")
+
+    def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
+        """A value of config.toml; None if it is missing or of another type."""
+        table = self.config.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        return value if matches_schema(value, kind) else None
+
+    @property
+    def machine_memory(self) -> float | None:
+        """Bytes of the machine's memory, which limits a run on the CPU; None on other devices."""
+        facts = self.environment.get("facts")
+        if not isinstance(facts, dict) or self.setting("train", "device", str) != "cpu":
+            return None
+        return _number(facts.get("memory_bytes"))
+
+
 class History:
     """Follows one run: `poll` reads new records, everything else is read-only."""
 
@@ -247,21 +304,15 @@ class History:
 
     def _clear(self) -> None:
         self.records = 0  # that were read
-        self.config = _read(self.run / "config.toml")
-        self.environment = _read(self.run / "environment.json")
+        self.files = RunFiles(self.run)
         self.steps = Downsampled(POINTS)
         self.evaluations = Evaluations()
         self.analyses = Downsampled(
             MAX_EVALUATIONS
         )  # analyses of steps, beside those of evaluations
         self.layer_extremes = LayerExtremes()
-        self.events: deque[Record] = deque(maxlen=EVENTS)
-        # Complete records of the newest steps.
-        self.recent: deque[Record] = deque(maxlen=RECENT_STEPS)
-        self.first: list[Record] = []  # and of this session's first ones
-        self._newest: dict[str, Record] = {}  # by kind, of those in `NEWEST_KINDS`
+        self.latest = LatestRecords()
         self.adaptation: dict[str, Record] = {}  # new and general data -> scores before and after
-        self.stages: Record = {}  # the newest line with a synchronized step
         self.use = ResourceUse()
         self.total = 0
         self.skipped = 0
@@ -274,11 +325,8 @@ class History:
             self.log.restart()
             self._clear()
             self.generation += 1
-        if not self.config:
-            self.config, self.environment = (
-                _read(self.run / "config.toml"),
-                _read(self.run / "environment.json"),
-            )
+        if not self.files.config:
+            self.files = RunFiles(self.run)
         for record in self.log.new_records():
             self.add(record)
         return self
@@ -286,6 +334,7 @@ class History:
     def add(self, record: Record) -> None:
         kind, step = record["kind"], record.get("step") or 0
         self.records += 1
+        self.latest.add(record)
         # The time of the newest line, not the maximum: a clock change must not make a run look
         # alive or dead.
         self.last_time = record.get("time") or self.last_time
@@ -293,32 +342,22 @@ class History:
             self.total = record.get("steps") or self.total
         if kind == "start":
             self._cut(step)
-            self._newest.pop("end", None)
             self.total = record.get("steps") or self.total
-            self.first, self.recent = [], deque(maxlen=RECENT_STEPS)
         elif kind == "step":
             self._reached = max(self._reached, step)
             self.steps.add({**curve_row(record), "order": self.records})
-            self.recent.append(record)
             self.use.add(record)
-            if record.get("stages"):
-                self.stages = record
-            if len(self.first) < FIRST:
-                self.first.append(record)
         elif kind == "eval":
             self._add_evaluated(self.evaluations, record)
         elif kind == RECORD:
             self._add_evaluated(self.analyses, record)
         elif kind == "adaptation":
             self.adaptation[str(record.get("role"))] = record
-        if kind in NEWEST_KINDS:
-            self._newest[kind] = record
         if kind in EVENT_KINDS:
             self.skipped += kind == "skipped"
             self._reached = max(self._reached, step)
             if (back := record.get("back_to")) is not None:
                 self._cut(back)
-            self.events.append(record)
 
     def _add_evaluated(self, rows: Downsampled, record: Record) -> None:
         """Add a record with scores or analyses, and the extreme values of layers."""
@@ -351,42 +390,28 @@ class History:
     @property
     def start(self) -> Record:
         """Return the start of this session; {} before it."""
-        return self._newest.get("start", {})
+        return self.latest.of_kind("start")
 
     @property
     def end(self) -> Record:
         """Return the end of the run; {} before it, or if the run was continued."""
-        return self._newest.get("end", {})
+        return self.latest.of_kind("end")
 
     @property
     def memory(self) -> Record:
-        return self._newest.get("memory", {})
+        return self.latest.of_kind("memory")
 
     @property
     def sensors(self) -> Record:
-        return self._newest.get("sensors", {})
+        return self.latest.of_kind("sensors")
 
     @property
     def newest(self) -> Record:
-        return self.recent[-1] if self.recent else {}
+        return self.latest.steps[-1] if self.latest.steps else {}
 
     @property
     def metric(self) -> str:
         return selection_name(self.evaluations.last or {})
-
-    def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
-        """A value of config.toml; None if it is missing or of another type."""
-        table = self.config.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        return value if matches_schema(value, kind) else None
-
-    @property
-    def machine_memory(self) -> float | None:
-        """Bytes of the machine's memory, which limits a run on the CPU; None on other devices."""
-        facts = self.environment.get("facts")
-        if not isinstance(facts, dict) or self.setting("train", "device", str) != "cpu":
-            return None
-        return _number(facts.get("memory_bytes"))
 
     def curve(self, name: str, factor: float) -> list[tuple[int, float]]:
         """The points (step, factor x value) of a field of the steps or evaluations."""

@@ -326,7 +326,7 @@ def costs(histories: Sequence[History]) -> str:
 
     def phases(history: History) -> str:
         sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
-        if history.stages:
+        if history.latest.stages:
             sums = stage_seconds(history)
         total = sum(sums.values())
         words = ", ".join(
@@ -465,11 +465,11 @@ def _settings(history: History) -> str:
         )
     except OSError as error:
         config = f"no config.toml: {error.strerror}"
-    environment = json.dumps(history.environment, indent=2, ensure_ascii=False)
+    environment = json.dumps(history.files.environment, indent=2, ensure_ascii=False)
     again = (
         f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --out runs/again"
     )
-    words = history.environment.get("command")
+    words = history.files.environment.get("command")
     command = (
         shlex.join(["m1clip", *map(str, words[1:])])
         if isinstance(words, list) and words

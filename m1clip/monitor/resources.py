@@ -36,17 +36,17 @@ def _missing(history: History, name: str) -> str:
 
 def stage_seconds(history: History) -> dict[str, float]:
     """Seconds of each stage of a step: of the newest synchronized step, else of the newest line."""
-    seconds = history.stages.get("stages") or history.newest.get("seconds") or {}
+    seconds = history.latest.stages.get("stages") or history.newest.get("seconds") or {}
     return {name: seconds[name] for name in PHASES if name in seconds}
 
 
 def stage_note(history: History) -> str:
     """Where the stages come from, and what measuring them has cost."""
-    if not history.stages:
+    if not history.latest.stages:
         return ""
-    cost = percent(history.stages.get("stages_cost"), 2)
+    cost = percent(history.latest.stages.get("stages_cost"), 2)
     return (
-        f"one synchronized step, at step {history.stages['step']:,}; all such steps: {cost} of"
+        f"one synchronized step, at step {history.latest.stages['step']:,}; all such steps: {cost} of"
         " the run"
     )
 

@@ -41,7 +41,8 @@ def status_of(history: History, now: float | None = None) -> Status:
     ):
         return Status("running", f"running on {owner.host}, according to its log")
     last = next(
-        (event for event in reversed(history.events) if event["kind"] in ("start", "event")), {}
+        (event for event in reversed(history.latest.events) if event["kind"] in ("start", "event")),
+        {},
     )
     if str(last.get("event", "")).startswith("stopped"):
         return Status("stopped", f"stopped at step {history.step:,}")
@@ -106,15 +107,15 @@ def newest_run(folder: Path) -> Path:
 
 def seconds_left(history: History) -> float | None:
     """The remaining steps and evaluations; None before the first measured step."""
-    step_seconds = numbers(history.recent, "step_seconds")
+    step_seconds = numbers(history.latest.steps, "step_seconds")
     if not step_seconds or not history.total or history.end:
         return None
     evaluation = statistics.median(numbers(history.evaluations, "seconds") or [0.0])
     steps = max(0, history.total - history.step)
-    if per_run := history.setting("train", "evaluations", int):
+    if per_run := history.files.setting("train", "evaluations", int):
         evaluations = ceil_div(per_run * steps, history.total)
     else:
-        every = history.setting("train", "eval_every", int) or history.total
+        every = history.files.setting("train", "eval_every", int) or history.total
         evaluations = history.total // every - history.step // every + (history.total % every > 0)
     # And the test split at the end.
     return steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation

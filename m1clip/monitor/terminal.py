@@ -200,7 +200,9 @@ def value_lines(history: History) -> list[Text]:
 
 
 def time_line(history: History) -> list[Text]:
-    rows = [record["seconds"] for record in list(history.recent)[-10:] if record.get("seconds")]
+    rows = [
+        record["seconds"] for record in list(history.latest.steps)[-10:] if record.get("seconds")
+    ]
     seconds = {
         name: sum(row.get(name, 0.0) for row in rows)
         for name in PHASES
@@ -234,7 +236,7 @@ def rank_line(history: History) -> list[Text]:
 
 
 def machine_line(history: History) -> list[Text]:
-    last, total = history.newest, history.machine_memory
+    last, total = history.newest, history.files.machine_memory
     if not last:
         return []
     cores = last.get("cores") or []
@@ -262,7 +264,7 @@ def machine_line(history: History) -> list[Text]:
 
 def event_lines(history: History, max_rows: int) -> list[Text]:
     rows = [
-        *history.events,
+        *history.latest.events,
         *list(history.evaluations)[-max_rows:],
         *([history.end] if history.end else []),
     ]

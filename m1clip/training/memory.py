@@ -123,7 +123,7 @@ class MemoryEstimate:
         return process_bytes(self.facts) + self.data_bytes + int(HEAP_BASE + HEAP_SLACK * step)
 
     def largest(self, limit: float, max_batch: int, checkpointing: bool) -> int:
-        """The largest power of two from 2 to `most` that fits in `limit`; 0 if none does.
+        """The largest power of two from 2 to `max_batch` that fits in `limit`; 0 if none does.
 
         Beyond `TRACED`, memory is extrapolated: tracing the loss of a very large batch takes
         minutes.

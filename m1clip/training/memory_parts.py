@@ -41,7 +41,7 @@ class SavedTensors:
     """Counts the bytes that autograd saves for the backward pass, each storage once: `now`, and
     their maximum `peak`.
 
-    `known` tensors, such as weights and the batch, are not counted.
+    `persistent` tensors, such as weights and the batch, are not counted.
     """
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:

@@ -39,11 +39,10 @@ from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.residual import ResidualKind, add_residual
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.weights import Tensors, assign_weights, weights_hash
-from m1clip.text.base import Tokenizer
 from m1clip.training.cca import fit_projections, image_ridges
 
 if TYPE_CHECKING:  # workbench imports this module too
-    from m1clip.training.inputs import RunInputs
+    from m1clip.training.inputs import ModelParts, RunInputs
 
 WHITENING_IMAGES, WHITENING_PIXELS = 256, 1 << 22  # at most, for the first layer of a conv stem
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
@@ -181,16 +180,15 @@ def mean_and_std(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def open_feature_cache(
     model: CLIP | None,
-    model_init: ModelInit,
-    tokenizer: Tokenizer,
-    preprocess: Preprocess,
+    parts: ModelParts,
     config: Config,
     source: Source,
     device: Device,
     precision: Precision,
     decoding: DecodeOptions,
 ) -> FeatureCache:
-    """The cache of the features of frozen towers; `model` is None if none is frozen."""
+    """The cache of the features of frozen towers of a model; `model` is None if none is frozen."""
+    model_init = parts.init
     if model is not None:
         model.to(device.torch).eval()
     sides = []
@@ -208,7 +206,12 @@ def open_feature_cache(
         decoding,
     )
     return FeatureCache(
-        sides[0], sides[1], tokenizer, model_init.config.context_length, preprocess, *where
+        sides[0],
+        sides[1],
+        parts.tokenizer,
+        model_init.config.context_length,
+        parts.preprocess,
+        *where,
     )
 
 

@@ -459,9 +459,9 @@ class Workbench:
             keep_freed_memory()  # every batch of features needs the same blocks
         if is_frozen:
             self.model = seeded_build(model_init, config.seed)
-        parts = (self.model, model_init, self.tokenizer, self.preprocess)
+        parts = ModelParts(model_init, self.tokenizer, self.preprocess)
         cache = open_feature_cache(
-            *parts, config, source, device, precision, self._decoding(device)
+            self.model, parts, config, source, device, precision, self._decoding(device)
         )
         if is_frozen:
             self._record["features"] = str(cache.folder)

@@ -87,7 +87,8 @@ def details(history: History) -> dict[str, Any]:
         "last": history.newest or history.steps.last or {},
         "diagnostics": diagnose(history, time.time(), values["state"]),
         "events": [
-            [event.get("time"), describe(event)] for event in reversed(list(history.events)[-12:])
+            [event.get("time"), describe(event)]
+            for event in reversed(list(history.latest.events)[-12:])
         ],
         "memory": {
             name: value

@@ -101,26 +101,32 @@ def test_several_models_are_ordered_by_precision_then_size() -> None:
     assert second_round(found) == found[::-1]
 
 
-class FixedClock(Session):
-    """A session with a fixed time left, on a machine with a GPU of 69 GB."""
+class FixedClock(module.CompareClock):
+    """A clock that stands still."""
 
-    def __init__(self, folder: Path, remaining: float) -> None:
+    def __init__(self, remaining: float) -> None:
+        super().__init__(seconds=480.0)
         self._remaining = remaining
-        super().__init__(CompareOptions(minutes=8), H200, folder, lambda text, used: None)
-        device = DeviceMeasurement(2**36, {"fp32": 1e12, "bf16": 2e12, "fp16": 2e12})
-        self.devices = {"cpu": device, "cuda": device}
 
     @property
     def remaining(self) -> float:
         return self._remaining
 
 
+def session_with(folder: Path, remaining: float) -> Session:
+    """A session with a fixed time left, on a machine with a GPU of 69 GB."""
+    session = Session(CompareOptions(minutes=8), H200, folder, lambda text, used: None)
+    session.clock = FixedClock(remaining)
+    device = DeviceMeasurement(2**36, {"fp32": 1e12, "bf16": 2e12, "fp16": 2e12})
+    session.steps.devices = {"cpu": device, "cuda": device}
+    return session
+
+
 def test_configurations_that_are_too_slow_or_large_are_skipped(tmp_path: Path) -> None:
-    session = FixedClock(tmp_path, remaining=400.0)
+    session = session_with(tmp_path, remaining=400.0)
 
     def add(c: Configuration, seconds: float, peak_bytes: int = 10**9) -> None:
-        session.measured[c] = [Measurement([seconds] * 3, None, None, peak_bytes, 0.0)]
-        session.gradients[c.model, c.variant] = 0.0
+        session.steps.add(c, Measurement([seconds] * 3, None, None, peak_bytes, 0.0))
 
     for batch_size in (1, 2):
         add(configuration(batch_size=batch_size), 1.0)
@@ -129,12 +135,12 @@ def test_configurations_that_are_too_slow_or_large_are_skipped(tmp_path: Path) -
     assert session.obstacle(small, 10.0) == ""
     add(configuration("1B", 8, "cuda"), 0.1, 60 * 10**9)
     assert session.obstacle(configuration("1B", 16, "cuda"), 10.0).endswith(" GB of 69 GB")
-    session.failed["tiny", small.variant] = 8
+    session.steps.failed["tiny", small.variant] = 8
     assert session.obstacle(dataclasses.replace(small, batch_size=16), 10.0) == "batch 8 failed"
 
 
 def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = FixedClock(tmp_path, remaining=-1.0)
+    session = session_with(tmp_path, remaining=-1.0)
     monkeypatch.setattr(module, "available", lambda facts: ())
     session.run()
     written = json.loads((tmp_path / "comparison.json").read_text())
@@ -194,7 +200,7 @@ class FakeWorker:
 def fake_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeWorker]:
     """Sessions measure nothing: step times come from a table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "Worker", FakeWorker)
+    monkeypatch.setattr(worker, "Worker", FakeWorker)
     monkeypatch.setattr(
         module, "measure_loading", lambda facts, seconds: [Loading(0, timing([10.0]))]
     )
@@ -319,7 +325,7 @@ def test_comparison_ends_with_its_time(
         machine.work(min(seconds, 5.0))
         return [Loading(0, timing([10.0]))]
 
-    monkeypatch.setattr(module, "Worker", TimedWorker)
+    monkeypatch.setattr(worker, "Worker", TimedWorker)
     monkeypatch.setattr(TimedWorker, "machine", machine, raising=False)
     monkeypatch.setattr(module, "measure_loading", load)
     monkeypatch.setattr(module, "read_machine_info", lambda: H200)
@@ -415,16 +421,16 @@ class Killer:
 @pytest.mark.slow
 def test_worker_that_is_killed_within_a_measurement_is_replaced(tmp_path: Path) -> None:
     """As the system does when memory is short, or a driver when its device is lost."""
-    session = FixedClock(tmp_path, remaining=PATIENCE)
+    session = session_with(tmp_path, remaining=PATIENCE)
     one = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
-    victim = session.worker(one.variant)
+    victim = session.workers.get(one.variant)
     with pytest.raises(MeasurementError, match="worker process ended, probably out of memory"):
         victim.call("measure", PATIENCE, Killer(victim.pid))
     assert not victim.alive
     session.measure(one, 0.0)
-    session.close()
+    session.workers.close()
     assert session.skipped == {}
-    assert [r.configuration for r in session.results] == [one]
+    assert [r.configuration for r in session.steps.results] == [one]
 
 
 @pytest.mark.usefixtures("small_models")
@@ -432,7 +438,7 @@ def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Results of a busy machine are not saved otherwise.
     monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)
-    monkeypatch.setattr(module, "Worker", InThisProcess)
+    monkeypatch.setattr(worker, "Worker", InThisProcess)
     one = configuration(precision="fp32", batch_size=2)
     monkeypatch.setattr(module, "configurations", lambda *values: [one])
     monkeypatch.setattr(module, "measure_loading", lambda facts, seconds: [])

@@ -53,7 +53,7 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[ImageRef]:
 def expected(refs: list[ImageRef]) -> np.ndarray:
     """What threads of this process decode."""
     bad: dict[int, str] = {}
-    blocks = list(decoding.decode_images(refs, SIDE, "shortest", bad, 1))
+    blocks = list(decoding.decode_images(refs, SIDE, "shortest", bad))
     assert sorted(bad) == [7, 70]
     return np.concatenate([pixels for _, pixels in blocks])
 
@@ -88,7 +88,9 @@ def test_processes_decode_in_order_what_threads_decode(
     refs: list[ImageRef], expected: np.ndarray
 ) -> None:
     bad: dict[int, str] = {}
-    blocks = list(decoding.decode_images(refs, SIDE, "shortest", bad, processes=2))
+    blocks = list(
+        decoding.decode_images(refs, SIDE, "shortest", bad, decoding.DecodeMethod(processes=2))
+    )
     places = [place for items, _ in blocks for place in items]
     assert places == [place for place in range(IMAGES) if place not in (7, 70)]
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), expected)
@@ -245,7 +247,11 @@ def test_hanging_read_is_reported(refs: list[ImageRef]) -> None:
         pool.submit(0, [refs[0], Hanging(), refs[1]], range(3))
         assert pool.next_done() == (0, [None, Late(HANGS), None])
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish.*still connected"):
-        list(decoding.decode_images([Hanging()], SIDE, "shortest", {}, timeout=HANGS, processes=1))
+        list(
+            decoding.decode_images(
+                [Hanging()], SIDE, "shortest", {}, decoding.DecodeMethod(processes=1, timeout=HANGS)
+            )
+        )
 
 
 @dataclass(frozen=True)

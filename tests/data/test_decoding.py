@@ -30,7 +30,7 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
 def test_threads_decode_in_order(refs: list[FileImage]) -> None:
     shown: list[tuple[int, int]] = []
     with console.on_progress(lambda *each: shown.append(each)):
-        blocks = list(decoding.decode_images(refs, 16, "shortest", {}, 2))
+        blocks = list(decoding.decode_images(refs, 16, "shortest", {}, decoding.DecodeMethod(2)))
     assert [item for items, _ in blocks for item in items] == list(range(300))
     lazy = decoding.LazyImages(refs, 16).read(np.arange(300))
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), lazy)

@@ -100,7 +100,13 @@ def test_gpu_and_cpu_decode_each_image_once_in_order(
     bad: dict[int, str] = {}
     on_cpu: dict[int, str] = {}
     blocks = list(
-        decoding.decode_images(refs, SIDE, "shortest", bad, processes=processes, gpu=damaged_once)
+        decoding.decode_images(
+            refs,
+            SIDE,
+            "shortest",
+            bad,
+            decoding.DecodeMethod(processes=processes, gpu=damaged_once),
+        )
     )
     expected = list(decoding.decode_images(refs, SIDE, "shortest", on_cpu))
     places = [place for items, _ in blocks for place in items]
@@ -165,7 +171,11 @@ def test_hanging_read_for_the_gpu_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish"):
         list(
             decoding.decode_images(
-                [good, Hanging()], SIDE, "shortest", {}, timeout=0.2, gpu=on_host
+                [good, Hanging()],
+                SIDE,
+                "shortest",
+                {},
+                decoding.DecodeMethod(gpu=on_host, timeout=0.2),
             )
         )
 

@@ -263,14 +263,14 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
         page = (run / "report.html").read_text()
     read = (
         bool(history.start),
-        history.config,
+        history.files.config,
         "class='wide'" in page or not page,
         read_snapshot(run, 100),
     )
     found = dict(zip(READ, (*read, read_thumbnail(run, 1)), strict=True))
     assert [each for each in READ if not found[each]] == [name] * (name in READ)
     assert ("20211" in page) == (name not in ("config.toml", "run.jsonl"))
-    assert bool(history.environment) == (name != "environment.json")
+    assert bool(history.files.environment) == (name != "environment.json")
 
 
 def test_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> None:

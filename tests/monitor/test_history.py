@@ -29,7 +29,7 @@ def test_only_complete_lines_are_read_and_each_once(tmp_path: Path) -> None:
         assert steps_of(history.poll()) == [1]
         file.write(text[20:] + b"\n")
     assert steps_of(history.poll()) == [1, 2]
-    assert len(history.poll().recent) == 2
+    assert len(history.poll().latest.steps) == 2
     with (run / "run.jsonl").open(
         "ab"
     ) as file:  # a partial line that a later session ended, and invalid ones
@@ -56,7 +56,7 @@ def test_history_memory_is_bounded(tmp_path: Path) -> None:
         history.add({"kind": "step", "step": number})
         history.add({"kind": "event", "step": number, "event": "x"})
     assert len(steps_of(history)) <= 2001
-    assert len(history.events) <= 200
+    assert len(history.latest.events) <= 200
     assert steps_of(history)[-1] == 20_000
     gaps = [b - a for a, b in pairwise(steps_of(history))]
     assert max(gaps[:-1]) == min(gaps[:-1])  # thinned evenly

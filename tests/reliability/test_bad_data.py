@@ -16,7 +16,7 @@ from PIL import Image
 from small_run import PATIENCE, before_each_step, run_small
 
 from m1clip.data import images
-from m1clip.data.decoding import LazyImages, decode_images, read_or_replace
+from m1clip.data.decoding import DecodeMethod, LazyImages, decode_images, read_or_replace
 from m1clip.data.images import BadImage, decode, map_with_timeout
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
@@ -157,7 +157,7 @@ def test_cache_does_not_store_a_hanging_image_as_broken() -> None:
     with pytest.raises(
         UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"
     ):
-        list(decode_images([Grey(), lost], 16, "shortest", {}, timeout=HANGS))
+        list(decode_images([Grey(), lost], 16, "shortest", {}, DecodeMethod(timeout=HANGS)))
     lost.released.set()
 
 

@@ -155,7 +155,7 @@ def from_dinov2(
 ) -> Tensors:
     """Hugging Face's tensors under our names, for images of this size.
 
-    `trained_on` and `given` are (mean, deviation) of the pixels, of theirs and of ours.
+    `trained_on` and `normalization` are (mean, deviation) of the pixels, of theirs and of ours.
     """
     weights = {name.removeprefix("dinov2."): tensor for name, tensor in weights.items()}
     embeddings = "embeddings."

@@ -51,7 +51,7 @@ def size_from(kind: type[Size], settings: str, name: str) -> Size:
 def read_dinov2(
     folder: Path, size: DinoSize, image_size: int, normalization: Normalization
 ) -> Tensors:
-    """The weights of a DINOv2 for images of this size, with pixels that are normalized as `given`."""
+    """The weights of a DINOv2 for images of this size, with pixels that are normalized by `normalization`."""
     processor = _processor(folder)
     mean, std = (
         tuple(processor.get(key, default))
