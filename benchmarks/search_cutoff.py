@@ -9,9 +9,9 @@ for. The weights and the cutoffs are fitted on the validation split; the tables 
 diagram show the test split. Compared with a threshold on the cosine similarity, and one on the
 standard score of the cosine within the library's images. Queries of one or two words are encoded as
 `m1clip search` does (m1clip/search/short_queries.py); "plain cosine" is the cosine of the query
-alone, which is the baseline. The last row of a table is the difference of the probability and the
-baseline, over the same resamples of queries. The test split is read once, with the rules and
-cutoffs of the validation split.
+alone, which is the baseline. "in use" has the weights and the cutoff of the package. The last rows
+of a table are differences from the baseline, over the same resamples of queries. The test split is
+read once, with the rules and cutoffs of the validation split.
 """
 
 from __future__ import annotations
@@ -178,10 +178,11 @@ class Queries:
             name: [self.of_rule(name).rates(*rule, draw) for draw in draws]
             for name, rule in rules.items()
         }
-        pairs = zip(found["probability"], found["plain cosine"], strict=True)
-        found["probability - plain cosine"] = [
-            {rate: one[rate] - other[rate] for rate in one} for one, other in pairs
-        ]
+        for name in [rule for rule in ("probability", "in use") if rule in rules]:
+            pairs = zip(found[name], found["plain cosine"], strict=True)
+            found[f"{name} - plain cosine"] = [
+                {rate: one[rate] - other[rate] for rate in one} for one, other in pairs
+            ]
         return {
             name: {
                 rate: [
@@ -283,8 +284,6 @@ def main() -> None:
         rate = "correct answers" if name == "words" else "F1"
         cuts = {rule: val.of_rule(rule).best_cut(score, rate) for rule, score in fitted.items()}
         if name == "words":
-            # As they are in the package: they were chosen on the frozen model of
-            # docs/lab-search.md.
             fitted["in use"] = probabilities(val.zscore)
             tested["in use"] = probabilities(test.zscore)
             cuts["in use"] = CUTOFF

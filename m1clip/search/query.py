@@ -51,9 +51,8 @@ from m1clip.search.short_queries import common_vector, is_short, short_vectors
 from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
-# model general on the validation split of Flickr8k by benchmarks/search_cutoff.py, where 0.54 gives
-# the most correct answers.
-MATCH_WEIGHTS = (-4.08, 0.55)
+# model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py.
+MATCH_WEIGHTS = (-4.2, 0.57)
 CUTOFF = 0.5  # results below it do not count as matches
 # Results above it are listed if there is no match: on validation, half of the top ones are correct.
 UNSURE = 0.2
