@@ -1,4 +1,4 @@
-"""The wheel in a fresh environment outside the repository: package data included, and it trains."""
+"""The wheel in a fresh environment outside the repository: its data is included, and every command runs."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from small_run import small_arguments
 
 import m1clip
 
@@ -24,20 +23,23 @@ pytestmark = [
 ]
 
 
-def run(*words: str | Path, cwd: Path) -> str:
+def run(*words: str | Path, cwd: Path, timeout: float = 300) -> str:
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
     env |= {"COLUMNS": "200", "NO_COLOR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # What m1clip keeps for a user is not that of the other tests.
+    env |= {"XDG_DATA_HOME": str(cwd / ".data"), "XDG_CACHE_HOME": str(cwd / ".cache")}
+    env |= {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,7 +119,7 @@ def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
     }
 
 
-def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+def test_every_command_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     venv, home = tmp_path / "a venv", tmp_path / "some where"  # spaces must not hurt
     home.mkdir()
     run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
@@ -136,21 +138,10 @@ def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
     assert Path(where.strip()).is_relative_to(site)
-
-    printed = run(
-        scripts / "m1clip",
-        "train",
-        *small_arguments({"train.steps": 3}),
-        "--out",
-        "my run",
-        cwd=home,
-    )
-    assert "test split, not seen in training" in printed
-    assert (home / "my run" / "model" / "model.safetensors").is_file()
     assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)
-    assert "did you mean" not in run(
-        scripts / "python",
-        "-c",
-        "from m1clip.config import read_preset; print(read_preset('demo'))",
-        cwd=home,
-    )
+
+    smoke = ROOT / "tests" / "wheel_smoke.py"
+    printed = run(scripts / "python", smoke, cwd=home, timeout=1500)
+    assert printed.count(" m1clip ") > 25
+    for name in ("small", "demo"):
+        assert (home / "runs" / name / "model" / "model.safetensors").is_file()
