@@ -36,9 +36,12 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a rename would destroy a device such as /dev/full
         raise OSError(errno.EINVAL, "exists and is not a regular file", str(path))
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
     try:
-        with temporary.open("wb") as file:
+        # That of a killed process, or a link in the folder of a stranger, which leads anywhere.
+        temporary.unlink(missing_ok=True)
+        handle = open_for_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(handle, "wb") as file:
             file.write(data)
             if sync:
                 file.flush()
@@ -80,7 +83,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        error.filename = str(path)  # not the temporary name
+        raise
     try:
         yield temporary
         for file in filter(Path.is_file, temporary.rglob("*")):

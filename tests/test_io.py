@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,22 @@ from m1clip.io import (
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_temporary_file_that_is_a_link_is_not_written_through(
+    tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    names_before = (f"a.txt.{os.getpid()}", f"a.txt.{os.getpid()}-{threading.get_ident()}")
+    for name in names_before:
+        link(precious, folder / f"{name}{io.PARTIAL}")
+    write_text(folder / "a.txt", "new")
+    assert (folder / "a.txt").read_text() == "new"
+    assert precious.read_text() == "precious"
 
 
 def test_write_text_replaces_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:

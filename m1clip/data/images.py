@@ -216,14 +216,16 @@ def _reduce(image: JpegImageFile, min_side: int | None) -> None:
 
 
 @contextmanager
-def open_header(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
+def open_header(
+    data: bytes | str | os.PathLike[str], where: str, inside: str | Path | None = None
+) -> Iterator[Image.Image]:
     """The image with only its header read, its size already checked.
 
-    BadImage if it cannot be opened.
+    BadImage if it cannot be opened, or is a link out of the folder `inside`.
     """
     if isinstance(data, bytes) and not data:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
-    with io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where) as stream:
+    with io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where, inside) as stream:
         yield _open_header(stream, where)
 
 
@@ -323,7 +325,9 @@ class _LimitedFile(io.BufferedReader):
         raise BadImage(self.where, f"{self.size >> 20} MiB is too large for {kind}", "too-large")
 
 
-def _open_file(path: str | os.PathLike[str], where: str, inside: str | None = None) -> BinaryIO:
+def _open_file(
+    path: str | os.PathLike[str], where: str, inside: str | Path | None = None
+) -> BinaryIO:
     try:
         stream = open_regular(os.fspath(path), inside)
     except FileNotFoundError as error:

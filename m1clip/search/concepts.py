@@ -22,8 +22,9 @@ from m1clip.search.index import (
     CONCEPTS,
     READ_SECONDS,
     IndexBusy,
-    check_single_name,
+    check_database,
     is_busy,
+    is_full,
     statements,
     stored_statements,
 )
@@ -69,8 +70,8 @@ class Concepts:
 
     @contextmanager
     def _open(self, write: bool = False) -> Iterator[sqlite3.Connection]:
-        if write and self.path.exists():
-            check_single_name(self.path)
+        if write:
+            check_database(self.path)
         try:
             with closing(sqlite3.connect(self.path, timeout=READ_SECONDS)) as db, db:
                 db.execute("PRAGMA trusted_schema = OFF")
@@ -86,6 +87,10 @@ class Concepts:
             if is_busy(error):
                 raise IndexBusy(
                     f"{self.path}: another program has locked it; try again later"
+                ) from None
+            if is_full(error):
+                raise UserError(
+                    f"{self.path}: the disk is full; free some space, then try again"
                 ) from None
             reason = one_line(str(error))
             raise UserError(

@@ -71,6 +71,8 @@ MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")
 TEMPORARY = ("missing", "no-decoder", "unreadable")
 WRITE_SECONDS = 30.0  # to wait for another process that uses the database
 READ_SECONDS = 5.0
+JOURNAL_ENDING = "-journal"  # of the file with which SQLite undoes a transaction
+DATABASE_ENDINGS = ("", JOURNAL_ENDING, "-wal", "-shm")  # of the files that SQLite writes
 # The end of a journal that names another file, which SQLite deletes.
 SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 ABOUT = "CREATE TABLE about (name TEXT PRIMARY KEY, value)"
@@ -200,8 +202,8 @@ def check_index_folder(index_folder: Path, write: bool = False) -> None:
                 raise UserError(f"{entry.path}: is a pipe or device; delete it")
             if write and entry.is_file():
                 check_single_name(Path(entry.path))
-    for name in (DATABASE, CONCEPTS):
-        _check_journal(index_folder / f"{name}-journal")
+            if entry.name.endswith(JOURNAL_ENDING):
+                _check_journal(Path(entry.path))
 
 
 def check_single_name(path: Path) -> None:
@@ -211,6 +213,17 @@ def check_single_name(path: Path) -> None:
             f"{path}: is a hard link, so that another file would change with it; replace it by a"
             " copy"
         )
+
+
+def check_database(path: Path) -> None:
+    """Raise UserError if SQLite could change a file elsewhere by writing to a database."""
+    for ending in DATABASE_ENDINGS:
+        file = path.with_name(f"{path.name}{ending}")
+        if file.is_symlink():
+            raise UserError(f"{file}: is a symbolic link; delete it")
+        if file.exists():
+            check_single_name(file)
+    _check_journal(path.with_name(f"{path.name}{JOURNAL_ENDING}"))
 
 
 def _check_journal(path: Path) -> None:

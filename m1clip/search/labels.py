@@ -41,7 +41,7 @@ from m1clip.search.index import (
     INDEX_FOLDER,
     READ_SECONDS,
     IndexBusy,
-    check_single_name,
+    check_database,
     is_busy,
     is_full,
     statements,
@@ -191,7 +191,7 @@ class Labels:
         names = [path for path in contents if can_be_named(path) and not table.of(self._name(path))]
         captioned = [
             (path, captions)
-            for path, captions in find_captions(self.root, names)
+            for path, captions in find_captions(self.root, names, follow_links=False)
             if isinstance(captions, PhotoCaptions)
         ]
         if not captioned:
@@ -265,10 +265,7 @@ class Labels:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         path = self._database
-        if path.is_symlink():
-            raise UserError(f"{path}: is a symbolic link; delete it")
-        if path.exists():
-            check_single_name(path)
+        check_database(path)
         try:
             with closing(sqlite3.connect(path, timeout=READ_SECONDS)) as db, db:
                 db.execute("PRAGMA trusted_schema = OFF")

@@ -21,6 +21,8 @@ from m1clip.errors import UserError
 from m1clip.io import open_beneath, sync_folder, unlink_beneath
 
 BYTES = 2  # of a float16
+EXPONENT = np.uint16(0x7C00)  # of a float16: all its bits are set in infinities and NaN
+CHECKED_ROWS = 4096  # looked at together, so that it takes little memory
 MAX_DIM = 2**14  # values of one vector; more than any model has
 FILE = re.compile(r"vectors-([0-9]{1,18})-([0-9]{1,18})\.f16")
 
@@ -92,7 +94,7 @@ class Vectors:
         return status.st_size // (self.dim * BYTES)
 
     def read(self, file: FileIO, rows: int) -> np.ndarray:
-        """(rows, dim) the first rows of the open file; UserError if it is truncated.
+        """(rows, dim) the first rows of the open file; UserError if it is truncated or damaged.
 
         Earlier results stay valid.
         """
@@ -122,4 +124,8 @@ class Vectors:
             if not count:
                 raise UserError(f"{self.path}: truncated while it was read; {self._hint}")
             unread = unread[count:]
+        for start in range(self._rows, rows, CHECKED_ROWS):
+            bits = self._buffer[start : min(start + CHECKED_ROWS, rows)].view(np.uint16)
+            if ((bits & EXPONENT) == EXPONENT).any():
+                raise UserError(f"{self.path}: damaged (not finite); delete it and {self._hint}")
         self._rows = rows

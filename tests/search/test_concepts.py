@@ -5,7 +5,9 @@ Duplicates in groups with the best first.
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from small_run import exit_code
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
+from m1clip.search import concepts
 from m1clip.search.concepts import TEXT_ONLY, Choice, fit_concept, split_text
 from m1clip.search.index import update_index
 
@@ -25,6 +28,24 @@ def index(tmp_path: Path) -> m1clip.Index:
     photos = make_photos(tmp_path / "photos", 30)
     update_index(photos, save_model(tmp_path / "model"))
     return m1clip.Index(photos)
+
+
+def test_full_disk_is_not_reported_as_damage(
+    index: m1clip.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.teach("Rex", [1])
+    connect = sqlite3.connect
+
+    def connect_full(*args: Any, **options: Any) -> sqlite3.Connection:
+        db = connect(*args, **options)
+        db.execute("PRAGMA max_page_count = 1")
+        return db
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concepts.sqlite3, "connect", connect_full)
+        with pytest.raises(UserError, match=r"concepts\.sqlite: the disk is full; free some space"):
+            index.teach("a long name" * 500, range(1, 20))
+    assert list(index.concepts.names()) == ["Rex"]
 
 
 @pytest.mark.parametrize("count", [3, 10])

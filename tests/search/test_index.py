@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from m1clip.errors import UserError
 from m1clip.model.pretrained import packages
 from m1clip.search import index as module
 from m1clip.search.index import DATABASE, INDEX_FOLDER, find_index, update_index
+from m1clip.search.labels import LABELS_DATABASE, Change, Label, Labels
 from m1clip.web.photos import Photos
 
 
@@ -799,17 +801,21 @@ def test_vectors_of_another_length_than_those_of_the_model_are_reported(gift: Pa
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.filterwarnings("error")
-def test_vectors_that_are_not_finite_are_reported_by_every_search(gift: Path, value: float) -> None:
+def test_vectors_that_are_not_finite_are_reported_and_never_used(gift: Path, value: float) -> None:
     index = m1clip.Index(gift)
     index.teach("Rex", [1, 2])
     file = gift / INDEX_FOLDER / "vectors-1-0.f16"
     values = np.fromfile(file, np.float16)
     values[17] = value
     values.tofile(file)
-    index = m1clip.Index(gift)
-    for query in ({"text": "dog"}, {"text": ["dog", "beach"]}, {"text": "Rex"}):
-        with pytest.raises(UserError, match=r"vectors-1-0\.f16: damaged"):
-            index.search(**query)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"vectors-1-0\.f16: damaged"):
+        m1clip.Index(gift)
+    photos = Photos(gift)
+    for path in ("/api/search", "/api/label/queue", "/api/label/similar", "/api/duplicates"):
+        answer = photos.get(path, {"text": "dog", "page": "a", "id": "1"})
+        assert answer is not None
+        assert answer[0] == 400
+        assert b"damaged (not finite)" in answer[2]
 
 
 EXAMPLE = {
@@ -944,10 +950,13 @@ def test_hard_links_in_an_index_are_not_written_to(gift: Path, name: str) -> Non
     assert precious.read_bytes() == before
 
 
-@pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite"])
+@pytest.mark.parametrize("database", [DATABASE, "concepts.sqlite", LABELS_DATABASE])
 def test_journal_that_names_another_file_is_rejected(gift: Path, database: str) -> None:
     """SQLite takes the name for that of a journal of several databases, and deletes it."""
     m1clip.Index(gift).teach("Rex", [1])
+    labels = Labels(gift, gift / INDEX_FOLDER)
+    skip = Change("a/0000.jpg", bytes(32), Label(()).version, (), skipped=True)
+    labels.change([skip])
     before = outside_files(gift)
     victim, magic = os.fsencode(gift.parent / "outside/precious"), bytes.fromhex("d9d505f920a163d7")
     pages = (gift / INDEX_FOLDER / database).stat().st_size // 4096
@@ -959,6 +968,9 @@ def test_journal_that_names_another_file_is_rejected(gift: Path, database: str) 
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="was not written by m1clip"):
             call(gift)
+    if database == LABELS_DATABASE:  # a journal that came after the index was opened
+        with pytest.raises(UserError, match="was not written by m1clip"):
+            labels.change([replace(skip, sha256=bytes(range(32)))])
     assert outside_files(gift) == before
 
 

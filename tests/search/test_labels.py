@@ -1,9 +1,11 @@
 """Labels of an index: saved in captions.csv, once, whatever else happens to the photos, the disk or the process."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +15,7 @@ from PIL import Image
 
 from m1clip.data.caption_table import read_captions
 from m1clip.data.sources import open_sources
+from m1clip.data.sources.metadata import PhotoCaptions, find_captions
 from m1clip.errors import UserError
 from m1clip.io import open_for_write
 from m1clip.search.index import INDEX_FOLDER
@@ -196,6 +199,48 @@ def test_database_that_is_a_link_is_not_written(labels: Labels, tmp_path: Path) 
     with pytest.raises(UserError, match="symbolic link"):
         labels.change([change("a.jpg", skipped=True)])
     assert target.read_bytes() == b""
+
+
+@pytest.mark.parametrize("ending", ["", "-wal", "-journal"])
+def test_database_with_another_name_is_not_written(
+    labels: Labels, tmp_path: Path, ending: str
+) -> None:
+    labels.change([change("a.jpg", skipped=True)])
+    database = labels.root / INDEX_FOLDER / LABELS_DATABASE
+    if ending == "-wal":
+        with closing(sqlite3.connect(database)) as db:
+            db.execute("PRAGMA journal_mode = WAL")
+    precious = tmp_path / "precious"
+    precious.write_bytes(database.read_bytes() if not ending else b"precious")
+    before = precious.read_bytes()
+    linked = database.with_name(database.name + ending)
+    linked.unlink(missing_ok=True)
+    linked.hardlink_to(precious)
+    with pytest.raises(UserError, match="is a hard link"):
+        labels.change([change("b.jpg", skipped=True)])
+    assert precious.read_bytes() == before
+
+
+@pytest.mark.parametrize("link", ["photo.jpg.xmp", "photo.jpg.json", "photo.jpg"])
+def test_captions_are_not_copied_through_a_link_out_of_the_folder(
+    labels: Labels, tmp_path_factory: pytest.TempPathFactory, link: str
+) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    photo = labels.root / "photo.jpg"
+    Image.new("RGB", (8, 8)).save(photo)
+    save_captioned(outside / "photo.jpg", "a secret of another folder")
+    (outside / "photo.jpg.json").write_text('{"description": "a secret of another folder"}')
+    (outside / "photo.jpg.xmp").write_text(
+        '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"'
+        ' xmlns:dc="http://purl.org/dc/elements/1.1/"><rdf:Description>'
+        "<dc:description>a secret of another folder</dc:description></rdf:Description></rdf:RDF>"
+    )
+    (found,) = find_captions(outside, ["photo.jpg"])
+    assert isinstance(found[1], PhotoCaptions)
+    (labels.root / link).unlink(missing_ok=True)
+    (labels.root / link).symlink_to(outside / link)
+    assert labels.import_metadata({"photo.jpg": bytes(32)}) == 0
+    assert not labels.path.exists()
 
 
 def save_captioned(path: Path, text: str) -> bytes:

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from m1clip.data.captioning.answers import ANSWER_FAULTS, AnswerFault
+from m1clip.data.captioning.answers import ANSWER_FAULTS, MAX_CHARACTERS, AnswerFault
 from m1clip.errors import UserError
 from m1clip.io import open_for_write, open_regular, write_text
 
 JOURNAL = ".m1clip-captions.journal"  # not .jsonl, which would be read as a table
 MAX_ENTRY_BYTES = 2**16  # bytes; longer lines are not ours
 ANSWER_KEPT = 500  # characters of an answer that was not used
+MAX_PART_BYTES = 255  # of the name of a file or folder
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,24 @@ def _parse(line: bytes) -> Entry | None:
         entry = Entry(**values)
     except (ValueError, TypeError, RecursionError):
         return None
-    texts = (entry.photo, entry.model, entry.prompt, entry.caption, entry.answer)
-    is_valid = all(isinstance(text, str) for text in texts)
-    return entry if is_valid and entry.fault in (None, *ANSWER_FAULTS) else None
+    return entry if _is_ours(entry) else None
+
+
+def _is_ours(entry: Entry) -> bool:
+    """Whether a run can have written an entry: the folder may be that of a stranger."""
+    shown = (entry.photo, entry.model, entry.prompt, entry.caption)
+    is_printable = all(isinstance(text, str) and text.isprintable() for text in shown)
+    return (
+        is_printable
+        and isinstance(entry.answer, str)
+        and entry.fault in (None, *ANSWER_FAULTS)
+        and len(entry.caption) <= MAX_CHARACTERS
+        and _is_inside(entry.photo)
+    )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether the name of a photo is a path in the folder of photos."""
+    parts = name.split("/")
+    has_valid_parts = all(0 < len(os.fsencode(part)) <= MAX_PART_BYTES for part in parts)
+    return has_valid_parts and not {os.curdir, os.pardir}.intersection(parts)

@@ -298,7 +298,7 @@ class _Run:
         names = [name for name in self._photos() if not table.of(name)]
         captioned = [
             (name, captions)
-            for name, captions in find_captions(self.root, names)
+            for name, captions in find_captions(self.root, names, follow_links=False)
             if isinstance(captions, PhotoCaptions)
         ]
         if not captioned:
@@ -313,7 +313,7 @@ class _Run:
 
     def without_metadata(self, photos: Sequence[str]) -> list[str]:
         """Leave out the photos that contain a caption."""
-        captioned = find_captions(self.root, photos)
+        captioned = find_captions(self.root, photos, follow_links=False)
         return [name for name, captions in captioned if not isinstance(captions, PhotoCaptions)]
 
     def photos_to_ask(self) -> list[str]:

@@ -134,7 +134,10 @@ class VisionServer:
         self._is_closed = False
 
     def models(self) -> list[str]:
-        """Return the names of the server's models."""
+        """Return the names of the server's models.
+
+        Names that a table or a terminal cannot show are left out.
+        """
         try:
             answer = self._request("GET", "/models", None, MODELS_SECONDS)
         except NoServer as error:
@@ -150,7 +153,7 @@ class VisionServer:
                 f"{self._name}: not a server with OpenAI's interface; does its URL end in /v1?"
             )
         names = [entry.get("id") for entry in entries if isinstance(entry, dict)]
-        return [name for name in names if isinstance(name, str) and name]
+        return [name for name in names if isinstance(name, str) and name and name.isprintable()]
 
     def choose_model(self, requested: str | None) -> str:
         """Return the requested model, or the only one; UserError that lists the names otherwise."""
@@ -219,6 +222,8 @@ class VisionServer:
                 raise _network_error(error, seconds) from error
         if time.monotonic() - began >= seconds:  # its connection was closed, whatever had come
             raise ServerError(f"no complete answer within {seconds:g} s", True)
+        if response.length:  # bytes that were announced and did not come
+            raise ServerError("the answer ended early", True)
         if len(content) > MAX_RESPONSE_BYTES:
             raise ServerError(f"the answer is larger than {MAX_RESPONSE_BYTES:,} bytes", False)
         self._check_status(response, content)

@@ -85,11 +85,17 @@ class PhotoFolder:
     root: Path
     inside: str  # the folder, relative to root: "" or a path that ends with /
     files: dict[str, str]
+    follow_links: bool = True  # out of root
 
     @classmethod
-    def read(cls, root: Path, inside: str) -> "PhotoFolder":
+    def read(cls, root: Path, inside: str, follow_links: bool = True) -> "PhotoFolder":
         names = sorted(os.listdir(os.path.join(root, inside)))
-        return cls(root, inside, {name.lower(): name for name in reversed(names)})
+        return cls(root, inside, {name.lower(): name for name in reversed(names)}, follow_links)
+
+    @property
+    def boundary(self) -> Path | None:
+        """The folder that no link may lead out of; None if links are followed."""
+        return None if self.follow_links else self.root
 
     def find(self, names: Iterable[str]) -> str | None:
         """Return the relative name of the first file that exists."""
@@ -166,10 +172,10 @@ class PhotoFolder:
         kind: CaptionKind | None = None
         in_image: list[Found] = []
         try:
-            with open_header(path, name) as image:
+            with open_header(path, name, self.boundary) as image:
                 if image.format == "PNG":
                     # Pillow would find them only after it has decoded the pixels.
-                    read_late_chunks(path, image)
+                    read_late_chunks(path, image, self.boundary)
                 for kind, read in _EMBEDDED:
                     in_image.append(Found(read(image), name, kind))
         except BadImage as error:
@@ -201,20 +207,24 @@ class PhotoFolder:
 
     def _read(self, name: str) -> bytes:
         try:
-            return read_small(self.root / name, MAX_TEXT_BYTES)
+            return read_small(self.root / name, MAX_TEXT_BYTES, self.boundary)
         except OSError as error:
             raise BrokenMetadata(name, f"cannot be read ({error.strerror or error})") from error
 
 
 def find_captions(
-    root: Path, names: Iterable[str]
+    root: Path, names: Iterable[str], follow_links: bool = True
 ) -> Iterator[tuple[str, PhotoCaptions | BrokenMetadata | None]]:
-    """Yield the captions of each photo, or why they are unreadable; None where there are none."""
+    """Yield the captions of each photo, or why they are unreadable; None where there are none.
+
+    Without `follow_links`, nothing outside of `root` is read: where captions are copied into a
+    table, a link in the folder of a stranger would copy the text of another file.
+    """
     folder: PhotoFolder | None = None
     for name in names:
         inside, slash, photo = name.rpartition("/")
         if folder is None or folder.inside != inside + slash:
-            folder = PhotoFolder.read(root, inside + slash)
+            folder = PhotoFolder.read(root, inside + slash, follow_links)
         try:
             yield name, folder.find_captions(photo)
         except BrokenMetadata as error:

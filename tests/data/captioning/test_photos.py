@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -364,6 +365,36 @@ def test_journal_of_another_kind_is_ignored(make_photos: MakePhotos) -> None:
     (folder / JOURNAL).write_bytes(b"\n".join(lines))
     with serve(describe) as server:
         assert caption_photos(folder, server.url).generated == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"caption": "a \x1b[31mred wall"},
+        {"caption": "half a \ud83d character"},
+        {"caption": "two\nlines of it"},
+        {"caption": "a wall " * 100},
+        {"model": "evil\x1b[2J"},
+        {"photo": "../outside.jpg"},
+        {"photo": "{folder}/../outside.jpg"},
+        {"photo": "a" * 9000},
+    ],
+)
+def test_answers_that_no_run_has_written_are_ignored(
+    make_photos: MakePhotos, values: dict[str, str]
+) -> None:
+    """The folder may be that of a stranger, with a journal in it."""
+    folder = make_photos(1) / "photos"
+    folder.mkdir()
+    (folder.parent / "00.jpg").rename(folder / "00.jpg")
+    shutil.copy(folder / "00.jpg", folder.parent / "outside.jpg")
+    entry = {"photo": "00.jpg", "model": "x", "prompt": "x", "caption": "a red wall", **values}
+    entry["photo"] = entry["photo"].format(folder=folder)
+    (folder / JOURNAL).write_text(json.dumps(entry) + "\n")
+    with serve(describe) as server:
+        report = caption_photos(folder, server.url)
+    assert (report.generated, report.captioned_before) == (1, 0)
+    assert rows(folder) == {"00.jpg": ("A red wall with the number 0 on it.", "model:vision")}
 
 
 def test_full_disk_loses_no_answer_that_was_saved(

@@ -150,6 +150,21 @@ def test_other_servers_are_recognized(answer: Response) -> None:
         assert server.url in str(caught.value)
 
 
+def test_names_of_models_that_cannot_be_shown_are_left_out() -> None:
+    with serve(lambda *_: completion("")) as server:
+        server.models = ["\x1b[31mred", "half \ud83d", "two\nlines", "\u202egpj", "vision"]
+        assert VisionServer(server.url).models() == ["vision"]
+
+
+def test_answer_that_ends_early_is_reported_as_such() -> None:
+    with (
+        serve(lambda *_: Response(b'{"choices": [', length=100)) as server,
+        pytest.raises(ServerError, match="ended early") as caught,
+    ):
+        ask(server.url)
+    assert caught.value.is_temporary
+
+
 def test_messages_of_a_server_stay_on_one_line() -> None:
     error = json.dumps({"error": {"message": "bad\n\x1b[2Jwords " * 500}}).encode()
     with serve(lambda *_: Response(error, 400)) as server, pytest.raises(ServerError) as caught:

@@ -14,9 +14,9 @@ _XMP_KEYWORD = b"XML:com.adobe.xmp\0"
 MAX_PNG_CHUNKS = 200_000  # pixels are in chunks of 8 KiB and more
 
 
-def read_late_chunks(path: Path, image: Image.Image) -> None:
+def read_late_chunks(path: Path, image: Image.Image, inside: Path | None = None) -> None:
     """Add XMP and EXIF to the `info` of a PNG that Pillow has not decoded; pixels are skipped."""
-    with open_regular(path) as file:
+    with open_regular(path, inside) as file:
         file.seek(_SIGNATURE_BYTES)
         for _ in range(MAX_PNG_CHUNKS):
             header = file.read(8)
