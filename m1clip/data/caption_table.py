@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from m1clip.data.sources import tables
 from m1clip.data.sources.base import DEFAULT_OPTIONS, user_error
 from m1clip.data.sources.columns import IMAGE_FOLDERS, choose_columns
-from m1clip.data.sources.plain_text import check_is_text, text_lines
+from m1clip.data.sources.plain_text import check_is_text, csv_rows, text_lines
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
 
@@ -100,7 +100,7 @@ def read_captions(path: Path) -> CaptionFile:
     if not is_caption_table:
         tables.explain_columns(path, DEFAULT_OPTIONS)
     try:
-        header, *rows = csv.reader(text_lines(path), delimiter=delimiter)
+        header, *rows = csv_rows(text_lines(path), delimiter)
     except csv.Error as error:
         raise user_error(f"{path}: {error}; check for an unclosed quote") from None
     # A byte that is no text would be lost when the table is written.

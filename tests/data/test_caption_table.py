@@ -83,6 +83,7 @@ def test_image_in_a_folder_beside_the_table_is_the_same_image(tmp_path: Path) ->
         (b"a,b\n1,2\n", "no image and no caption column"),
         (b"\x89PNG\r\n\x1a\n", "a PNG image"),
         (b"image,caption\na.jpg,caf\x81\xe9\n", "contains bytes that are not text"),
+        (b'image,caption\na.jpg,"a dog\nb.jpg,a cat\n', "a quote is not closed"),
     ],
 )
 def test_what_is_not_a_table_is_an_error_and_stays(

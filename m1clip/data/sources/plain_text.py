@@ -1,8 +1,10 @@
 """Text of unknown encoding, and what files that are no text are."""
 
 import codecs
+import csv
 import io
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,6 +97,22 @@ def text_lines(path: Path, source: DataSource | None = None) -> Iterator[str]:
                     f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?"
                 )
             yield line
+
+
+def csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file; csv.Error for one with a quote that is never closed.
+
+    It would hide all rows below it, in one cell.
+    """
+    # A line behind the last one is a row of its own, unless a quote is open.
+    end = ["end of the file"]
+    row: list[str] | None = None
+    for following in csv.reader(itertools.chain(lines, end), delimiter=delimiter):
+        if row is not None:
+            yield row
+        row = following
+    if row != end:
+        raise csv.Error("a quote is not closed")
 
 
 def decode_text(data: bytes) -> tuple[str, str]:

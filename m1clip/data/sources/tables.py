@@ -32,7 +32,7 @@ from m1clip.data.sources.columns import (
     column_key,
     rows_of,
 )
-from m1clip.data.sources.plain_text import check_is_text, text_lines
+from m1clip.data.sources.plain_text import check_is_text, csv_rows, text_lines
 from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.formatting import one_line
@@ -221,9 +221,8 @@ def _read_csv(path: Path, source: DataSource) -> Opened:
         number = 0
         try:
             # Rows are numbered as a spreadsheet does: the column names are row 1.
-            for number, cells in enumerate(
-                csv.reader(text_lines(path, source), delimiter=delimiter), start=1
-            ):
+            lines = text_lines(path, source)
+            for number, cells in enumerate(csv_rows(lines, delimiter), start=1):
                 if len(cells) > len(header) and number > 1:
                     counts = f"{len(cells)} cells under {len(header)} columns"
                     yield number, f"{counts}: put quotes around captions with {delimiter!r}", None

@@ -93,6 +93,7 @@ def test_giant_caption_is_a_problem_in_every_format(images: Write) -> None:
         ("image,foo\na.jpg,b\n", "no caption column"),
         ("image,caption\n", "no images with captions"),
         ('image,caption\na.jpg,"' + "open\n" * 40_000, "unclosed quote"),
+        ('image,caption\na.jpg,x\nb.jpg,"y\nc.jpg,z\n', "row 3: a quote is not closed"),
     ],
 )
 def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
