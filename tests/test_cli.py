@@ -215,6 +215,11 @@ MISTAKES = [
     (("trian",), "train"),
     (("eval", "nowhere"), "nowhere"),
     (("data", "make"), "FOLDER"),
+    (("data", "make", "x", "--seed", "1.5"), "--seed 1.5: expected an integer"),
+    (("serve", ".", "--port", "1.5"), "--port 1.5: expected an integer"),
+    (("serve", ".", "--port", "-1"), "Must be >= 0"),
+    (("monitor", "--port", "65536"), "Must be <= 65535"),
+    (("train", "--plan", "3"), "Unknown option: --plan.\n"),
 ]
 
 

@@ -55,4 +55,6 @@ def _integer(hint: Any, tokens: Sequence[Any]) -> int:
 
 
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+Integer = Annotated[int, Parameter(converter=_integer)]
 Count = Annotated[int, Parameter(validator=Number(gte=1), converter=_integer)]
+Port = Annotated[int, Parameter(validator=Number(gte=0, lte=2**16 - 1), converter=_integer)]

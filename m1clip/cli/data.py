@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from m1clip import console
-from m1clip.cli.app import DATA, Count, Flag, app
+from m1clip.cli.app import DATA, Count, Flag, Integer, app
 from m1clip.errors import UserError
 from m1clip.formatting import one_line, plural, printable, table
 
@@ -56,7 +56,7 @@ def data_formats() -> None:
 
 @data.command(name="make", usage="Usage: m1clip data make FOLDER [OPTIONS]")
 def data_make(
-    folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0
+    folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: Integer = 0
 ) -> None:
     """Write a synthetic dataset that any tool can read: images/ and captions.csv.
 
@@ -222,7 +222,7 @@ def data_howmany(
     ] = (100, 200, 500),
     captions: Literal["all", "person"] = "person",
     json: Flag = False,
-    seed: int = 0,
+    seed: Integer = 0,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
     """Predict how much more captions would help: "200 more captions: +3.1 points [+1.2, +5.0]".

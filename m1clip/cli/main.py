@@ -109,7 +109,9 @@ def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
     """An unknown option, and the one that was meant, as far as a name can tell."""
     typed = (error.token.keyword or error.token.value).partition("=")[0]
     name = typed.lstrip("-")
-    names = [option_name for option in error.argument_collection for option_name in option.names]
+    # Some settings can be in config.toml only.
+    options = [option for option in error.argument_collection if option.parse]
+    names = [option_name for option in options for option_name in option.names]
     known_names = [
         option_name.removeprefix("--") for option_name in names if option_name.startswith("--")
     ]

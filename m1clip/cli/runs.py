@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import RUNS, Flag, app
+from m1clip.cli.app import RUNS, Flag, Port, app
 from m1clip.errors import UserError
 from m1clip.formatting import one_line, printable, size
 
@@ -18,7 +18,7 @@ RUNS_FOLDER = Path("runs")
 def monitor(
     *runs: Path,
     web: Flag = False,
-    port: int = 8765,
+    port: Port = 8765,
     browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
     once: Flag = False,
 ) -> None:

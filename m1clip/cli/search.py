@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from m1clip import console
-from m1clip.cli.app import PHOTOS, Count, Flag, app
+from m1clip.cli.app import PHOTOS, Count, Flag, Port, app
 from m1clip.errors import UserError
 from m1clip.formatting import duration, one_line, plural, size
 
@@ -383,7 +383,7 @@ def serve(
     *,
     runs: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
     model: Path | None = None,
-    port: int = 8765,
+    port: Port = 8765,
     browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
 ) -> None:
     """Serve a page on this machine only: search your photos, label them, train, and monitor runs.

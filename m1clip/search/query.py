@@ -568,6 +568,8 @@ class Index:
 
         Returns its rows.
         """
+        if not path.name or path.is_dir():
+            raise UserError(f"{path}: is a folder; give the name of a file")
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
         with self._reading() as db:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"

@@ -429,10 +429,9 @@ def serve(
         )
     try:
         server = Server(store, port, photos)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise UserError(
-            f"--port {port}: {reason}; is it served already? --port 0 picks a free port"
+            f"--port {port}: {error.strerror}; is it served already? --port 0 picks a free port"
         ) from None
     command, note = (
         ("monitor", "the page, the run continues") if photos is None else ("serve", "it")

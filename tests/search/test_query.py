@@ -222,6 +222,9 @@ def test_search_without_results_says_why(
 def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     index = Index(photos)
+    for folder in (tmp_path, Path("/")):
+        with pytest.raises(UserError, match="is a folder; give the name of a file"):
+            index.export(folder)
     assert index.export(tmp_path / "vectors.parquet") == 13
     table = parquet.read_table(tmp_path / "vectors.parquet").to_pylist()
     best = max(
