@@ -60,12 +60,15 @@ class FeatureCache:
     ) -> tuple[LazyImages, ArrayView, list[Sample], tuple[Failure, ...]]:
         """(images, their features, the samples that can be read, the failures)."""
         inputs = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        cache = self._cache("image", self.image, inputs)
         refs = [sample.image for sample in samples]
+        towers = self.towers
+        gpu = towers.gpu_decoder(refs)
+        cache = self._cache("image", self.image, f"{inputs}|nvjpeg" if gpu else inputs)
 
         def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+            chosen = [refs[item] for item in missing]
             with console.progress(f"computing features of {split} images"):
-                for items, vectors in self.towers.files([refs[item] for item in missing], failed):
+                for items, vectors in towers.files(chosen, failed, gpu):
                     writer.write(items, vectors.numpy())
                     yield items
 
