@@ -20,7 +20,7 @@ from torch import Tensor
 from m1clip.data.augment import render
 from m1clip.data.decoding import DecodeMethod, decode_images, processes_for
 from m1clip.data.images import Preprocess
-from m1clip.data.nvjpeg import DecodeBatch, gpu_decoder, mostly_for_gpu
+from m1clip.data.nvjpeg import DecodeBatch
 from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
 from m1clip.hardware.machine_info import decode_threads
@@ -37,8 +37,6 @@ CUDA_IMAGES = 512
 GPU_IMAGES = 256
 GPU_TOKENS = 32768
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
-# nvJPEG differs from libjpeg-turbo: the features of a few new photos should not depend on it.
-FEWEST_FOR_GPU = 512  # images
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -156,11 +154,6 @@ class TowerRunner:
             for at in range(0, len(items), size)
         )
         return parallel(lambda batch: (batch[0], self.pixels(batch[1])), batches, self.workers)
-
-    def gpu_decoder(self, refs: Sequence[ImageRef]) -> DecodeBatch | None:
-        """What decodes these images, if the device of the image tower can: for `files`."""
-        on_gpu = self.device.type == "cuda" and len(refs) >= FEWEST_FOR_GPU
-        return gpu_decoder() if on_gpu and mostly_for_gpu(refs) else None
 
     def tokens(
         self, tokens: np.ndarray, lengths: np.ndarray
