@@ -14,7 +14,7 @@ from m1clip.training.inputs import seeded_build
 from m1clip.training.oom import is_out_of_memory
 from m1clip.training.transfer import ModelInit
 
-WARMUP_IMAGES = 256  # for a small batch, the libraries choose other kernels than for a large one
+LOADING_IMAGES = 256  # for a small batch, the libraries choose other kernels than for a large one
 
 
 class ModelAhead:
@@ -65,9 +65,9 @@ class ModelAhead:
         device = self.device.torch
         side, end = shape.image_size, shape.text_tower.eot_id
         try:
-            images = torch.zeros((WARMUP_IMAGES, 3, side, side), device=device)
+            images = torch.zeros((LOADING_IMAGES, 3, side, side), device=device)
             length = shape.context_length
-            tokens = torch.full((WARMUP_IMAGES, length), 1 if end is None else end, device=device)
+            tokens = torch.full((LOADING_IMAGES, length), 1 if end is None else end, device=device)
             with autocast(self.device, self.precision)():
                 vectors = torch.cat([model.encode_image(images), model.encode_text(tokens)])
             vectors.sum().backward()

@@ -19,7 +19,7 @@ SHAPE = with_fields(
 
 def test_model_built_ahead_is_the_initial_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights do not depend on the step that loads the kernels; fitted filters are set."""
-    monkeypatch.setattr(ahead, "WARMUP_IMAGES", 2)
+    monkeypatch.setattr(ahead, "LOADING_IMAGES", 2)
     device = Device("cpu", read_machine_info())
     early = ahead.ModelAhead(ModelInit(SHAPE), 7, device, "fp32")
     draw = torch.Generator().manual_seed(0)
