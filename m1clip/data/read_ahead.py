@@ -237,13 +237,13 @@ class GpuReadAhead:
         for chunk in request.chunks:
             while chunk.decoded is None:
                 self._receive()
-            reports, made = chunk.decoded.result()
-            parts.append(made)
-            for place, report in enumerate(reports, sum(map(len, parts[:-1]))):
+            reports, part = chunk.decoded.result()
+            parts.append(part)
+            for position, report in enumerate(reports, sum(map(len, parts[:-1]))):
                 if report is not None:
-                    index = int(indices[place])
+                    index = int(indices[position])
                     reason = report_reason(report)
-                    failed[place] = Failure(index, str(self.images.refs[index]), reason)
+                    failed[position] = Failure(index, str(self.images.refs[index]), reason)
         return _joined(parts), failed
 
     def _receive(self) -> None:
@@ -258,9 +258,9 @@ class GpuReadAhead:
     def _decode(self, chunk: _Chunk) -> tuple[Reports, Tensor]:
         refs = [self.images.refs[int(index)] for index in chunk.members]
         read = [
-            self._with_bytes(each, row)
-            for row, each in enumerate(chunk.read, chunk.first_row)
-            if each is not None
+            self._with_bytes(image, row)
+            for row, image in enumerate(chunk.read, chunk.first_row)
+            if image is not None
         ]
         with on_own_stream():
             reports, pixels = self.batches.on_gpu(refs, read)
