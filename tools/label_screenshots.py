@@ -25,6 +25,7 @@ PHOTOS, LABELS, PICTURE_LABELS = 160, 110, 46
 PORT = 8769
 SERVER = f"http://127.0.0.1:{PORT}"
 PATIENCE = 900.0  # seconds for each step
+ANIMATION_MS = 1000  # until bars and plots have their size
 
 
 def main() -> None:
@@ -69,23 +70,36 @@ def walk(captions: dict[str, str]) -> None:
         timed("first photos", lambda: until(page, "state.photos.length > 0 && !state.loading"))
         timed(f"{PICTURE_LABELS} labels", lambda: label(page, captions, PICTURE_LABELS))
         page.keyboard.type(captions[page.evaluate("current().path")])
+        page.keyboard.press("Home")
         page.screenshot(path=IMAGES / "label.png")
         page.fill("#caption", "")
         timed(f"{LABELS} labels", lambda: label(page, captions, LABELS))
         page.click("#train-start")
         timed("train", lambda: until(page, "run.status.state === 'finished'"))
         timed("compare", lambda: until(page, "run.status.result && !$('switch').hidden"))
-        page.locator("#train").screenshot(path=IMAGES / "label-train.png")
+        picture_of_training(page)
         page.click("#switch")
         timed("switch", lambda: until(page, "run.status.in_use && !run.status.work"))
-        phone = browser.new_page(
-            viewport={"width": 390, "height": 844}, has_touch=True, color_scheme="dark"
-        )
-        phone.goto(f"{SERVER}/label")
-        until(phone, "state.photos.length > 0 && !state.loading")
-        until(phone, "document.querySelector('#photo').complete")
-        phone.screenshot(path=IMAGES / "label-phone.png")
+        picture_of_phone(browser)
         browser.close()
+
+
+def picture_of_training(page: Any) -> None:
+    """The Train section alone: the window is so high that the header does not cover it."""
+    page.set_viewport_size({"width": 1200, "height": 2400})
+    page.wait_for_timeout(ANIMATION_MS)
+    page.locator("#train").screenshot(path=IMAGES / "label-train.png")
+
+
+def picture_of_phone(browser: Any) -> None:
+    phone = browser.new_page(
+        viewport={"width": 390, "height": 844}, has_touch=True, color_scheme="dark"
+    )
+    phone.goto(f"{SERVER}/label")
+    until(phone, "state.photos.length > 0 && !state.loading")
+    until(phone, "document.querySelector('#photo').complete")
+    phone.wait_for_timeout(ANIMATION_MS)
+    phone.screenshot(path=IMAGES / "label-phone.png")
 
 
 def open_page(page: Any) -> None:
