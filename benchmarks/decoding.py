@@ -1,7 +1,7 @@
 """Images per second of decoding 500 x 375 JPEG files to squares: threads, processes, simplejpeg, nvJPEG, and batches.
 
     python benchmarks/decoding.py --json docs/results/decoding.json
-    python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/scale.md
+    python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/lab-scale.md
 
 The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds
 alternate; files are in the page cache. `batches` are those of `m1clip train --cache off --workers
