@@ -20,7 +20,6 @@ from torch import Tensor
 from m1clip.data.augment import render
 from m1clip.data.decoding import DecodeMethod, decode_images, processes_for
 from m1clip.data.images import Preprocess
-from m1clip.data.nvjpeg import DecodeBatch
 from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
 from m1clip.hardware.machine_info import decode_threads
@@ -134,11 +133,11 @@ class TowerRunner:
         return np.stack(images, out=pinned.numpy())
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], gpu: DecodeBatch | None = None
+        self, refs: Sequence[ImageRef], failures: dict[int, str]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks.
 
-        Unreadable images are added to `failures`; `gpu` decodes JPEG.
+        Unreadable images are added to `failures`.
         """
         size = self.batch(len(refs))
         blocks = decode_images(
@@ -146,7 +145,7 @@ class TowerRunner:
             self.preprocess.image_size,
             self.preprocess.resize,
             failures,
-            DecodeMethod(decode_threads(), processes_for(refs), gpu=gpu),
+            DecodeMethod(decode_threads(), processes_for(refs)),
         )
         batches = (
             (items[at : at + size], block[at : at + size])

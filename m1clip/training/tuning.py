@@ -1,8 +1,7 @@
-"""How to adapt a trained model: heads only, LoRA, the last blocks or all, by images, time and
-memory.
+"""How to adapt a trained model: heads only, LoRA or all blocks, by images, time and memory.
 
-`choose_tuning` is a pure rule. Its numbers come from the study of docs/how-many-images.md, on small
-models.
+`choose_tuning` is a pure rule. Its numbers come from the study of docs/lab-finetune.md, on a small
+model.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from m1clip.formatting import plural
 from m1clip.hardware.device import Kind
 from m1clip.model.presets import CLIPConfig, TextTowerConfig, VisionTowerConfig, flops_per_pair
 
-ENOUGH_FOR_TOWERS = 1_000  # images; with fewer, trained towers gain less than heads or forget more
-ENOUGH_FOR_ALL = 4_000  # images; with fewer, the last blocks are enough
-LAST_BLOCKS_FRACTION = 4  # a fourth of the blocks of a tower
+ENOUGH_FOR_TOWERS = 1_000  # images; with fewer, trained towers gain no more than heads
+# Images, from which all of a convolutional tower is trained, not its last stages (not measured).
+ENOUGH_FOR_CONVOLUTIONS = 4_000
+LAST_STAGES_FRACTION = 4  # a fourth of the weights
 LORA_RANK = 8
 DEFAULT_MINUTES = 30.0  # that fine-tuning may take if the user gives no duration
 LEAST_EPOCHS = 3  # a shorter fine-tuning changes little
@@ -36,7 +36,6 @@ class ModelSize(NamedTuple):
     parameters: int
     flops_per_image: float  # of training on an image and its caption
     has_linear_layers: bool  # in both towers, for LoRA
-    blocks: tuple[int, int]  # of the image and of the text tower; 0: unknown
 
 
 class Tuning(NamedTuple):
@@ -53,8 +52,8 @@ def model_size(shape: CLIPConfig, parameters: int) -> ModelSize:
     image, text = shape.image_tower, shape.text_tower
     if isinstance(image, VisionTowerConfig) and isinstance(text, TextTowerConfig):
         flops = flops_per_pair(shape, min(TEXT_TOKENS, text.context_length))
-        return ModelSize(parameters, flops, True, (image.layers, text.layers))
-    return ModelSize(parameters, PRETRAINED_FLOPS, False, (0, 0))
+        return ModelSize(parameters, flops, True)
+    return ModelSize(parameters, PRETRAINED_FLOPS, False)
 
 
 def flops_per_second(device: Kind | str, cores: int) -> float:
@@ -88,24 +87,15 @@ def choose_tuning(
         return Tuning("frozen", heads, slow, {})
     base = PROCESS_BYTES + COPIES * WEIGHT_BYTES * size.parameters
     full = base + trained_bytes * size.parameters
-    last = tuple(max(1, count // LAST_BLOCKS_FRACTION) for count in size.blocks)
-    last_needs = base + trained_bytes * size.parameters / LAST_BLOCKS_FRACTION
+    last_needs = base + trained_bytes * size.parameters / LAST_STAGES_FRACTION
     shown = f"{memory / 1e9:.1f} GB"
-    if images >= ENOUGH_FOR_ALL and full <= memory:
-        enough = f"{plural(images, 'image')} and {shown} of memory are enough"
+    enough = f"{plural(images, 'image')} and {shown} of memory are enough"
+    if full <= memory and (size.has_linear_layers or images >= ENOUGH_FOR_CONVOLUTIONS):
         return Tuning("finetune", "all blocks of both towers", enough, {})
-    if all(size.blocks) and last_needs <= memory:
-        why = (
-            f"{plural(images, 'image')} are too few for all"
-            if images < ENOUGH_FOR_ALL
-            else f"all blocks need about {full / 1e9:.1f} GB, more than {shown}"
-        )
-        settings = {"unfreeze_image": last[0], "unfreeze_text": last[1]}
-        return Tuning("finetune", f"the last {last[0]} and {last[1]} blocks", why, settings)
     if size.has_linear_layers and base <= memory:
-        why = f"the last blocks need about {last_needs / 1e9:.1f} GB, more than {shown}"
+        why = f"all blocks need about {full / 1e9:.1f} GB, more than {shown}"
         return Tuning("finetune", f"LoRA of rank {LORA_RANK}", why, {"lora": LORA_RANK})
-    if not all(size.blocks) and last_needs <= memory:
-        why = f"{plural(images, 'image')} and {shown} of memory are enough"
-        return Tuning("finetune", "the text tower and the last stages of the image tower", why, {})
+    if not size.has_linear_layers and last_needs <= memory:
+        trained_part = "the text tower and the last stages of the image tower"
+        return Tuning("finetune", trained_part, enough, {})
     return Tuning("frozen", heads, f"training the towers needs more than {shown} of memory", {})

@@ -275,9 +275,7 @@ def machine(
         readable_images=lambda config: images - unreadable,
         steps_in_time=lambda config: Length(int(100 * (config.train.minutes or 0)) + 1, 3),
         heads=heads,
-        tuning=lambda config: TuningFacts(
-            limit, 1e13, ModelSize(150_000_000, 1e11, True, (12, 12))
-        ),
+        tuning=lambda config: TuningFacts(limit, 1e13, ModelSize(150_000_000, 1e11, True)),
     )
     return Machine(facts, measurements, ranks, is_installed=lambda tower: True)
 
@@ -489,7 +487,7 @@ def test_trained_model_is_adapted_by_the_rule_and_config_tells_it(images: int, r
         assert (spec.config.transfer.recipe, spec.config.transfer.init) == (recipe, "runs/x")
         assert (spec.chosen_by["recipe"], spec.chosen_by["init"]) == ("rule", "user")
         assert f"recipe     {recipe}, " in output.getvalue()
-        assert (spec.config.transfer.unfreeze_image == 3) == (recipe == "finetune")
+        assert spec.config.transfer.unfreeze_image == -1  # all blocks
         assert (spec.config.transfer.adapter == "embeddings") == (recipe == "frozen")
     explicit = resolve(
         DecidedSettings(
