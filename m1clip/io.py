@@ -51,8 +51,8 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
         # On a full disk, the partial file must not use up the remaining space.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename:
-            error.filename = str(path)  # not the temporary name
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary name, or none for a full disk
         raise
     if sync:
         sync_folder(path.parent)

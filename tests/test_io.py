@@ -48,6 +48,19 @@ def test_temporary_file_that_is_a_link_is_not_written_through(
     assert precious.read_text() == "precious"
 
 
+def test_full_disk_is_reported_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+        write_text(tmp_path / "a.txt", "new")
+    assert error.value.filename == str(tmp_path / "a.txt")
+    assert names(tmp_path) == []
+
+
 def test_write_text_replaces_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.txt"
     write_text(path, "old")

@@ -25,6 +25,7 @@ from m1clip.search.index import (
     check_database,
     is_busy,
     is_full,
+    is_unwritable,
     statements,
     stored_statements,
 )
@@ -93,6 +94,11 @@ class Concepts:
                     f"{self.path}: the disk is full; free some space, then try again"
                 ) from None
             reason = one_line(str(error))
+            if is_unwritable(error):
+                raise UserError(
+                    f"{self.path}: cannot be written to ({reason}); check who may write to its"
+                    " folder"
+                ) from None
             raise UserError(
                 f"{self.path}: cannot be used ({reason}); restore it from a backup, or delete it"
             ) from None

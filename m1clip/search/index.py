@@ -341,6 +341,13 @@ def is_busy(error: sqlite3.Error) -> bool:
     return code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
+def is_unwritable(error: sqlite3.Error) -> bool:
+    """Whether a database is not damaged, but its file or folder cannot be opened or written to."""
+    codes = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in codes
+
+
 def is_full(error: Exception) -> bool:
     """Whether an error means that the disk is full."""
     if isinstance(error, OSError):

@@ -44,6 +44,7 @@ from m1clip.search.index import (
     check_database,
     is_busy,
     is_full,
+    is_unwritable,
     statements,
     stored_statements,
 )
@@ -285,6 +286,10 @@ class Labels:
                     f"{path}: the disk is full; free some space, then try again"
                 ) from None
             reason = one_line(str(error))
+            if is_unwritable(error):
+                raise UserError(
+                    f"{path}: cannot be written to ({reason}); check who may write to its folder"
+                ) from None
             raise UserError(
                 f"{path}: cannot be used ({reason}); delete it: captions stay"
             ) from None

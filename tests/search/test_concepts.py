@@ -30,6 +30,20 @@ def index(tmp_path: Path) -> m1clip.Index:
     return m1clip.Index(photos)
 
 
+def test_folder_that_is_not_writable_is_not_reported_as_damage(
+    index: m1clip.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+
+    def connect_read_only(path: Path, **options: Any) -> sqlite3.Connection:
+        return connect(f"file:{path}?mode=ro", uri=True, **options)
+
+    monkeypatch.setattr(concepts.sqlite3, "connect", connect_read_only)
+    with pytest.raises(UserError, match=r"cannot be written to.*check who may write") as error:
+        index.teach("Rex", [1])
+    assert "delete it" not in str(error.value)
+
+
 def test_full_disk_is_not_reported_as_damage(
     index: m1clip.Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
