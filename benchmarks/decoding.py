@@ -1,7 +1,7 @@
 """Images per second of decoding 500 x 375 JPEG files to squares: threads, processes, simplejpeg, nvJPEG, and batches.
 
     python benchmarks/decoding.py --json docs/results/decoding.json
-    python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/scale.md
+    python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/lab-scale.md
 
 The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds
 alternate; files are in the page cache. `batches` are those of `m1clip train --cache off --workers
@@ -11,7 +11,7 @@ N`, with captions, over two epochs.
 from __future__ import annotations
 
 import argparse
-import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,7 +25,7 @@ from sides import figures, machine, spread, write
 
 from m1clip.data import images as image_module
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import RowWriter
+from m1clip.data.cache import Computed, RowCache, RowWriter, row_key
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.decoding import (
     DecodeMethod,
@@ -55,36 +55,35 @@ def through(refs: list[FileImage], **how: Any) -> float:
 
 
 def to_cache(refs: list[FileImage], options: DecodeOptions, folder: Path, gpu: Any = None) -> float:
-    """Images per second of filling rows of a file, as the cache does.
+    """Images per second of filling the cache on disk, until all rows are synced."""
+    cache = RowCache(folder / "cache", "images", "benchmark", (SIDE, SIDE, 3), np.uint8)
+    keys = [row_key(str(ref)) for ref in refs]
 
-    With the time to write them to disk.
-    """
-    path = folder / "rows.bin"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    def decode(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+        chosen = [refs[item] for item in wanted]
+        return decode_to_rows(chosen, SIDE, "shortest", failed, writer, options, gpu=gpu)
+
     try:
-        rows = range(len(refs))
-        writer = RowWriter(handle, SIDE * SIDE * 3, np.dtype(np.uint8), rows)
         begin = time.perf_counter()
-        done = sum(map(len, decode_to_rows(refs, SIDE, "shortest", {}, writer, options, gpu=gpu)))
-        os.fsync(handle)
+        cache.fill(keys, decode)
         seconds = time.perf_counter() - begin
-        assert done == len(refs)
+        assert not cache.missing(keys)
     finally:
-        os.close(handle)
-        path.unlink()
+        shutil.rmtree(folder / "cache")
     return len(refs) / seconds
 
 
-def loader(refs: list[FileImage], batch: int, workers: int) -> dict[str, float]:
+def loader(refs: list[FileImage], batch: int, workers: int, on_gpu: bool) -> dict[str, float]:
     """Seconds to the first batch, and images per second over two epochs with that wait."""
     texts = [(caption(number),) for number in range(len(refs))]
     tokens = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 77)
     plan = BatchPlan(len(refs), min(batch, len(refs)), 0)
-    data = TrainingSet(LazyImages(refs, SIDE), tokens, plan, Augmentation(crop_min=0.6, flip=0.5))
+    images = LazyImages(refs, SIDE, on_gpu=on_gpu)
+    data = TrainingSet(images, tokens, plan, Augmentation(crop_min=0.6, flip=0.5))
     facts = read_machine_info()
     kind = "cuda" if facts.cuda else "cpu"
     rule = rules(kind, facts)
-    Device(kind, facts)
+    device = Device(kind, facts)
     steps = 2 * plan.steps_per_epoch
     begin = time.perf_counter()
     feed = batches(data, 0, steps, workers, rule.worker_start, rule.pin_memory)
@@ -92,6 +91,7 @@ def loader(refs: list[FileImage], batch: int, workers: int) -> dict[str, float]:
     first = time.perf_counter() - begin
     count = 1 + sum(1 for _ in feed)
     assert count == steps
+    device.synchronize()
     return {
         "first_batch_seconds": first,
         "images_per_second": steps * plan.batch / (time.perf_counter() - begin),
@@ -170,7 +170,12 @@ def main() -> None:
             for key, measure in work.items():
                 rates[key].append(measure())
         result["images_per_second"] = {key: figures(values) for key, values in rates.items()}
-        result["batches"] = loader(refs, options.batch_size, options.workers)
+        result["batches"] = {
+            "GPU" if on_gpu else f"{options.workers} processes": loader(
+                refs, options.batch_size, options.workers, on_gpu
+            )
+            for on_gpu in ([False] if gpu is None else [False, True])
+        }
     command = f"python benchmarks/decoding.py --images {options.images} --rounds {options.rounds}"
     result["rows"] = [
         {"what": f"decode 500 x 375 JPEG to 224 px: {key}",
@@ -179,9 +184,9 @@ def main() -> None:
     ]  # fmt: skip
     for row in result["rows"]:
         print(f"  {row['what']}: {row['figure']}")
-    b = result["batches"]
-    print(f"  batches of {options.batch_size} without a cache, {options.workers} workers: first after "
-          f"{b['first_batch_seconds']:.2f} s, {b['images_per_second']:,.0f} images/s over two epochs")  # fmt: skip
+    for decoder, b in result["batches"].items():
+        print(f"  batches of {options.batch_size} without a cache, decoded by {decoder}: first after "
+              f"{b['first_batch_seconds']:.2f} s, {b['images_per_second']:,.0f} images/s over two epochs")  # fmt: skip
     if "difference of nvJPEG" in result:
         print(f"  difference of nvJPEG from libjpeg-turbo: {result['difference of nvJPEG']}")
     if options.json:

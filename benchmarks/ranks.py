@@ -5,7 +5,8 @@
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
     python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
     python benchmarks/ranks.py --trace trace.json --ranks 2     # one step of rank 0, for chrome://tracing or Perfetto
-    python benchmarks/ranks.py --independent                    # as many processes without communication: the ceiling
+    python benchmarks/ranks.py --independent                    # as many processes without communication
+    python benchmarks/ranks.py --ceiling                        # both in turn
     python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
 
@@ -241,14 +242,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
+def run(options: argparse.Namespace, size: int, independent: bool = False) -> dict[str, Any]:
     """The result of the first of `size` ranks, each on cores of its own."""
     cpus, port, started = sorted(os.sched_getaffinity(0)), free_port(), []
     for rank in range(size):
         own = set(cpus[rank * options.cores : (rank + 1) * options.cores])
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        if options.independent:
+        if independent:
             place = {}
         place |= {"OMP_NUM_THREADS": options.cores}
         # As the command sets them: threads that wait do not spin for long.
@@ -263,7 +264,7 @@ def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
     if any(process.returncode for process in started):
         raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
     found = [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
-    if options.independent:  # the mean of all, as if they were ranks
+    if independent:  # the mean of all, as if they were ranks
         found[0]["batch"] *= size
         found[0]["seconds"] = [
             statistics.mean(each) for each in zip(*(one["seconds"] for one in found), strict=True)
@@ -286,6 +287,10 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
             if size > 1 and "efficiency" in figures
             else []
         )
+        if "of_independent" in figures:
+            words.append(
+                f"{spread(figures['of_independent'])} of as many processes without communication"
+            )
         words += (
             [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"]
             if size > 1
@@ -326,6 +331,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--independent", action="store_true", help="processes that do not communicate: the ceiling"
+    )
+    parser.add_argument(
+        "--ceiling", action="store_true", help="alternate with processes that do not communicate"
     )
     parser.add_argument("--wrapped", action="store_true", help="one rank with exchange and FSDP2")
     parser.add_argument("--trace", type=Path, help="write a trace of one step of rank 0 there")
@@ -370,9 +378,12 @@ def main() -> None:
         "quick": options.quick,
         "options": {**vars(options), "json": None, "trace": None},
     }
+    ceilings: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes if size > 1}
     for _ in range(options.rounds):
         for size in sizes:
-            rows[size].append(run(options, size))
+            rows[size].append(run(options, size, options.independent))
+            if options.ceiling and size > 1:
+                ceilings[size].append(run(options, size, independent=True))
     speeds = {
         size: [row["batch"] / timing(row["seconds"]).median for row in each]
         for size, each in rows.items()
@@ -385,6 +396,12 @@ def main() -> None:
         exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in each]
         figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
+        if ceilings.get(size):
+            most = [row["batch"] / timing(row["seconds"]).median for row in ceilings[size]]
+            figures["independent_images_per_second"] = most
+            figures["of_independent"] = [
+                own / other for own, other in zip(speeds[size], most, strict=True)
+            ]
         figures |= (
             {"overlap": [ratio for row in each for ratio in row["overlap"]]}
             if options.overlap

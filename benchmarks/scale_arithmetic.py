@@ -1,6 +1,6 @@
 """What CLIP ViT-B/32 costs on 10 million to a billion pairs, from measured rates; and the order of a billion samples.
 
-    python benchmarks/scale_arithmetic.py                     # the tables of docs/scale.md
+    python benchmarks/scale_arithmetic.py                     # the tables of docs/lab-scale.md
     python benchmarks/scale_arithmetic.py --simulate 1e9      # also the shuffle and the shards of an epoch
 
 Measured: the step (docs/results/cuda_step.json), decoding (--decode, --nvjpeg), bytes of a file.

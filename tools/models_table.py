@@ -5,6 +5,8 @@ python tools/models_table.py
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from m1clip.formatting import size
 from m1clip.model.catalog import CATALOG, FLOAT32, FROM_SIZES, TOWER_CATALOG
 
@@ -31,7 +33,8 @@ def markdown() -> str:
         )
     lines = [f"| {' | '.join(row)} |" for row in rows]
     used = sorted({model.imagenet_source for model in CATALOG.values()})
-    return "\n".join([*lines, "", f"ImageNet: {'; '.join(used)}."])
+    sources = fill(f"ImageNet: {'; '.join(used)}.", 120, break_on_hyphens=False)
+    return "\n".join([*lines, "", sources])
 
 
 TOWERS_HEAD = ("tower", "repository", "of", "parameters", "weights", "license", "what it is")

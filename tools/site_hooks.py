@@ -1,6 +1,7 @@
 """What mkdocs does with the pages of docs/ so that they read well here, on the site and in the repository.
 
 - Comments for the tests (`<!-- test: ... -->`) are left out.
+- The mark ¶ of a title in a notebook is left out, which the search would show.
 - Links to files outside docs/ (`../CONTRIBUTING.md`) go to the repository, if the file exists.
 """
 
@@ -12,6 +13,7 @@ from mkdocs.exceptions import PluginError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMENT = re.compile(r"^<!-- (?:test|generated)[^\n]*-->\n", re.MULTILINE)
+ANCHOR = re.compile(r'<a class="anchor-link"[^>]*>¶</a>')
 LINK = re.compile(r"\]\((?P<target>(?:\.\./|results/)[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 SHOWN = (
     "results/comparison.html",
@@ -35,6 +37,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return f"]({config['repo_url']}/{kind}/main/{name}{anchor})"
 
     return LINK.sub(outside, COMMENT.sub("", markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Prepare a page after it was rendered."""
+    return ANCHOR.sub("", html)
 
 
 def _is_page(path: Path, docs: Path) -> bool:

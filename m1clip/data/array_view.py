@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICE_FRACTION = 0.25  # of the device's free memory; the rest is for training
-ROWS_AT_ONCE, COPY_THREADS = 256, 4  # that are copied to a device
+ROWS_AT_ONCE, COPY_THREADS = 256, 8  # that are copied to a device
 
 
 class ArrayView:
@@ -28,6 +28,7 @@ class ArrayView:
     """
 
     in_processes = False  # by processes that only decode: there is nothing to decode
+    on_gpu = False
 
     def __init__(
         self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None

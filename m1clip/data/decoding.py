@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -45,6 +45,8 @@ DECODED_CHUNK = 64  # images decoded together
 # With a tenth of the images broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
 TIMED_OUT = "the read did not finish"
+# (n, side, side, 3) uint8: an array, or a tensor on the GPU that decoded the images.
+Pixels: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class LazyImages:
     resize: str = "shortest"
     timeout: float = READ_TIMEOUT
     threads: int = 0  # that read at a time; 0: one per core, or one in a worker process
+    on_gpu: bool = False  # whether a GPU may decode batches for training
     ram_bytes = 0
 
     def __len__(self) -> int:
@@ -100,7 +103,7 @@ class LazyImages:
 
         Uses threads, since Pillow releases the GIL.
         """
-        work = functools.partial(_decode, side=self.side, resize=self.resize)
+        work = decoder_on_cpu(self.side, self.resize)
         results = map_with_timeout(
             [self.refs[index] for index in indices], work, self.timeout, threads
         )
@@ -121,7 +124,7 @@ class Readable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
+    def try_read(self, indices: np.ndarray) -> tuple[Pixels, dict[int, Failure]]:
         """The pixels of some images, and the failures by position."""
         ...
 
@@ -146,9 +149,14 @@ def _decode(ref: ImageRef, side: int, resize: str) -> np.ndarray | str:
         return failure_reason(error)
 
 
+def decoder_on_cpu(side: int, resize: str) -> Callable[[ImageRef], np.ndarray | str]:
+    """What decodes one image to a square: its pixels, or why it failed. Picklable."""
+    return functools.partial(_decode, side=side, resize=resize)
+
+
 def read_or_replace(
     images: Readable, members: np.ndarray, seed: int, epoch: int
-) -> tuple[np.ndarray, np.ndarray, tuple[Failure, ...]]:
+) -> tuple[np.ndarray, Pixels, tuple[Failure, ...]]:
     """(members, their pixels, failures): unreadable images are replaced by others.
 
     The replacement is a function of (seed, epoch, sample), so it is the same for any number of
@@ -237,8 +245,7 @@ def decode_images(
     gpu, processes, timeout = method.gpu, method.processes, method.timeout
     refresh = console.current_progress()
     if gpu is not None:
-        on_cpu = functools.partial(_decode, side=side, resize=resize)
-        batches = GpuBatches(side, resize, gpu, on_cpu, write)
+        batches = GpuBatches(side, resize, gpu, decoder_on_cpu(side, resize), write)
         chunks = decode_on_gpu(refs, batches, processes, timeout)
     elif processes:
         work, shape = DecodeSquare(side, resize), (side, side, 3)

@@ -147,7 +147,10 @@ def cache_split(
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
         bad = _unreadable(refs, tried, threads)
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
-        images = LazyImages(keep, side, resize)
+        # Processes read the files for the GPU.
+        in_processes = split == "train" and all(ref.in_processes for ref in keep)
+        decodes_on_gpu = in_processes and gpu_decoder_for(keep, options) is not None
+        images = LazyImages(keep, side, resize, on_gpu=decodes_on_gpu)
     failures = check_failures(bad, refs, split, len(tried), config.max_unreadable)
     if len(images) < len(samples):
         samples = [sample for index, sample in enumerate(samples) if index not in bad]

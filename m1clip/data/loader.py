@@ -32,7 +32,8 @@ from m1clip.data.augment import Augmentation, box_areas, draw_boxes, draw_patche
 from m1clip.data.captions import CaptionTable, LazyCaptions, drop_tokens
 from m1clip.data.decoding import Images, LazyImages, read_or_replace
 from m1clip.data.failures import Failure
-from m1clip.data.read_ahead import ReadAhead
+from m1clip.data.nvjpeg import READ_PROCESSES
+from m1clip.data.read_ahead import GpuReadAhead, ReadAhead, read_ahead
 from m1clip.errors import UserError
 from m1clip.system import STOP_SIGNALS, block_signals
 from m1clip.text.base import rounded
@@ -110,8 +111,11 @@ class Batch:
         return self._map(Tensor.clone)
 
     def pin_memory(self) -> Batch:
-        """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
-        return self._map(Tensor.pin_memory)
+        """The same batch in pinned memory, from which copies to CUDA are asynchronous.
+
+        What is on a GPU already stays there.
+        """
+        return self._map(lambda t: t if t.is_cuda else t.pin_memory())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that differ between steps, by name."""
@@ -175,7 +179,7 @@ class TrainingSet:
     Picklable, for workers.
     """
 
-    images: Images | ReadAhead | None
+    images: Images | ReadAhead | GpuReadAhead | None
     captions: CaptionTable | LazyCaptions
     plan: BatchPlan
     augmentation: Augmentation
@@ -227,7 +231,7 @@ class TrainingSet:
         else:
             assert self.images is not None
             members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
-            fields["images"] = torch.from_numpy(pixels)
+            fields["images"] = torch.as_tensor(pixels)
         fields["views"] = draw_views(self.augmentation, seed, epoch, members)
         dropout = self.augmentation.patch_dropout
         if self.patches and dropout:
@@ -326,6 +330,8 @@ def batches(
     if data.device_images is not None:
         # Only rows and tokens remain to be prepared, and other processes cannot access device memory.
         workers = 0
+    if data.images is not None and data.images.on_gpu:
+        workers = workers or READ_PROCESSES
     if workers and data.images is not None and data.images.in_processes:
         feed = _decoded_ahead(data, start, stop, workers, pin, on_restart, interruptible)
     elif workers:
@@ -386,7 +392,7 @@ def _decoded_ahead(
     """
     assert isinstance(data.images, LazyImages)
     first, slots = data.plan.members(start)[1], AHEAD + 1
-    images = ReadAhead(data.images, processes, len(first), slots, on_restart)
+    images = read_ahead(data.images, processes, len(first), slots, on_restart)
     ahead = replace(data, images=images)
     coming, requested = deque[Future[Batch]](), start
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import io
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
@@ -23,7 +24,7 @@ from PIL import Image
 
 from m1clip.data.decode_pool import reports_in_order
 from m1clip.data.decode_worker import Late
-from m1clip.data.images import MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
+from m1clip.data.images import BILINEAR, MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
 from m1clip.data.types import ImageRef
 from m1clip.formatting import ceil_div
 
@@ -64,6 +65,8 @@ def gpu_decoder() -> DecodeBatch | None:
     device = torch.device("cuda")
 
     def decode(batch: list[Tensor]) -> list[Tensor]:
+        # Else nvJPEG would overwrite images of the last batch that are still being resized.
+        torch.cuda.current_stream().synchronize()
         return list(torch.ops.image.decode_jpegs_cuda(batch, RGB_MODE, device))
 
     try:
@@ -148,13 +151,14 @@ def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
     import torch
 
     device = images[0].device
+    mode = "bilinear" if resize.endswith(BILINEAR) else "bicubic"
     squares_on_device = torch.empty((len(images), side, side, 3), dtype=torch.uint8, device=device)
     by_size: dict[torch.Size, list[int]] = {}
     for index, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(index)
     for shape, indices in by_size.items():
         height, width = shape[1:]
-        if resize == "squash":
+        if resize.startswith("squash"):
             wide = high = side
         elif width <= height:
             wide, high = side, max(side, int(side * height / width))
@@ -163,10 +167,10 @@ def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
         pixels = torch.stack([images[index] for index in indices]).float()
         if (width, height) != (wide, high):
             pixels = torch.nn.functional.interpolate(
-                pixels, (high, wide), mode="bicubic", antialias=True, align_corners=False
+                pixels, (high, wide), mode=mode, antialias=True, align_corners=False
             )
         halved = (
-            int(margin / 2) if resize == "shortest-floor" else round(margin / 2)
+            int(margin / 2) if "-floor" in resize else round(margin / 2)
             for margin in (high - side, wide - side)
         )
         top, left = halved
@@ -187,12 +191,19 @@ def read_bytes(ref: ImageRef) -> bytes | BadImage:
 class Encoded(NamedTuple):
     """An image for the GPU."""
 
-    data: bytes
+    data: Any  # a writable buffer, which torch uses without a copy
     pixels: int  # once decoded
 
 
+class InSharedRow(NamedTuple):
+    """An image for the GPU whose bytes are in its row of the memory that processes share."""
+
+    length: int
+    pixels: int
+
+
 # What is read of an image: for the GPU; its square, if the CPU had to decode it; or why it failed.
-Read = Encoded | np.ndarray | str | Late
+Read = Encoded | InSharedRow | np.ndarray | str | Late
 
 
 @dataclass(frozen=True)
@@ -200,13 +211,17 @@ class ReadForGpu:
     """Work for `DecodePool`: reads an image for the GPU, and decodes it if the GPU cannot."""
 
     fallback: Callable[[ImageRef], np.ndarray | str]  # decodes one image on the CPU
+    row_bytes: int = 0  # of shared memory for an image; what does not fit is sent to the caller
 
-    def __call__(self, ref: ImageRef) -> tuple[None, Read]:
+    def __call__(self, ref: ImageRef) -> tuple[np.ndarray | None, Read]:
         data = read_bytes(ref)
         size = jpeg_size(data) if isinstance(data, bytes) else None
-        if isinstance(data, bytes) and size is not None:
-            return None, Encoded(data, size[0] * size[1])
-        return None, self.fallback(ref)
+        if not isinstance(data, bytes) or size is None:
+            return None, self.fallback(ref)
+        pixels = size[0] * size[1]
+        if len(data) <= self.row_bytes:
+            return np.frombuffer(data, np.uint8), InSharedRow(len(data), pixels)
+        return None, Encoded(bytearray(data), pixels)
 
     def read_all(self, refs: Sequence[ImageRef]) -> list[Read]:
         """What is read of some images."""
@@ -242,29 +257,65 @@ class GpuBatches:
     def __call__(
         self, first: int, refs: Sequence[ImageRef], read: Sequence[Read]
     ) -> tuple[Reports, np.ndarray]:
-        """(reports, pixels) of images, whose indices begin with `first`."""
-        on_device: list[tuple[list[int], Tensor]] = []
-        others: dict[int, Read] = {
-            index: decoded for index, decoded in enumerate(read) if not isinstance(decoded, Encoded)
-        }
-        for indices, data in _groups(read):
-            try:
-                on_device.append((indices, squares(self.decode(data), self.side, self.resize)))
-            except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
-                others |= {index: self.fallback(refs[index]) for index in indices}
-        pixels = _on_host(on_device, len(refs), self.side)
-        reports: Reports = [None] * len(refs)
-        for index, decoded in others.items():
-            if isinstance(decoded, np.ndarray):
-                pixels[index] = decoded
-            else:
-                assert not isinstance(decoded, Encoded)
-                reports[index] = decoded
+        """(reports, pixels on the host) of images, whose indices begin with `first`."""
+        with on_own_stream():
+            reports, on_gpu = self.on_gpu(refs, read)
+            pixels = _on_host(on_gpu)
         if self.write is not None:
             readable = [index for index, report in enumerate(reports) if report is None]
             block = pixels if len(readable) == len(refs) else pixels[readable]
             self.write([first + index for index in readable], block)
         return reports, pixels
+
+    def on_gpu(self, refs: Sequence[ImageRef], read: Sequence[Read]) -> tuple[Reports, Tensor]:
+        """(reports, (n, side, side, 3) pixels) of images, which are 0 where an image failed."""
+        import torch
+
+        squares_of: list[tuple[list[int], Tensor]] = []
+        others: dict[int, Read] = {
+            index: image for index, image in enumerate(read) if not isinstance(image, Encoded)
+        }
+        for indices, data in _groups(read):
+            try:
+                squares_of.append((indices, squares(self.decode(data), self.side, self.resize)))
+            except RuntimeError:  # one of them is damaged, or memory is short: the CPU decodes them
+                others |= {index: self.fallback(refs[index]) for index in indices}
+        if len(squares_of) == 1 and not others:
+            return [None] * len(refs), squares_of[0][1]
+        device = squares_of[0][1].device if squares_of else torch.device("cpu")
+        pixels = torch.zeros((len(refs), self.side, self.side, 3), dtype=torch.uint8, device=device)
+        for indices, group in squares_of:
+            pixels[torch.tensor(indices, device=device)] = group
+        reports: Reports = [None] * len(refs)
+        for index, image in others.items():
+            if isinstance(image, np.ndarray):
+                pixels[index] = torch.from_numpy(np.array(image)).to(device)
+            else:
+                assert not isinstance(image, Encoded | InSharedRow)
+                reports[index] = image
+        return reports, pixels
+
+
+_streams = threading.local()
+
+
+@contextmanager
+def on_own_stream() -> Iterator[None]:
+    """Let this thread use the GPU beside the others, and wait until all that it began is done.
+
+    Memory that a stream has freed is only used again by that stream, and not while the GPU works on
+    it: nvJPEG, which has a stream of its own, would not wait for that.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    if not hasattr(_streams, "own"):
+        _streams.own = torch.cuda.Stream(priority=-1)  # before the steps of a run
+    with torch.cuda.stream(_streams.own):
+        yield
+        _streams.own.synchronize()
 
 
 def _groups(read: Sequence[Read]) -> Iterator[tuple[list[int], list[Tensor]]]:
@@ -281,28 +332,19 @@ def _groups(read: Sequence[Read]) -> Iterator[tuple[list[int], list[Tensor]]]:
             yield indices, data
             indices, data, pixels = [], [], 0
         indices.append(index)
-        data.append(torch.frombuffer(bytearray(encoded.data), dtype=torch.uint8))
+        data.append(torch.frombuffer(encoded.data, dtype=torch.uint8))
         pixels += encoded.pixels
     if data:
         yield indices, data
 
 
-def _on_host(groups: list[tuple[list[int], Tensor]], count: int, side: int) -> np.ndarray:
-    """(count, side, side, 3) with the squares of groups, each at its index."""
+def _on_host(pixels: Tensor) -> np.ndarray:
+    """The pixels in pinned memory, which is used again, without mapping new pages for each batch."""
     import torch
 
-    is_cuda = any(made.is_cuda for _, made in groups)
-    # Pinned memory is used again, without mapping new pages for each batch.
-    pixels = torch.empty((count, side, side, 3), dtype=torch.uint8, pin_memory=is_cuda)
-    done = sum(len(indices) for indices, _ in groups)
-    if done < count:
-        pixels.zero_()
-    for indices, made in groups:
-        if len(indices) == count:
-            pixels.copy_(made)
-        else:
-            pixels[torch.tensor(indices)] = made.cpu()
-    return pixels.numpy()
+    if not pixels.is_cuda:
+        return pixels.numpy()
+    return torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True).copy_(pixels).numpy()
 
 
 def read_batches(
@@ -310,7 +352,7 @@ def read_batches(
 ) -> Generator[list[Read]]:
     """What is read of batches of images in order: in processes, or if there are none in threads."""
     if processes:
-        block = _images_per_block(refs)
+        block = images_per_block(refs)
         blocks = reports_in_order(work, refs, min(processes, READ_PROCESSES), timeout, block)
     else:
         blocks = _read_in_threads(refs, work, timeout)
@@ -325,11 +367,15 @@ def read_batches(
         yield batch
 
 
-def _images_per_block(refs: Sequence[ImageRef]) -> int:
+def images_per_block(refs: Sequence[ImageRef]) -> int:
     """How many images a process sends at a time: fewer if their files are large."""
+    return max(1, min(READ_BLOCK, BLOCK_BYTES // max(1, largest_file(refs))))
+
+
+def largest_file(refs: Sequence[ImageRef]) -> int:
+    """Bytes of the largest of a few images."""
     data = [read_bytes(ref) for ref in refs[:: ceil_div(len(refs), FILES_WEIGHED)]]
-    largest = max((len(encoded) for encoded in data if isinstance(encoded, bytes)), default=1)
-    return max(1, min(READ_BLOCK, BLOCK_BYTES // max(1, largest)))
+    return max((len(encoded) for encoded in data if isinstance(encoded, bytes)), default=1)
 
 
 def _read_in_threads(

@@ -18,7 +18,7 @@ def load(
 ) -> Model:
     """Load a model: a name, or a model of m1clip, open_clip, Hugging Face or ONNX at a path.
 
-    "general" is the model in the box (docs/models.md); it needs the towers: pip install
+    "general" is the model in the box (docs/general.md); it needs the towers: pip install
     'm1clip[towers]'. Other names are those of `m1clip.list_models()` and of the Hugging Face Hub
     (owner/name), once `m1clip.download` has them. `image_size` is for images of another size;
     `precision` is "fp32", "bf16" or "auto", the faster one on the device. An ONNX folder runs in

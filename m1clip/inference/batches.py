@@ -20,6 +20,7 @@ from torch import Tensor
 from m1clip.data.augment import render
 from m1clip.data.decoding import DecodeMethod, decode_images, processes_for
 from m1clip.data.images import Preprocess
+from m1clip.data.nvjpeg import DecodeBatch
 from m1clip.data.types import ImageRef
 from m1clip.hardware.device import DTYPES, Precision
 from m1clip.hardware.machine_info import decode_threads
@@ -133,11 +134,11 @@ class TowerRunner:
         return np.stack(images, out=pinned.numpy())
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str]
+        self, refs: Sequence[ImageRef], failures: dict[int, str], gpu: DecodeBatch | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks.
 
-        Unreadable images are added to `failures`.
+        Unreadable images are added to `failures`; `gpu` decodes JPEG.
         """
         size = self.batch(len(refs))
         blocks = decode_images(
@@ -145,7 +146,7 @@ class TowerRunner:
             self.preprocess.image_size,
             self.preprocess.resize,
             failures,
-            DecodeMethod(decode_threads(), processes_for(refs)),
+            DecodeMethod(decode_threads(), processes_for(refs), gpu=gpu),
         )
         batches = (
             (items[at : at + size], block[at : at + size])

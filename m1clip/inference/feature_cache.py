@@ -13,7 +13,8 @@ from m1clip import console
 from m1clip.data.array_view import ArrayView
 from m1clip.data.cache import Computed, RowCache, RowWriter, image_keys, row_key
 from m1clip.data.captions import CaptionTable, tokenize_captions
-from m1clip.data.decoding import DecodeOptions, LazyImages
+from m1clip.data.decode_pool import FEWEST_ITEMS
+from m1clip.data.decoding import DecodeOptions, LazyImages, gpu_decoder_for
 from m1clip.data.failures import Failure, check_failures
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
@@ -60,12 +61,14 @@ class FeatureCache:
     ) -> tuple[LazyImages, ArrayView, list[Sample], tuple[Failure, ...]]:
         """(images, their features, the samples that can be read, the failures)."""
         inputs = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        cache = self._cache("image", self.image, inputs)
         refs = [sample.image for sample in samples]
+        gpu = gpu_decoder_for(refs, self.decoding) if len(refs) >= FEWEST_ITEMS else None
+        cache = self._cache("image", self.image, f"{inputs}|nvjpeg" if gpu else inputs)
 
         def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+            chosen = [refs[item] for item in missing]
             with console.progress(f"computing features of {split} images"):
-                for items, vectors in self.towers.files([refs[item] for item in missing], failed):
+                for items, vectors in self.towers.files(chosen, failed, gpu):
                     writer.write(items, vectors.numpy())
                     yield items
 

@@ -123,7 +123,7 @@ def _general(speed: Speed | None) -> ListedModel:
         languages=ENGLISH,
         imagenet=None,
         imagenet_source="",
-        note=f"in the box: no download from the Hub; {docs_page('models', 'model-card')}",
+        note=f"in the box: no download from the Hub; {docs_page('general', 'model-card')}",
         speed=speed,
     )
 

@@ -11,6 +11,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -68,10 +69,16 @@ def check_parity(inputs: RunInputs, train_step: TrainStep) -> Parity | None:
     if kind == "cpu":
         return None
     check = train_step.for_check(fill_zeros(copy.deepcopy(model)))
-    at_size = size_difference(check, batch)
-    products, few = optimizer_difference(train_step), first_samples(batch)
-    check = check.without_teacher()
-    on_device, reference = gradient(check, few), gradient(on_cpu(check, inputs.facts), few)
+    few = first_samples(batch)
+    with ThreadPoolExecutor(1, "parity") as cpu:  # at the same time as the device
+        reference_gradient = cpu.submit(
+            gradient, on_cpu(check.without_teacher(), inputs.facts), few
+        )
+        at_size = size_difference(check, batch)
+        products = optimizer_difference(train_step)
+        check = check.without_teacher()
+        on_device = gradient(check, few)
+        reference = reference_gradient.result()
     differences = {
         "computes gradients that differ from the CPU's": max(
             map(relative_difference, on_device, reference)
@@ -199,14 +206,23 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 def on_cpu(
     check: GradientCheck, facts: MachineInfo, precision: Precision = "fp32"
 ) -> GradientCheck:
-    """The same step on the CPU, with the model moved there."""
+    """The same step on the CPU, with a copy of the model."""
     eager = check.parts.config.changed(compile=False)
-    check.parts.model.zero_grad(set_to_none=True)
-    model = check.parts.model.to("cpu")
+    model = copy_to_cpu(check.parts.model)
     parts = make_parts(
         model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess
     )
     return compose_step(parts).for_check(model)
+
+
+def copy_to_cpu(model: Module) -> Module:
+    """A copy of a model on the CPU, without one on its device."""
+    tensors: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("cpu", copy=True), p.requires_grad)
+        for p in model.parameters()
+    }
+    tensors |= {id(buffer): buffer.to("cpu", copy=True) for buffer in model.buffers()}
+    return copy.deepcopy(model, tensors)
 
 
 def gradient(check: GradientCheck, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,8 @@ def train_config(
                 process.remove_unused_folder(folder)
             raise
         pacer = None if budget is None else Pacer(budget, workbench.costs, 0, inputs.max_steps)
-        return _train_and_finish(session, inputs, workbench.model, pacer, general)
+        model = workbench.initial_model(inputs)
+        return _train_and_finish(session, inputs, model, pacer, general)
 
 
 def run_name(config: Config) -> str:
@@ -212,7 +213,8 @@ def resume(
             else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0, inputs.max_steps)
         )
         general = open_general_data(inputs.config)
-        return _train_and_finish(session, inputs, workbench.model, pacer, general, resumed=True)
+        model = workbench.initial_model(inputs)
+        return _train_and_finish(session, inputs, model, pacer, general, resumed=True)
 
 
 def _promised_minutes(folder: Path) -> float | None:

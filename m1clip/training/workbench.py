@@ -56,6 +56,7 @@ from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training import hybrid
+from m1clip.training.ahead import ModelAhead
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
 from m1clip.training.head_trial import (
@@ -148,6 +149,7 @@ class Workbench:
         self.budget = budget
         self.costs = Costs()  # of an evaluation and of what follows the last step, if calibrated
         self.model: CLIP | None = None  # built already, because it has frozen towers
+        self._ahead: ModelAhead | None = None  # builds the model while images are decoded
         self._saved = saved
         self._source = source
         self._is_checked = False
@@ -210,6 +212,20 @@ class Workbench:
             self._inputs = self._make_inputs(spec)
         measured = {**spec.measured, **self._record}
         return dataclasses.replace(self._inputs, spec=dataclasses.replace(spec, measured=measured))
+
+    @staticmethod
+    def _is_own(model_init: ModelInit) -> bool:
+        """Whether a model starts from random weights, and a forward pass does not change it."""
+        shape = model_init.config
+        kinds = shape.image_tower.kind, shape.text_tower.kind
+        return kinds == ("vit", "transformer") and not model_init.weights
+
+    def initial_model(self, inputs: RunInputs) -> CLIP | None:
+        """The initial model of a run, if it is built already."""
+        ahead, self._ahead = self._ahead, None  # once: it will be trained
+        if self.model is not None or ahead is None:
+            return self.model
+        return ahead.model_for(inputs.model.init)
 
     def _rank0_first(self, work: Callable[[], Result]) -> Result:
         """Run on rank 0, then on the others, which find what it has cached.
@@ -459,6 +475,8 @@ class Workbench:
             keep_freed_memory()  # every batch of features needs the same blocks
         if is_frozen:
             self.model = seeded_build(model_init, config.seed)
+        elif device.kind == "cuda" and self._is_own(model_init) and config.train.fsdp != "on":
+            self._ahead = ModelAhead(model_init, config.seed, device, precision)
         parts = ModelParts(model_init, self.tokenizer, self.preprocess)
         cache = open_feature_cache(
             self.model, parts, config, source, device, precision, self._decoding(device)
@@ -471,11 +489,14 @@ class Workbench:
         crop_min = DecidedData.of(config.data).crop_min
         margin = crop_margin(crop_min, self.preprocess.image_size, samples)
         margins = {"train": margin, "val": 1.0, "test": 1.0}
-        return {
+        splits = {
             name: load_features(cache, config, source, name, model_init, margin)
             for name, margin in margins.items()
             if name in source.splits()
         }
+        if self._ahead is not None:
+            self._ahead.wait_until_built()
+        return splits
 
     def _make_inputs(
         self, spec: RunSpec, splits: dict[str, Split] | None = None, model: CLIP | None = None

@@ -25,6 +25,7 @@ from m1clip.io import read_small, write_json
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
+from m1clip.search.index import is_full
 from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
 from m1clip.training.process import (
@@ -125,13 +126,15 @@ class TrainPage:
 
         def begin() -> None:
             run = self._new_folder()
-            write_json(run / ABOUT_LABELS, about)  # first: the page finds the run by it
             try:
+                write_json(run / ABOUT_LABELS, about)  # first: the page finds the run by it
                 start_in_background(words, run, RUN_NAME, None)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 (run / ABOUT_LABELS).unlink(missing_ok=True)
                 remove_unused_folder(run)
-                raise UserError(f"the training did not start: {error}") from None
+                full = f"{run.parent}: the disk is full; free some space"
+                reason = full if is_full(error) else str(error)
+                raise UserError(f"the training did not start: {reason}") from None
 
         self._start("starting", begin, always=True)
         return {}

@@ -179,8 +179,8 @@ def test_unwritable_data_folder_falls_back_to_the_user_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert len(cached(folder).images) == 40
     assert len(list((tmp_path / "user" / "m1clip").glob("*/rows.bin"))) == 1
-    cached(folder, cache_dir=str(tmp_path / "asked"))
-    assert len(list((tmp_path / "asked").glob("*/rows.bin"))) == 1
+    cached(folder, cache_dir=str(tmp_path / "requested"))
+    assert len(list((tmp_path / "requested").glob("*/rows.bin"))) == 1
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="no folder for the cache"):
         cached(folder, cache_dir=str(tmp_path / "file"))
@@ -193,9 +193,9 @@ GB = 10**9
     ("facts", "expected"),
     [
         ({}, "disk"),
-        ({"asked": "off"}, "off"),
-        ({"asked": "disk", "free": 0}, "disk"),
-        ({"asked": "ram", "total": 99 * GB}, "ram"),
+        ({"requested": "off"}, "off"),
+        ({"requested": "disk", "free": 0}, "disk"),
+        ({"requested": "ram", "total": 99 * GB}, "ram"),
         ({"synthetic": True}, "ram"),
         ({"synthetic": True, "total": 3 * GB}, "off"),
         ({"images": 500}, "ram"),
@@ -208,7 +208,7 @@ GB = 10**9
 )
 def test_where_auto_caches_images(facts: dict[str, object], expected: str) -> None:
     usual = {
-        "asked": "auto",
+        "requested": "auto",
         "synthetic": False,
         "images": 100_000,
         "needed": 1 * GB,

@@ -25,7 +25,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.decoding import LazyImages
 from m1clip.data.failures import Failure
-from m1clip.data.images import FileImage
+from m1clip.data.images import FileImage, decode
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.types import Sample, sample_ids_of
 from m1clip.text.base import LENGTH_MULTIPLE
@@ -303,6 +303,39 @@ def test_decoding_processes_can_be_left_and_interrupted(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         collections.deque(feed, maxlen=0)
     assert not any(map(psutil.pid_exists, stopped))
+
+
+def test_batches_decoded_on_a_gpu_are_the_same_up_to_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulated GPU decodes what processes read; a broken image is replaced, as on the CPU."""
+    data, seen, decoded = training_set(), list[Batch](), list[int]()
+    data.images = photos(tmp_path)
+
+    def on_host(encoded: list[torch.Tensor]) -> list[torch.Tensor]:
+        decoded.append(len(encoded))
+        images = [np.array(decode(bytes(each.numpy()))) for each in encoded]
+        return [torch.from_numpy(image).permute(2, 0, 1) for image in images]
+
+    monkeypatch.setattr("m1clip.data.read_ahead.gpu_decoder", lambda: on_host)
+    monkeypatch.setattr("m1clip.data.read_ahead.GPU_BATCH", 5)
+    others = {each.pid for each in psutil.Process().children()}
+    on_gpu = replace(data, images=replace(data.images, on_gpu=True))
+    for batch in batches(on_gpu, 1, 9, 2, "spawn", False):
+        seen.append(batch)
+    for step, batch in enumerate(seen, start=1):
+        expected = data[step]
+        assert torch.equal(batch.sample_ids, expected.sample_ids)
+        assert batch.failed == expected.failed
+        assert batch.images is not None
+        assert expected.images is not None
+        assert (batch.images.float() - expected.images.float()).abs().mean() < 1
+        assert torch.equal(batch.tokens, expected.tokens)
+    assert len(seen) == 8
+    assert any(batch.failed for batch in seen)
+    assert sum(decoded) == 8 * 8 - sum(len(batch.failed) > 0 for batch in seen)
+    assert max(decoded) <= 5
+    assert {each.pid for each in psutil.Process().children()} <= others
 
 
 class MeetingImages(LazyImages):

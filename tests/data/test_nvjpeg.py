@@ -57,7 +57,9 @@ def test_only_ordinary_jpegs_go_to_the_gpu(tmp_path: Path) -> None:
     assert jpeg_size(b"\x89PNG" + bytes(100)) is None
 
 
-@pytest.mark.parametrize("resize", ["shortest", "shortest-floor", "squash"])
+@pytest.mark.parametrize(
+    "resize", ["shortest", "shortest-floor", "squash", "shortest-floor-bilinear", "squash-bilinear"]
+)
 def test_squares_differ_from_those_of_pillow_by_rounding(resize: str) -> None:
     draw = np.random.default_rng(0)
     images = []
@@ -185,8 +187,8 @@ def test_large_files_are_read_in_small_blocks(tmp_path: Path) -> None:
     photo(tmp_path / "a.jpg")
     large = FileImage(str(tmp_path / "b.jpg"))
     (tmp_path / "b.jpg").write_bytes(bytes(nvjpeg.BLOCK_BYTES // 2))
-    assert nvjpeg._images_per_block([small] * 20) == nvjpeg.READ_BLOCK
-    assert nvjpeg._images_per_block([small, large]) == 2
+    assert nvjpeg.images_per_block([small] * 20) == nvjpeg.READ_BLOCK
+    assert nvjpeg.images_per_block([small, large]) == 2
 
 
 def test_few_images_for_the_gpu_are_left_to_processes(tmp_path: Path) -> None:

@@ -201,9 +201,11 @@ def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TrainStep, "for_check", for_check)
     assert check_parity(inputs, step).difference < 1e-3  # type: ignore[union-attr]
-    assert sizes == [(16, 0), (16, 8), (16, 4), (8, None), (8, None)], (
-        "the batch, half, slices; a few samples here and on the CPU"
+    few = (8, None)  # here, and at the same time on the CPU
+    assert [size for size in sizes if size != few] == [(16, 0), (16, 8), (16, 4)], (
+        "the batch, half, slices"
     )
+    assert sizes.count(few) == 2
 
 
 def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Labelling and training over HTTP: pages at once, photos that go away, bad requests, a run from start to switch."""
 
+import errno
 import json
 import os
 import shutil
@@ -341,19 +342,30 @@ def test_run_that_fails_later_shows_its_error_and_its_output(
     assert until(server, work="", state="died")["name"] == "labels-2"
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("no memory"), "no memory"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "runs: the disk is full; free some space",
+        ),
+    ],
+)
 def test_run_that_fails_at_once_leaves_no_folder(
-    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     label_alone(server, 36)
 
     def fail(words: list[str], run: Path, name: str, resume: None) -> None:
         name_owner(run, os.getpid())
-        raise UserError("no memory")
+        raise error
 
     monkeypatch.setattr(training, "start_in_background", fail)
     post(server, "/api/train/start", b"{}")
     shown = until(server, work="", state="none")
-    assert shown["failure"] == "the training did not start: no memory"
+    assert shown["failure"].startswith("the training did not start: ")
+    assert shown["failure"].endswith(reason)
     assert list((folder.parent / "runs").iterdir()) == []
 
 
