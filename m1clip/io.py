@@ -375,11 +375,16 @@ def process_start_id(process: psutil.Process) -> str:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # The program name is in parentheses and may contain anything: parse from its end.
-        stat_line = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return f"{boot} {int(stat_line.rpartition(')')[2].split()[19])}"
+        return f"{boot} {start_tick(process.pid)}"
     except (OSError, ValueError, IndexError):
         return f"{process.create_time():.2f}"
+
+
+def start_tick(pid: int) -> int:
+    """Return the clock tick since the boot at which a process started, on Linux."""
+    # The program name is in parentheses and may contain anything: parse from its end.
+    stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat_line.rpartition(")")[2].split()[19])
 
 
 def read_owner(run: Path) -> Owner | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import psutil
 
 from m1clip.formatting import clock
+from m1clip.io import start_tick
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -73,22 +76,33 @@ class TimeUse:
 
 
 _current = TimeUse()
+_counts_process = False
 
 
-def begin() -> None:
-    """Start to count anew: for a command, from the start of the process."""
-    global _current  # noqa: PLW0603  one command runs at a time
-    first = _current.began == _started
-    _current = TimeUse()
-    if first:
+def count_process() -> None:
+    """Count the next command from the start of this process, which was started for it."""
+    global _counts_process  # noqa: PLW0603  as below
+    _counts_process = True
+
+
+def begin() -> float:
+    """Start to count anew; returns when the command began, on the clock time.perf_counter."""
+    global _current, _counts_process  # noqa: PLW0603  one command runs at a time
+    _current = TimeUse(time.perf_counter)
+    if _counts_process:
         _current.add_earlier("imports", process_seconds())
-
-
-_started = _current.began
+    _counts_process = False
+    return _current.began - _current.earlier
 
 
 def process_seconds() -> float:
     """Seconds since the process was started; 0 where the system does not say."""
+    if sys.platform == "linux":
+        try:
+            started = start_tick(os.getpid()) / os.sysconf("SC_CLK_TCK")
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        except (OSError, ValueError, IndexError):
+            return 0.0
     try:
         return max(0.0, time.time() - psutil.Process().create_time())
     except psutil.Error:

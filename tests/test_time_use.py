@@ -2,7 +2,11 @@
 
 import json
 import threading
+import time
 
+import psutil
+import pytest
+from simulated_load import SimulatedTime
 from small_run import finished_run
 
 from m1clip import time_use
@@ -43,6 +47,26 @@ def test_part_of_a_failed_block_ends() -> None:
 def test_description_names_the_largest_first() -> None:
     seconds = {"imports": 2.0, "training": 60.04, "other": 0.01}
     assert time_use.describe(seconds) == "1:02 in all: training 60.0 s, imports 2.0 s"
+
+
+def test_command_is_counted_from_the_start_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: what a notebook does afterwards begins when it is called."""
+    clock = SimulatedTime()
+    clock.now = 20.0
+    clock.install(monkeypatch, time_use)
+    monkeypatch.setattr(time_use, "process_seconds", lambda: 7.5)
+    assert time_use.begin() == 20.0
+    assert time_use.by_part() == {"other": 0.0}
+    time_use.count_process()
+    assert time_use.begin() == 12.5
+    assert time_use.by_part() == {"imports": 7.5, "other": 0.0}
+    assert time_use.begin() == 20.0
+
+
+def test_seconds_of_the_process_are_those_since_its_start() -> None:
+    # psutil knows the time of the boot in complete seconds only.
+    since = time.time() - psutil.Process().create_time()
+    assert time_use.process_seconds() == pytest.approx(since, abs=3)
 
 
 def test_run_logs_its_parts() -> None:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
+from m1clip import time_use
 from m1clip.cli import data, hub, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.config import OTHER_TOOLS
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command. A user error prints one line and exits with code 2; --debug adds the traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        time_use.count_process()
         _open_standard_streams()
         signal.signal(signal.SIGINT, _on_interrupt)
         gc.set_threshold(10_000)  # imports create many objects, nearly all of which stay

@@ -167,8 +167,7 @@ def resume(
     On another `device` the batches are the same, and the numbers are the same up to rounding.
     `on_log` is called with each record of run.jsonl from here on, as in `train`.
     """
-    began = time.perf_counter()
-    time_use.begin()
+    began = time_use.begin()
     folder = Path(run)
     changes = {
         name: value for name, value in (("device", device), ("fsdp", fsdp)) if value is not None
@@ -557,8 +556,7 @@ def train(
     called with each record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an
     exception in it stops the run.
     """
-    began = time.perf_counter()
-    time_use.begin()
+    began = time_use.begin()
     options |= {
         name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None
     }

@@ -18,10 +18,11 @@ from small_run import (
     resume_quietly,
     run_small,
     small_config,
+    small_options,
     weights_sha256,
 )
 
-from m1clip import console
+from m1clip import console, time_use
 from m1clip.analyses import ANALYSES, RECORD
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
@@ -366,6 +367,20 @@ def test_first_step_of_a_model_is_no_measure_of_the_others(
     run_small(tmp_path / "run", ONE_MINUTE)
     start = next(record for record in read_log(tmp_path / "run") if record["kind"] == "start")
     assert start["steps"] == steps
+
+
+def test_time_before_training_counts_for_a_command(
+    tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports take seconds on a busy computer; the time of a notebook before the call does not count."""
+    on_clock.install(monkeypatch, time_use)
+    monkeypatch.setattr(time_use, "process_seconds", lambda: 25.0)
+    for counts, seconds in ((True, 35), (False, 60)):
+        if counts:
+            time_use.count_process()
+        began = on_clock.now
+        runs.train(out=tmp_path / f"{seconds}", **small_options(ONE_MINUTE))
+        assert on_clock.now - began == pytest.approx(seconds, rel=0.05)
 
 
 def test_preparing_that_takes_all_the_time_still_trains(

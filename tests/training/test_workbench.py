@@ -12,7 +12,7 @@ from small_run import prepared, small_config, small_options
 from tower_run import frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip import console
+from m1clip import console, time_use
 from m1clip.config import OPTIMIZERS, Config, Recipe, TransferConfig, is_clip, load_config
 from m1clip.data.augment import render
 from m1clip.errors import UserError
@@ -130,7 +130,8 @@ def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> No
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     now = [100.0]
-    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (runs, time_use):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(runs, "train_config", train_config)
     runs.train(recipe="finetune", minutes=30)
     assert used == [0.0, 600.0], "the first stage has its own duration"
