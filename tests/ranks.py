@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_run import PATIENCE, SERVER, Command, before_each_step, hold_at
+from small_run import SERVER, TIMEOUT, Command, before_each_step, hold_at
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
@@ -91,7 +91,7 @@ def new_store() -> TCPStore:
 
 
 def on_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout: float = PATIENCE
+    size: int, work: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
     """`work(ranks, *args)` on each rank; returns the results in order."""
     folder, store = Path(tempfile.mkdtemp(prefix="ranks-")), new_store()

@@ -35,7 +35,7 @@ from m1clip.training.run import Run, resume, train_config
 from m1clip.training.step import StepResult
 from m1clip.training.workbench import prepare
 
-PATIENCE = 300.0  # seconds for what takes few; only a test that fails waits so long
+TIMEOUT = 300.0  # seconds for what takes few; only a test that fails waits so long
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -200,14 +200,14 @@ class Command:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 (os.killpg if group else os.kill)(self.pid, number)
 
-    def wait(self, timeout: float = PATIENCE) -> int:
+    def wait(self, timeout: float = TIMEOUT) -> int:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.send_signal(signal.SIGKILL, group=True)
             raise AssertionError(f"not finished after {timeout} s: {self.read()}")
         return self.process.exitcode
 
-    def wait_until(self, condition: Callable[[], Any], timeout: float = PATIENCE) -> None:
+    def wait_until(self, condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
         """Wait until a condition holds; fails if the process ends without it."""
         deadline = time.monotonic() + timeout
         while True:
@@ -309,7 +309,7 @@ def exit_code(*words: str | Path) -> int:
 
 
 def command(
-    *words: str, cwd: Path, timeout: float = PATIENCE, script: Path | None = None, **variables: str
+    *words: str, cwd: Path, timeout: float = TIMEOUT, script: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `m1clip WORDS`, or a script, to its end, with these environment variables."""
     prepare = partial(_set_environment, variables)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import PATIENCE, environment
+from small_run import TIMEOUT, environment
 
 from m1clip import console
 from m1clip.data import failures
@@ -150,8 +150,8 @@ def test_progress_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
+            thread.join(TIMEOUT)
+        deadline = time.monotonic() + TIMEOUT
         while "packing: 99 of 100" not in output.getvalue():
             assert time.monotonic() < deadline
     assert len(counts) == 400
@@ -178,7 +178,7 @@ def python(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", text],
         env=environment(),
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
         **options,
     )
@@ -197,7 +197,7 @@ def test_work_continues_without_its_output(redirect: str, tmp_path: Path) -> Non
         env={**environment(), "PROGRAM": program},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
     )
     assert done.exists(), found
@@ -221,14 +221,14 @@ def test_workers_print_once(method: str, capfd: pytest.CaptureFixture[str]) -> N
         def hold() -> None:
             with console.handler.bars_lock:
                 held.set()
-                release.wait(PATIENCE)
+                release.wait(TIMEOUT)
 
         holder = threading.Thread(target=hold)
         holder.start()
-        assert held.wait(PATIENCE)
+        assert held.wait(TIMEOUT)
         worker = context.Process(target=speak, args=(1,))
         worker.start()
-        worker.join(PATIENCE)
+        worker.join(TIMEOUT)
         release.set()
         holder.join()
     assert worker.exitcode == 0
@@ -282,7 +282,7 @@ def test_bars_are_shown_on_a_terminal_only() -> None:
             break
         output.write(data)
     os.close(main)
-    assert process.wait(PATIENCE) == 0
+    assert process.wait(TIMEOUT) == 0
     text = output.getvalue().decode()
     for part in ("drawing [b]: 1 of 3", "nested: 1 of 5", "drawing [b]: 3 of 3"):
         assert part in text

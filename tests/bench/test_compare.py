@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from machines import H200, M1, TURING
-from small_run import PATIENCE
+from small_run import TIMEOUT
 
 import m1clip
 from m1clip.bench import compare as module
@@ -394,18 +394,18 @@ def test_worker_process_measures_reports_errors_and_is_killed_when_late(tmp_path
     one = dataclasses.replace(configuration(batch_size=1), threads=1)
     process = Worker(tmp_path / "log")
     try:
-        found = process.call("measure", PATIENCE, one, 0.0, 1, False)
+        found = process.call("measure", TIMEOUT, one, 0.0, 1, False)
         assert len(found.seconds) == 1
         assert found.gradient_difference is None
         with pytest.raises(MeasurementError, match="unknown model preset"):
-            process.call("measure", PATIENCE, dataclasses.replace(one, model="none"), 0.0, 1, False)
+            process.call("measure", TIMEOUT, dataclasses.replace(one, model="none"), 0.0, 1, False)
         assert process.alive
         with pytest.raises(MeasurementError, match="timed out after"):
             process.call("measure", 0.0, one, 0.0, 1, False)
     finally:
         process.close()
     with pytest.raises(MeasurementError, match="worker process"):
-        process.call("measure", PATIENCE, one, 0.0, 1, False)
+        process.call("measure", TIMEOUT, one, 0.0, 1, False)
 
 
 @dataclasses.dataclass
@@ -421,11 +421,11 @@ class Killer:
 @pytest.mark.slow
 def test_worker_that_is_killed_within_a_measurement_is_replaced(tmp_path: Path) -> None:
     """As the system does when memory is short, or a driver when its device is lost."""
-    session = session_with(tmp_path, remaining=PATIENCE)
+    session = session_with(tmp_path, remaining=TIMEOUT)
     one = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
     victim = session.workers.get(one.variant)
     with pytest.raises(MeasurementError, match="worker process ended, probably out of memory"):
-        victim.call("measure", PATIENCE, Killer(victim.pid))
+        victim.call("measure", TIMEOUT, Killer(victim.pid))
     assert not victim.alive
     session.measure(one, 0.0)
     session.workers.close()

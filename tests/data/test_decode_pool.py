@@ -16,19 +16,19 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
+from hanging_reads import TIMEOUT, hang, replace_clock_of_reads
 from PIL import Image
 
 from m1clip.data import decode_pool, decode_worker, decoding
 from m1clip.data.cache import RowCache, row_key
 from m1clip.data.decode_pool import IMAGES_PER_BLOCK, DecodePool, SharedRows, decode_processes
-from m1clip.data.decode_worker import Late
+from m1clip.data.decode_worker import Block, Job, Late, answer
 from m1clip.data.images import FileImage, _simplejpeg, decode, to_square
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
 SIDE = 24
-PATIENCE = 300.0  # seconds; processes import this module, so it does not import small_run, which needs torch
-HANGS = 2.0  # seconds after which a read hangs; others are done in milliseconds
+HANGS = 0.2  # seconds after which a read hangs, where no other read could be as late
 IMAGES = 3 * IMAGES_PER_BLOCK + 5
 
 
@@ -241,11 +241,32 @@ class Hanging(ImageRef):
         return "hanging.jpg"
 
 
-def test_hanging_read_is_reported(refs: list[ImageRef]) -> None:
+class HangingInThread(ImageRef):
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def read(self) -> bytes:
+        hang(self.released)
+        raise OSError("released")
+
+
+def test_images_before_and_after_a_hanging_read_are_decoded(
+    refs: list[ImageRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the process that decodes; here, in a thread."""
+    replace_clock_of_reads(monkeypatch)
+    lost = HangingInThread()
+    job = Job(decoding.DecodeSquare(SIDE, "shortest"), HANGS, -1, 0)
+    done = answer(job, Block(3, [refs[0], lost, refs[1]], range(3)))
+    lost.released.set()
+    assert (done.number, done.results, done.error) == (3, [None, Late(HANGS), None], None)
+
+
+def test_hanging_read_is_reported() -> None:
     work = decoding.DecodeSquare(SIDE, "shortest")
     with DecodePool(work, 1, HANGS) as pool:
-        pool.submit(0, [refs[0], Hanging(), refs[1]], range(3))
-        assert pool.next_done() == (0, [None, Late(HANGS), None])
+        pool.submit(0, [Hanging()], range(1))
+        assert pool.next_done() == (0, [Late(HANGS)])
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish.*still connected"):
         list(
             decoding.decode_images(
@@ -299,7 +320,7 @@ def test_processes_end_with_a_killed_parent(tmp_path: Path, refs: list[ImageRef]
         processes = [psutil.Process(pid) for pid in pids]
         parent.kill()
     assert len(processes) == 2
-    assert psutil.wait_procs(processes, timeout=PATIENCE)[1] == []
+    assert psutil.wait_procs(processes, timeout=TIMEOUT)[1] == []
 
 
 def test_stopping_wakes_a_waiting_thread() -> None:

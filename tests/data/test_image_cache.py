@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from image_sets import break_files, make_set, plan
 from PIL import Image
-from small_run import PATIENCE, SERVER
+from small_run import SERVER, TIMEOUT
 
 from m1clip import console
 from m1clip.config import DataConfig
@@ -118,7 +118,7 @@ def building(*arguments: Any) -> BaseProcess:
 def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
     killed = building(folder, tmp_path / "first", 0.0, 250)
-    deadline, names = time.monotonic() + PATIENCE, list[Path]()
+    deadline, names = time.monotonic() + TIMEOUT, list[Path]()
     while not (names and names[0].stat().st_size >= 2 * 64 * 16):
         assert time.monotonic() < deadline, "nothing was saved"
         time.sleep(0.01)
@@ -127,7 +127,7 @@ def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
     killed.join()
     done = names[0].stat().st_size // 16
     second = building(folder, tmp_path / "second", 0.0)
-    second.join(PATIENCE)
+    second.join(TIMEOUT)
     assert second.exitcode == 0
     assert (tmp_path / "second").stat().st_size == 320 - done
     split = cached(folder)
@@ -138,7 +138,7 @@ def test_two_processes_decode_each_image_once(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
     both = [building(folder, tmp_path / "log", 0.003) for _ in range(2)]
     for process in both:
-        process.join(PATIENCE)
+        process.join(TIMEOUT)
     assert [process.exitcode for process in both] == [0, 0]
     assert (tmp_path / "log").stat().st_size == 320
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from small_run import PATIENCE, assert_same_batch
+from small_run import TIMEOUT, assert_same_batch
 
 from m1clip.data.array_view import ArrayView
 from m1clip.data.augment import Augmentation
@@ -347,7 +347,7 @@ class MeetingImages(LazyImages):
         self.__dict__.update(state)
         folder = Path(self.refs[0].path)
         (folder / str(os.getpid())).touch()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while len(list(folder.iterdir())) < 2:
             assert time.monotonic() < end, "the other worker was not started"
             time.sleep(0.01)

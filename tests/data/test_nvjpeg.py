@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hanging_reads import hang, replace_clock_of_reads
 from PIL import Image
 
 from m1clip.data import decoding, nvjpeg
@@ -154,32 +155,38 @@ def test_rows_decoded_on_the_gpu_are_written_to_their_places(
 
 
 class Hanging(ImageRef):
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
     def read(self) -> bytes:
-        threading.Event().wait(5)
+        hang(self.released)
         return b""
 
     def __str__(self) -> str:
         return "hanging.jpg"
 
 
-def test_hanging_read_for_the_gpu_is_named(tmp_path: Path) -> None:
+def test_hanging_read_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other images of its block are read again."""
+    replace_clock_of_reads(monkeypatch)
+    lost = Hanging()
     photo(tmp_path / "a.jpg")
     good = FileImage(str(tmp_path / "a.jpg"))
     work = nvjpeg.ReadForGpu(lambda ref: "not for the GPU")
-    (read,) = nvjpeg.read_batches([good, Hanging(), good], work, 0, 0.2)
+    (read,) = nvjpeg.read_batches([good, lost, good], work, 0, 2.0)
     encoded = nvjpeg.Encoded(good.read(), 50 * 40)
-    assert read == [encoded, Late(0.2), encoded]
+    assert read == [encoded, Late(2.0), encoded]
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish"):
         list(
             decoding.decode_images(
-                [good, Hanging()],
+                [good, lost],
                 SIDE,
                 "shortest",
                 {},
-                decoding.DecodeMethod(gpu=on_host, timeout=0.2),
+                decoding.DecodeMethod(gpu=on_host, timeout=2.0),
             )
         )
+    lost.released.set()
 
 
 def test_large_files_are_read_in_small_blocks(tmp_path: Path) -> None:

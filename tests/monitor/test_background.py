@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import PATIENCE, command, small_arguments
+from small_run import TIMEOUT, command, small_arguments
 
 from m1clip.io import read_owner
 from m1clip.runlog import read_log
@@ -26,7 +26,7 @@ def state(folder: Path) -> dict[str, Any]:
     return dict(row)
 
 
-def wait_until(true: Any, seconds: float = PATIENCE) -> None:
+def wait_until(true: Any, seconds: float = TIMEOUT) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "timed out"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from small_run import PATIENCE, command
+from small_run import TIMEOUT, command
 
 from m1clip.io import lock_content
 from m1clip.monitor.history import History
@@ -96,8 +96,8 @@ def test_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
     empty = screen_of(History(tmp_path), Status("preparing", "preparing its data"))
     assert "waiting for the first values" in "\n".join(empty)
     history = History(make_run(tmp_path / "dead", [step(10)])).poll()
-    text = "\n".join(screen_of(history, Status("died", "died at step 10"), size=(250, 30)))
-    assert f"died at step 10; continue with: m1clip train --resume {tmp_path / 'dead'}" in text
+    text = "\n".join(screen_of(history, Status("crashed", "crashed at step 10"), size=(250, 30)))
+    assert f"crashed at step 10; continue with: m1clip train --resume {tmp_path / 'dead'}" in text
     assert " left" not in text
 
 
@@ -150,7 +150,7 @@ def test_monitor_follows_a_run_and_a_resized_window(
     def until(true: Callable[[str], object]) -> str:
         """Read until the condition holds for the last screen, which starts at the home position."""
         nonlocal output
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while True:
             screen = re.sub(
                 r"\x1b\[\??[\d;]*[A-Za-z]|\r",
@@ -164,7 +164,7 @@ def test_monitor_follows_a_run_and_a_resized_window(
                 try:
                     output += os.read(terminal, 65536)
                 except OSError:  # on Linux: the other end is closed
-                    assert process.wait(timeout=PATIENCE) == code
+                    assert process.wait(timeout=TIMEOUT) == code
                     return ""
 
     try:
@@ -172,7 +172,9 @@ def test_monitor_follows_a_run_and_a_resized_window(
         resize(120, 40)
         until(lambda text: "Ctrl-C" in text.splitlines()[-1] and len(text.splitlines()) == 40)
         (run / "run.lock").write_text("1\n" + lock_content().splitlines()[1] + "\n1.0\n")
-        until(lambda text: "died" in text and "continue with: m1clip train --resume live" in text)
+        until(
+            lambda text: "crashed" in text and "continue with: m1clip train --resume live" in text
+        )
         (run / "run.lock").write_text(lock_content())
         append(run, [line("start", step=10, steps=100), step(50)])  # resumed
         until(lambda text: "running" in text and "step 50 of 100" in text)
@@ -184,7 +186,7 @@ def test_monitor_follows_a_run_and_a_resized_window(
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(timeout=PATIENCE)
+        process.wait(timeout=TIMEOUT)
         os.close(terminal)
 
 
@@ -205,7 +207,7 @@ def test_monitor_without_terminal_error_names_hint(tmp_path: Path) -> None:
         (Status("preparing", "preparing its data", 1), True),
         (Status("finished", "finished at step 100"), False),
         (Status("stopped", "stopped at step 100"), False),
-        (Status("died", "died at step 100"), False),
+        (Status("crashed", "crashed at step 100"), False),
     ],
 )
 def test_only_a_running_run_continues(tmp_path: Path, status: Status, continues: bool) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hanging_reads import hang, replace_clock_of_reads
 from image_sets import break_files, make_set
 from PIL import Image
-from small_run import PATIENCE, before_each_step, run_small
+from small_run import TIMEOUT, before_each_step, run_small
 
 from m1clip.data import images
 from m1clip.data.decoding import DecodeMethod, LazyImages, decode_images, read_or_replace
@@ -25,16 +25,6 @@ from m1clip.runlog import read_log
 from m1clip.training.compose import TrainStep
 
 HANGS = 2.0  # seconds after which a read counts as hanging: `hangs_without_waiting` skips them
-
-
-HANGING: set[int] = set()  # threads
-
-
-def hang(until: threading.Event) -> None:
-    """Stay in a read until the event is set."""
-    HANGING.add(threading.get_ident())
-    until.wait(PATIENCE)
-    HANGING.discard(threading.get_ident())
 
 
 class Hanging:
@@ -69,34 +59,16 @@ def _no_abandoned_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_keep_their_order_with_any_number_of_threads(threads: int) -> None:
     items = list(range(200))
-    assert list(map_with_timeout(items, lambda i: i * i, PATIENCE, threads)) == [
+    assert list(map_with_timeout(items, lambda i: i * i, TIMEOUT, threads)) == [
         i * i for i in items
     ]
-    assert list(map_with_timeout([], lambda i: i, PATIENCE, threads)) == []
+    assert list(map_with_timeout([], lambda i: i, TIMEOUT, threads)) == []
     assert list(map_with_timeout(items, lambda i: i, 0.0, threads)) == items, "no limit"
-
-
-class ReadWithoutClock(images._Read):
-    """A read that times out when it hangs, and not when the machine is slow."""
-
-    thread = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "started":  # by the thread that reads
-            self.thread = threading.get_ident()
-        super().__setattr__(name, value)
-
-    def result(self, timeout: float | None = None) -> Any:
-        while timeout is not None and not self.done():
-            if self.thread in HANGING:
-                raise TimeoutError
-            time.sleep(0.001)
-        return super().result(None)
 
 
 @pytest.fixture
 def hangs_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_Read", ReadWithoutClock)
+    replace_clock_of_reads(monkeypatch)
 
 
 @pytest.mark.usefixtures("hangs_without_waiting")
@@ -112,7 +84,7 @@ def test_late_error_of_a_skipped_item_is_ignored() -> None:
             raise OSError("the disk came back, broken")
         if item == 2:
             stuck.set()
-            assert raised.wait(PATIENCE)
+            assert raised.wait(TIMEOUT)
             late[0].join()  # it has reported its error
         return item
 
@@ -121,7 +93,7 @@ def test_late_error_of_a_skipped_item_is_ignored() -> None:
 
 def test_other_errors_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        list(map_with_timeout([1, 0, 2], lambda i: 1 // i, PATIENCE, 2))
+        list(map_with_timeout([1, 0, 2], lambda i: 1 // i, TIMEOUT, 2))
 
 
 @pytest.mark.usefixtures("hangs_without_waiting")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_run import PATIENCE, Command, before_each_step, small_arguments
+from small_run import TIMEOUT, Command, before_each_step, small_arguments
 
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
@@ -91,7 +91,7 @@ def killed_run(
         inside_epoch += max(int(line.split()[0]) for line in lines(samples)) % 4 != 0
     assert start("--resume", "killed").wait() == 0
     # torch's workers look every 5 seconds if their parent lives.
-    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == [], "workers are still running"
+    assert psutil.wait_procs(children, timeout=TIMEOUT)[1] == [], "workers are still running"
     assert hashes(run, steps) == hashes(folder / "reference", steps)
     assert set(lines(samples)) == set(lines(folder / "reference.txt")), (
         "the same samples in each step"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from small_run import (
-    PATIENCE,
+    TIMEOUT,
     Command,
     command,
     environment,
@@ -105,7 +105,7 @@ def test_no_data_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     process.wait()
     for worker in workers:
         worker.resume()
-    assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
+    assert psutil.wait_procs(workers, timeout=TIMEOUT)[1] == []
 
 
 def hang_at(step: int) -> None:

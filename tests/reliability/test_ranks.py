@@ -22,8 +22,8 @@ from image_sets import make_set
 from PIL import Image
 from ranks import new_store, on_ranks, place, start_ranks
 from small_run import (
-    PATIENCE,
     ROOT,
+    TIMEOUT,
     Command,
     environment,
     finished_run,
@@ -385,7 +385,7 @@ def test_torchrun_restarts_and_continues(
         assert len(ranks) == 2
         ranks[1].kill()
         (tmp_path / "gate").touch()
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
     assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
     assert_same_training(run, undisturbed)
     counts["restart by torchrun"] = 1

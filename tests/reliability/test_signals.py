@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from image_sets import make_set
-from small_run import PATIENCE, Command, small_arguments
+from small_run import TIMEOUT, Command, small_arguments
 
 from m1clip.runlog import read_log
 from m1clip.training.checkpoint import checkpoint_folder, saved_steps, verify
@@ -110,7 +110,7 @@ def send(
     seconds = time.monotonic() - begin
     output, error = process.read()
     assert "Traceback" not in error + output
-    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
+    assert psutil.wait_procs(children, timeout=TIMEOUT)[1] == []
     run = folder / "run"
     # Nothing is trained yet: the folder is removed, so that the same command works again.
     if phase == "caching":

@@ -608,7 +608,7 @@ def write_half_a_transaction(database: Path) -> None:
         "for number in range(300): db.execute('INSERT INTO about VALUES (?, ?)', (str(number), 'x' * 2000))\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(database)], check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code, str(database)], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert database.with_name(f"{database.name}-journal").stat().st_size > 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import (
+    TIMEOUT,
     assert_same_bits,
     before_each_step,
     exit_code,
@@ -81,7 +82,7 @@ def test_both_towers_are_at_work_at_the_same_time(micro_batch: int) -> None:
     step, training = make_step({"train.device": "cpu+cpu", "train.micro_batch": micro_batch})
     model = step.model
     calls = 4 if micro_batch else 1  # two chunks, in both passes
-    meet = threading.Barrier(2, timeout=60)
+    meet = threading.Barrier(2, timeout=TIMEOUT)
     seen: list[tuple[str, str, str]] = []
 
     def note(what: str, tower: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from small_run import (
-    PATIENCE,
+    TIMEOUT,
     assert_same_bits,
     command,
     resume_quietly,
@@ -122,7 +122,7 @@ def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -
     ):
         pass
     holder.kill()
-    holder.wait(timeout=PATIENCE)
+    holder.wait(timeout=TIMEOUT)
     with lock_run(tmp_path):
         assert (tmp_path / RUN_LOCK).read_text().splitlines()[0] == str(os.getpid())
     with contextlib.suppress(ProcessLookupError):
@@ -242,7 +242,7 @@ def test_background_run_has_an_owner_before_it_has_written_anything(
     with lock_run(folder):  # the lock itself is free
         assert (folder / RUN_LOCK).read_text().splitlines()[0] == str(os.getpid())
     running.kill()
-    running.wait(PATIENCE)
+    running.wait(TIMEOUT)
 
 
 @pytest.mark.parametrize(

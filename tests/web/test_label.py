@@ -15,7 +15,7 @@ import pytest
 from image_sets import image
 from photos import make_photos, save_model
 from PIL import Image
-from small_run import PATIENCE
+from small_run import TIMEOUT
 
 from m1clip.data.caption_table import read_captions
 from m1clip.errors import UserError
@@ -66,7 +66,7 @@ def queue(server: Server, page: str = "test", count: int = 5) -> list[dict[str, 
 
 def until(server: Server, **expected: Any) -> dict[str, Any]:
     """Wait until the training has these values."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while True:
         found = read(server, "/api/train")
         if all(found.get(name) == value for name, value in expected.items()):
@@ -115,7 +115,7 @@ def test_photos_with_a_caption_inside_count_as_labelled_and_are_not_shown(
 
 def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for new captions with each request, and wait for what is found, however slow this is."""
-    for name, value in (("REST", 0), ("IMPORT_RETRY_SECONDS", 0.0), ("LOOK_SECONDS", PATIENCE)):
+    for name, value in (("REST", 0), ("IMPORT_RETRY_SECONDS", 0.0), ("LOOK_SECONDS", TIMEOUT)):
         monkeypatch.setattr(new_captions, name, value)
 
 
@@ -305,14 +305,14 @@ def test_second_start_is_rejected_while_the_first_is_slow(
     def start_slowly(words: list[str], run: Path, name: str, resume: None) -> None:
         started.append(run)
         begun.set()
-        may_start.wait(PATIENCE)
+        may_start.wait(TIMEOUT)
 
     monkeypatch.setattr(training, "start_in_background", start_slowly)
     assert post(server, "/api/train/start", b"{}")[0] == 200
     assert read(server, "/api/train")["state"] == "starting"
     status, answer = post(server, "/api/train/start", b"{}")
     assert (status, answer["error"]) == (400, "starting now; wait until it is done")
-    assert begun.wait(PATIENCE)
+    assert begun.wait(TIMEOUT)
     # The process has not taken the lock, but the folder names it as its owner.
     (run,) = started
     name_owner(run, os.getpid())
@@ -335,11 +335,11 @@ def test_run_that_fails_later_shows_its_error_and_its_output(
 
     monkeypatch.setattr(training, "start_in_background", start_and_end)
     post(server, "/api/train/start", b"{}")
-    shown = until(server, work="", state="died")
+    shown = until(server, work="", state="crashed")
     assert shown["message"] == "captions.csv: no image to train on"
     assert shown["output"] == str(folder.parent / "runs/labels/train.log")
     post(server, "/api/train/start", b"{}")
-    assert until(server, work="", state="died")["name"] == "labels-2"
+    assert until(server, work="", state="crashed")["name"] == "labels-2"
 
 
 @pytest.mark.parametrize(

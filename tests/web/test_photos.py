@@ -166,22 +166,41 @@ def test_thumbnail_is_that_of_the_indexed_content_and_no_link(
 
 
 def test_few_images_are_decoded_at_a_time(shared: Photos, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most = [], []
+    """As many as may be are decoded when the others have asked; then these follow."""
+    uploads = 4 * photos_module.DECODERS
+    asked, started = threading.Semaphore(0), threading.Semaphore(0)
+    decoding, most, lock, go_on = 0, 0, threading.Lock(), threading.Event()
+
+    class CountedSemaphore(threading.Semaphore):
+        def __enter__(self) -> bool:
+            asked.release()
+            return self.acquire()
 
     def slow_decode(*_: object) -> None:
-        running.append(1)
-        most.append(len(running))
-        time.sleep(0.05)
-        running.pop()
+        nonlocal decoding, most
+        with lock:
+            decoding += 1
+            most = max(most, decoding)
+        started.release()
+        go_on.wait(300)
+        with lock:
+            decoding -= 1
         raise BadImage("x", "not an image")
 
+    monkeypatch.setattr(shared, "_decoders", CountedSemaphore(photos_module.DECODERS))
     monkeypatch.setattr(photos_module, "decode", slow_decode)
-    threads = [threading.Thread(target=shared.post, args=("/api/upload", b"x")) for _ in range(8)]
+    threads = [
+        threading.Thread(target=shared.post, args=("/api/upload", b"x")) for _ in range(uploads)
+    ]
     for thread in threads:
         thread.start()
+    for semaphore, count in ((asked, uploads), (started, photos_module.DECODERS)):
+        for _ in range(count):
+            assert semaphore.acquire(timeout=300)
+    go_on.set()
     for thread in threads:
         thread.join()
-    assert max(most) <= photos_module.DECODERS
+    assert most == photos_module.DECODERS
 
 
 def test_files_are_read_only_while_they_are_decoded(
@@ -469,8 +488,8 @@ def test_locked_database_blocks_no_other_request(
         _: float,
     ) -> None:  # all requests get here at the same time: none holds a lock that others need
         if not released.is_set():
-            waiting.wait(timeout=60)
-            released.wait(timeout=60)
+            waiting.wait(timeout=300)
+            released.wait(timeout=300)
 
     monkeypatch.setattr(query_module, "READ_SECONDS", 600.0)
     monkeypatch.setattr(query_module.time, "sleep", wait_together)
@@ -479,7 +498,7 @@ def test_locked_database_blocks_no_other_request(
         with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / DATABASE)) as other:
             other.execute("BEGIN EXCLUSIVE")
             answers = [pool.submit(ask, server, path) for path in paths]
-            waiting.wait(timeout=60)
+            waiting.wait(timeout=300)
             assert ask(server, "/api/update")[0] == 200
         released.set()
         assert [answer.result()[0] for answer in answers] == [200] * len(paths)

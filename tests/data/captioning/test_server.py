@@ -5,7 +5,7 @@ import socket
 from typing import Any
 
 import pytest
-from small_run import PATIENCE
+from small_run import TIMEOUT
 
 from captioning.fake_server import Response, completion, serve
 from m1clip.data.captioning import server as server_module
@@ -13,7 +13,7 @@ from m1clip.data.captioning.server import KEY_VARIABLE, ServerError, ServerUnava
 from m1clip.errors import UserError
 
 
-def ask(url: str, timeout: float = PATIENCE) -> str:
+def ask(url: str, timeout: float = TIMEOUT) -> str:
     return VisionServer(url, timeout=timeout).describe_image(b"jpeg", "vision", "What?", 50).text
 
 

@@ -469,7 +469,7 @@ def test_files_of_exiftool(images: Write, option: str, kind: str) -> None:
     root = images(["a.jpg"])
     charset = ("-charset", "iptc=utf8", "-codedcharacterset=utf8") if kind == "IPTC" else ()
     command = ["exiftool", "-overwrite_original", *charset, option, str(root / "a.jpg")]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     source = read(root)
     assert everything(source)["a.jpg"].captions == ("Käse am Meer",)
     assert source.caption_kinds[kind] == 1
@@ -480,7 +480,7 @@ def test_png_of_exiftool_has_its_metadata_behind_the_pixels(tmp_path: Path) -> N
     photo = save(tmp_path / "a.png")
     options = ("-XMP-dc:Description=Käse am Meer", "-EXIF:UserComment=by the sea", "-keywords=x")
     command = ["exiftool", "-overwrite_original", *options, str(photo)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     assert captions(tmp_path, "a.png")[0] == "Käse am Meer"
 
 
