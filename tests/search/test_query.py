@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import m1clip
 from m1clip.cli.search import _show
 from m1clip.errors import UserError
 from m1clip.search import query as module
+from m1clip.search.concepts import Choice
 from m1clip.search.index import update_index
 from m1clip.search.query import CUTOFF, Filter, Index, Result, Results, probabilities, zscore
 
@@ -349,3 +351,77 @@ def test_results_are_sure_or_possible_or_nothing_matches(
     found = Results(results, 9)
     _show(found, found.possible, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed
+
+
+@pytest.fixture
+def own_photos(photos: Path, tmp_path: Path) -> Path:
+    """A copy whose marks no other test sees."""
+    return Path(shutil.copytree(photos, tmp_path / "photos", symlinks=True))
+
+
+def test_marks_are_read_back_changed_and_removed(own_photos: Path) -> None:
+    index = Index(own_photos)
+    first, second, third = index.search("x").nearest[:3]
+    ids = [first.id, second.id, third.id]
+    assert index.marks("dog", ids) == {}
+    index.mark("dog", first.id, True)
+    index.mark("dog", second.id, False)
+    assert index.marks("dog", ids) == {first.id: True, second.id: False}
+    assert index.marks("cat", ids) == {}
+    assert index.captions() == [(str(own_photos / first.path), "dog")], "of right images only"
+    index.mark("dog", first.id, None)
+    index.mark("dog", second.id, True)
+    assert index.marks("dog", ids) == {second.id: True}
+    assert index.captions() == [(str(own_photos / second.path), "dog")]
+
+
+def test_text_of_taught_words_alone_adds_no_other_vector(
+    own_photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = Index(own_photos)
+    taught = np.eye(index.dim, dtype=np.float32)[0]
+    index.mark("rex", index.search("x").nearest[0].id, True)
+    monkeypatch.setattr(module, "fit_concept", lambda *_: (taught, Choice(0.5, 1.0)))
+
+    def parts(text: str) -> list[tuple[float, list[float]]]:
+        found, uses_examples = index._parts(text, (), ())
+        assert uses_examples
+        return [(weight, vector.tolist()) for weight, vector in found]
+
+    assert parts("rex") == [(1.0, taught.tolist())]
+    rest = np.asarray(index._query_vectors(["on a beach"])[0])
+    assert parts("rex on a beach") == [(1.0, taught.tolist()), (1.0, rest.tolist())]
+
+
+def test_vector_of_a_result_is_the_stored_one(photos: Path) -> None:
+    index = Index(photos)
+    result = index.search("x").nearest[0]
+    vector = index.image_vector(result.id)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=2e-3)
+    encoded = np.asarray(index.model.encode_image([photos / result.path]))[0]
+    assert vector == pytest.approx(encoded, abs=2e-3)
+    with pytest.raises(UserError, match="no longer in the index"):
+        index.image_vector(10**6)
+    with pytest.raises(UserError, match="a vector of 3 values"):
+        index.image_vector(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("change", ["removed", "other length"])
+def test_vectors_replaced_while_the_index_is_open_are_reported(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    index = Index(photos)
+    assert index.search("x").nearest
+    stored = module.vectors_of
+
+    def replaced(*arguments: Any) -> Any:
+        file = stored(*arguments)
+        if change == "removed":
+            return None
+        file.dim += 1
+        return file
+
+    monkeypatch.setattr(module, "vectors_of", replaced)
+    index.version = -1  # as after another process has written to the database
+    with pytest.raises(UserError, match=r"index\.sqlite: was replaced while it was open"):
+        index.search("x")
