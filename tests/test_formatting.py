@@ -93,12 +93,12 @@ def test_untrusted_text_cannot_control_the_terminal() -> None:
 
 
 def test_table_alignment() -> None:
-    rows = [("1st", "running", "12"), (), ("longer", "died", "1,234")]
+    rows = [("1st", "running", "12"), (), ("longer", "crashed", "1,234")]
     assert table(("run", "state", "n"), rows).split("\n") == [
         "run     state        n",
         "1st     running     12",
         "",
-        "longer  died     1,234",
+        "longer  crashed  1,234",
     ]
     assert table(("run", "n"), []) == "run  n"
 

@@ -412,7 +412,7 @@ class Session:
         self.write(complete=True)
 
     def measure_device(self, kind: Kind) -> None:
-        """Measure a device apart from any model; what fails is reported and left out."""
+        """Measure a device apart from any model; what fails is reported and skipped."""
         requested = self.options.precisions
         for precision in unsupported_precisions(self.facts, kind, requested):
             self.skipped[f"{kind} {precision}"] = f"{precision} is not supported on {kind}"

@@ -67,9 +67,9 @@ def monitor(
 
 @app.command(group=RUNS, sort_key=2, usage="Usage: m1clip runs [FOLDER] [OPTIONS]")
 def runs(folder: Path = RUNS_FOLDER, /, *, json: Flag = False) -> None:
-    """List runs with their state (preparing, running, finished, stopped, died), progress and best score.
+    """List runs with their state (preparing, running, finished, stopped, crashed), progress and best score.
 
-    A run that died was killed, or its machine was switched off: m1clip train --resume continues it.
+    A crashed run was killed, or its machine was switched off: m1clip train --resume continues it.
 
         m1clip runs
         m1clip runs --json

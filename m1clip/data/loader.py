@@ -513,7 +513,7 @@ class _Workers:
 
     def _greet(self, pipe: Connection, data_bytes: Any) -> None:
         """Send a worker its data, and the first steps."""
-        with contextlib.suppress(OSError):  # it died, as `_receive` will find out
+        with contextlib.suppress(OSError):  # the worker crashed, as `_receive` will find out
             if data_bytes is not None:
                 pipe.send_bytes(data_bytes)
             for step in self.steps[:WORKER_AHEAD]:
@@ -541,7 +541,7 @@ class _Workers:
             raise piece
         self.greetings[number].join()  # two threads must not send at the same time
         if index + WORKER_AHEAD < len(self.steps):
-            with contextlib.suppress(OSError):  # it died, as the next call will find out
+            with contextlib.suppress(OSError):  # the worker crashed, as the next call will find out
                 pipe.send(self.steps[index + WORKER_AHEAD])
         # A copy frees the shared memory, whose file descriptors are limited.
         return piece.clone() if len(self.workers) > 1 else piece

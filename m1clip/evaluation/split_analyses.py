@@ -43,7 +43,7 @@ def analyze(
 
     Those of the split need an evaluator. A value that this data does not have is skipped.
     `on_error` gets the name and the error of an analysis that fails; if it returns, the analysis is
-    left out.
+    skipped.
     """
     todo: list[tuple[Analysis, tuple[Any, ...]]]
     todo = [(analysis, (features,)) for analysis in analyses_that_need("features")]

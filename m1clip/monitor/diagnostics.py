@@ -210,12 +210,12 @@ def stalled(history: History, now: float, state: str) -> Diagnostic | None:
 
 
 def interrupted(history: History, state: str) -> Diagnostic | None:
-    if state not in ("died", "stopped"):
+    if state not in ("crashed", "stopped"):
         return None
     message = (
         f"{state} at step {history.step:,}; continue with: m1clip train --resume {history.run}"
     )
-    return Diagnostic("error" if state == "died" else "warning", message)
+    return Diagnostic("error" if state == "crashed" else "warning", message)
 
 
 CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (

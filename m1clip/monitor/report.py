@@ -444,7 +444,7 @@ def _retrieval_grid(history: History) -> str:
         return ""
     except Exception as error:  # noqa: BLE001 (the decoders raise many kinds)
         return (
-            "<p class='hint'>retrieval.png left out:"
+            "<p class='hint'>retrieval.png skipped:"
             f" {escape(getattr(error, 'strerror', None) or str(error))}</p>"
         )
     image.thumbnail((GRID_WIDTH, 4 * GRID_WIDTH))

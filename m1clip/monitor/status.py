@@ -1,4 +1,4 @@
-"""The state of a run (running, finished, stopped, died), from its folder and process."""
+"""The state of a run (running, finished, stopped, crashed), from its folder and process."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from m1clip.io import RUN_LOCK, read_owner
 from m1clip.monitor.history import History, numbers
 from m1clip.runlog import NAME, SELECTION, RunLog, read_preparing
 
-State = Literal["preparing", "running", "finished", "stopped", "died"]
+State = Literal["preparing", "running", "finished", "stopped", "crashed"]
 FRESH = 120.0  # seconds: a run on another machine counts as running while its log is younger
 
 
@@ -47,7 +47,7 @@ def status_of(history: History, now: float | None = None) -> Status:
     if str(last.get("event", "")).startswith("stopped"):
         return Status("stopped", f"stopped at step {history.step:,}")
     return Status(
-        "died", f"died at step {history.step:,}: its process ended before the run finished"
+        "crashed", f"crashed at step {history.step:,}: its process ended before the run finished"
     )
 
 
@@ -198,7 +198,7 @@ def stop_run(run: Path, wait: float) -> str:
     status = status_of(history)
     if status.state == "finished":
         return f"{run}: had just finished"
-    if status.state == "died" and (run / NAME).is_file():
+    if status.state == "crashed" and (run / NAME).is_file():
         # Stopped before its first step or after its last one, where no step is left to save.
         log = RunLog(run)
         log.write("event", step=history.step, event="stopped by m1clip stop")

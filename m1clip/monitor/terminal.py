@@ -33,7 +33,7 @@ STYLES = {
         "preparing": "yellow",
         "finished": "cyan",
         "stopped": "yellow",
-        "died": "bold red",
+        "crashed": "bold red",
     },
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }

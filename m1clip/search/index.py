@@ -281,7 +281,7 @@ def connect(index_folder: Path, write: bool = False) -> sqlite3.Connection:
 def stored_statements(db: sqlite3.Connection) -> list[str]:
     """The statements of all tables, indexes, views and triggers of a database, sorted.
 
-    Only the statistics of SQLite's ANALYZE are left out, by type too: SQLite also runs a trigger
+    Only the statistics of SQLite's ANALYZE are skipped, by type too: SQLite also runs a trigger
     whose name starts with "sqlite_".
     """
     query = (

@@ -3,7 +3,7 @@ unsure.
 
 Each photo is weighted by how unsure the model is, and photos are chosen one by one so that every
 photo of the library is similar to one with a label (facility location). Near-duplicates of a chosen
-photo add nothing: they are left out. A large library is represented by a random sample, which
+photo add nothing: they are skipped. A large library is represented by a random sample, which
 bounds time and memory.
 """
 

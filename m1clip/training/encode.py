@@ -37,7 +37,7 @@ ONE_ROW = slice(0, 1)
 
 Mark = Callable[[str], None]  # begins a phase of the step
 DONE = ""  # the phase after the last one of a step
-# Told before each backward pass whether it is the last one of its parameters.
+# Called before each backward pass with whether it is the last one of its parameters.
 Passes = Callable[[bool], None]
 
 

@@ -142,7 +142,7 @@ class MemoryProbe:
     def _start(
         self, stack: contextlib.ExitStack, batch: list[Tensor]
     ) -> tuple[SavedTensors | None, PeakMemory | None]:
-        """Begin to count; a probe for which memory is short is left out."""
+        """Begin to count; a probe for which memory is short is skipped."""
         try:
             persistent = [*self._persistent(), *batch]
             saved = SavedTensors(persistent)

@@ -169,7 +169,7 @@ class StepAnalyses:
     def _compute(self, analysis: Analysis, needed: Sequence[Any], may_fail: bool = True) -> None:
         """Compute a value.
 
-        An analysis for which memory is short is left out, and the run goes on.
+        An analysis for which memory is short is skipped, and the run goes on.
         """
         try:
             self._values[analysis.name] = analysis.compute(*needed)
@@ -185,7 +185,7 @@ class StepAnalyses:
                 if analysis.needs == "nothing":
                     self._compute(analysis, [])
         for name, reason in self._failed.items():
-            run.warn(f"analysis {name} of step {run.state.step:,} left out: {reason}")
+            run.warn(f"analysis {name} of step {run.state.step:,} skipped: {reason}")
         if self._values:
             run.log.write(RECORD, step=run.state.step, **self._values)
 

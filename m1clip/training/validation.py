@@ -70,7 +70,7 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     def leave_out(name: str, error: Exception) -> None:
         if not is_out_of_memory(error):
             raise error
-        run.warn(f"analysis {name} of step {state.step:,} left out: {first_line(error)}")
+        run.warn(f"analysis {name} of step {state.step:,} skipped: {first_line(error)}")
 
     analysis = analyze(features, evaluator, leave_out)
     with disk_errors(run.log, run.folder / "snapshots", state.step):

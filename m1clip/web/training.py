@@ -84,9 +84,11 @@ class TrainPage:
             self._start("comparing", lambda: self._compare(index, run, about))
         in_use = Path(index.model_path).is_relative_to(run)
         ended, message = status.state, status.message
-        if ended == "died":  # or it was stopped before its first step, which its log does not tell
+        if (
+            ended == "crashed"
+        ):  # or it was stopped before its first step, which its log does not tell
             stopped = about.get("stopped") is True
-            ended, message = ("stopped", "stopped") if stopped else ("died", self._reason(run))
+            ended, message = ("stopped", "stopped") if stopped else ("crashed", self._reason(run))
         return {
             **state,
             "state": ended,

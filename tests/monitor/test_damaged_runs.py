@@ -212,7 +212,7 @@ def test_report_omits_undecodable_image(tmp_path: Path, padding: int) -> None:
         b"",
     ):
         (run / "retrieval.png").write_bytes(data)
-        assert "retrieval.png left out" in write_report([run], tmp_path / "report.html").read_text()
+        assert "retrieval.png skipped" in write_report([run], tmp_path / "report.html").read_text()
 
 
 def replaced_by_fifo(path: Path, outside: Path) -> None:

@@ -111,7 +111,7 @@ def test_stalled_run_is_reported(tmp_path: Path) -> None:
     assert "nothing logged for 3:20; usually every 0.5 s" in messages(
         tmp_path / "a", STEADY, after=20 + 199.5
     )
-    assert "nothing logged" not in messages(tmp_path / "b", STEADY, state="died", after=500)
+    assert "nothing logged" not in messages(tmp_path / "b", STEADY, state="crashed", after=500)
     assert "nothing logged" not in messages(tmp_path / "c", STEADY, after=30)
 
 

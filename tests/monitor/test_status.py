@@ -33,18 +33,18 @@ def test_time_left_from_measured_steps_and_evaluations(tmp_path: Path) -> None:
 def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
     assert state_of(full_run(tmp_path / "done")) == "finished"
     dead = make_run(tmp_path / "dead", [step(10)])
-    assert state_of(dead) == "died"
+    assert state_of(dead) == "crashed"
     append(dead, [line("event", step=10, event="stopped by signal 15")])
     assert state_of(dead) == "stopped"
     append(dead, [line("start", step=10, steps=100), step(20)])
-    assert state_of(dead) == "died"  # it continued, and then died
+    assert state_of(dead) == "crashed"  # it continued, and then crashed
 
 
 def test_state_of_run_on_another_machine_comes_from_log(tmp_path: Path) -> None:
     run = make_run(tmp_path, [step(10)])
     (run / "run.lock").write_text("1\nsomewhere-else\n1.0\n")
     assert state_of(run, now=BEGIN + 20) == "running"
-    assert state_of(run, now=BEGIN + 5000) == "died"
+    assert state_of(run, now=BEGIN + 5000) == "crashed"
     with pytest.raises(UserError, match="started on somewhere-else; stop it there"):
         stop_run(run, 1.0)
 
@@ -68,7 +68,7 @@ def test_runs_are_found_listed_and_required(tmp_path: Path) -> None:
     assert [run.name for run in status.find_runs(tmp_path)] == ["a-dead", "b-done"]
     assert newest_run(tmp_path).name == "b-done"
     rows = {Path(row["run"]).name: row for row in list_runs(tmp_path)}
-    assert [rows["a-dead"][name] for name in ("state", "step", "best")] == ["died", 10, 0.2]
+    assert [rows["a-dead"][name] for name in ("state", "step", "best")] == ["crashed", 10, 0.2]
     assert [rows["b-done"][name] for name in ("state", "step", "steps")] == ["finished", 100, 100]
     assert "mean recall 40.0% (chance 1.0%)" in as_table(list(rows.values()), tmp_path)
     (tmp_path / "a-dead" / "run.lock").write_text(lock_content())

@@ -31,7 +31,7 @@ def bounded(function: Callable[[], Any], room: int = ROOM, seconds: int = SECOND
     try:
         outcome = str(here.recv()) if here.poll(seconds + 10) else "hangs"
     except EOFError:
-        outcome = "died"
+        outcome = "crashed"
     process.join(5)
     if process.is_alive():
         process.kill()

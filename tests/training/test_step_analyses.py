@@ -167,7 +167,7 @@ def test_run_with_and_without_analyses_has_the_same_weights_and_log(
         assert "failing" not in record
     texts = [each["text"] for each in read_log(tmp_path / "with") if each["kind"] == "warning"]
     assert [text for text in texts if text.startswith("analysis ")] == [
-        f"analysis {name} of step {step} left out: no memory for the analysis"
+        f"analysis {name} of step {step} skipped: no memory for the analysis"
         for step in (5, 10)
         for name in ("failing", "failing_features", "failing_split")
     ]

@@ -114,13 +114,11 @@ def rows_of(
             id_,
         )
     if generated:
-        left_out = (
-            "left out"
-            if source.options.captions == "person"
-            else "--captions person leaves them out"
+        skipped = (
+            "skipped" if source.options.captions == "person" else "--captions person skips them"
         )
         source.note(
-            f"{table_name}: {plural(generated, 'row')} with a caption of a model; {left_out}"
+            f"{table_name}: {plural(generated, 'row')} with a caption of a model; {skipped}"
         )
 
 

@@ -50,7 +50,7 @@ def without_credentials(text: str) -> str:
 def with_variables(url: str) -> str:
     """The URL with the values of its ${VARIABLES}.
 
-    Other credentials are refused, as runs record the URL.
+    Other credentials are rejected, as runs record the URL.
     """
     if without_credentials(url) != one_line(url):
         raise UserError(

@@ -59,12 +59,12 @@ class TruncatedTar(Exception):
 
 
 class Member(NamedTuple):
-    """A file in a tar: where its bytes are, or why it is refused."""
+    """A file in a tar: where its bytes are, or why it is rejected."""
 
     name: str
     offset: int
     size: int
-    refused: str | None
+    rejected: str | None
 
 
 def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
@@ -92,8 +92,8 @@ def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
         name = extended.get("path", header.name)
         if size < 0 or (is_extension and size > _MAX_EXTENDED):
             raise TruncatedTar("no tar header follows")
-        refused = _refusal(name, header.type)
-        if start + size > file_size and (is_extension or refused is None):
+        rejected = _rejection(name, header.type)
+        if start + size > file_size and (is_extension or rejected is None):
             raise TruncatedTar(f"cut short in {'an extended header' if is_extension else name}")
         # Rounded up to blocks, so the offset always grows.
         offset = start + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
@@ -104,10 +104,10 @@ def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
         elif not is_extension:
             extended = {}
             if header.type != tarfile.DIRTYPE:
-                yield Member(name, start, size, refused)
+                yield Member(name, start, size, rejected)
 
 
-def _refusal(name: str, kind: bytes) -> str | None:
+def _rejection(name: str, kind: bytes) -> str | None:
     if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
         return "a link" if kind in (tarfile.LNKTYPE, tarfile.SYMTYPE) else "not a regular file"
     parts = name.replace("\\", "/").split("/")
@@ -226,9 +226,9 @@ def _named(path: str, file: BinaryIO, problem: Report) -> Iterator[tuple[str, st
     try:
         for member in members(file, file.seek(0, os.SEEK_END)):
             name = _KEY.fullmatch(member.name)
-            if member.refused:
+            if member.rejected:
                 problem(
-                    (path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member"
+                    (path, 0), f"{member.name[:200]} is {member.rejected}: skipped", "unsafe-member"
                 )
             elif name:
                 yield name.group(1), name.group(2).lower(), member

@@ -41,7 +41,7 @@ function words(status, found) {
   if (is === "running") return found?.steps ? `${trained}: step ${count(found.step)} of ${count(found.steps)}${found.seconds_left ? `, about ${Math.ceil(found.seconds_left)} s left` : ""}` : `${trained}: ${message}`;
   if (is === "finished") return `${trained}: finished.${inUse ? " Search uses this model." : ""}`;
   if (is === "stopped") return `${trained}: ${message}. Search was not changed.`;
-  if (is === "died") return `${trained}: failed. Search was not changed, and no label is lost.`;
+  if (is === "crashed") return `${trained}: failed. Search was not changed, and no label is lost.`;
   return "";
 }
 function showResult({ result, before, in_use: inUse, state: is, work }) {
@@ -59,7 +59,7 @@ function showResult({ result, before, in_use: inUse, state: is, work }) {
 /* Why there is no model, and what to do. */
 function problem({ failure, problem: compared, state: is, message, output }) {
   if (run.rejected || failure || compared) return run.rejected || failure || compared;
-  return is === "died" ? `${message} (its output is in ${output}). Train again starts a new run on the same labels.` : "";
+  return is === "crashed" ? `${message} (its output is in ${output}). Train again starts a new run on the same labels.` : "";
 }
 function showStatus(status, found) {
   const busy = Boolean(status.work), active = ACTIVE.includes(status.state), needed = state.progress?.needed ?? 1;
