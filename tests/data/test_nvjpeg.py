@@ -179,11 +179,7 @@ def test_hanging_read_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"hanging\.jpg: the read did not finish"):
         list(
             decoding.decode_images(
-                [good, lost],
-                SIDE,
-                "shortest",
-                {},
-                decoding.DecodeMethod(gpu=on_host, timeout=2.0),
+                [good, lost], SIDE, "shortest", {}, decoding.DecodeMethod(gpu=on_host, timeout=2.0)
             )
         )
     lost.released.set()

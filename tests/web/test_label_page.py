@@ -209,7 +209,7 @@ def test_slow_start_and_its_failure_are_shown_and_cannot_be_clicked_twice(
         answer = page.evaluate("send('/api/train/start', {})")  # as another page would
         assert answer["error"] == "starting now; wait until it is done"
         may_end.set()
-        until(page, "run.status.state === 'died'")
+        until(page, "run.status.state === 'crashed'")
         assert "captions.csv: no image can be read" in page.inner_text("#train-error")
         assert "train.log" in page.inner_text("#train-error")
         assert page.inner_text("#train-start") == "Train again"
