@@ -491,7 +491,7 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     min_seconds = MIN_TRAINING_FRACTION * budget.seconds
     if budget.remaining < min_seconds:
         console.warn(
-            f"preparing the data has step_times {clock(budget.used)} of the {clock(budget.seconds)} of"
+            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of"
             f" --minutes: training for {min_seconds:.0f} s more; what is cached now is not prepared again"
             " in the next run"
         )

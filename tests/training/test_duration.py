@@ -258,7 +258,7 @@ def test_a_faster_machine_does_not_exceed_the_steps_that_help(
 def on_clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     """A clock for which a step takes 0.4 s and an evaluation 0.8 s."""
     clock = SimulatedTime()
-    clock.install(monkeypatch, duration, runs, loop, logger, validation)
+    clock.install(monkeypatch, duration, runs, loop, logger, validation, time_use)
     plain_encode = validation.encode
 
     def slow_encode(*args: Any) -> Any:
@@ -373,7 +373,6 @@ def test_time_before_training_counts_for_a_command(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imports take seconds on a busy computer; the time of a notebook before the call does not count."""
-    on_clock.install(monkeypatch, time_use)
     monkeypatch.setattr(time_use, "process_seconds", lambda: 25.0)
     for counts, seconds in ((True, 35), (False, 60)):
         if counts:
