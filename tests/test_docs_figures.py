@@ -1,6 +1,7 @@
 """Figures in docs/ that follow from docs/results/*.json: a page that is not updated with its result fails here."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,30 @@ def test_adapting_to_new_images() -> None:
         cells = " | ".join(f"{100 * value:.1f}" for value in values)
         others = ", ".join(f"{100 * value:.1f}" for value in general)
         assert f"| {images:,} | {cells} | {others} |" in text
+
+
+def test_adapting_a_small_clip() -> None:
+    labels = {
+        "heads": "heads",
+        "lora": "LoRA of rank 8",
+        "last": "the last block of both towers",
+        "all": "all blocks",
+    }
+    by_row: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for run in result("adapt_towers.json")["runs"]:
+        by_row.setdefault((run["images"], run["recipe"]), []).append(run)
+    text = page("lab-finetune.md")
+    for (images, recipe), runs in by_row.items():
+        cells = []
+        for role in ("new", "general"):
+            after = statistics.fmean(100 * run[f"{role}_after"] for run in runs)
+            change = after - statistics.fmean(100 * run[f"{role}_before"] for run in runs)
+            cells.append(f"{after:.1f}, {change:+.1f}")
+        row = f"| {images:,} | {labels[recipe]} | "
+        line = next(line for line in text.splitlines() if line.startswith(row))
+        assert [
+            cell.split(" (")[0] for cell in line.removeprefix(row).rstrip(" |").split(" | ")
+        ] == cells
 
 
 def test_fine_tuning_on_the_test_split() -> None:
