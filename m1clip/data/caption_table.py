@@ -30,6 +30,8 @@ CAPTIONS_FILE = "captions.csv"
 PERSON = "person"  # the source of captions that a user wrote
 COLUMNS = ("image", "caption", "source", "split")
 MAX_CAPTION_CHARACTERS = 1000  # characters
+# Embeddings and overrides, which would show a caption in another order than it is stored.
+DIRECTION_MARKS = dict.fromkeys(map(ord, "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"))
 MAX_TABLE = 2**28  # bytes
 LOCK_SECONDS = 30.0  # to wait for another program that writes the table
 BYTE_ORDER_MARK = "\ufeff"  # tells spreadsheet programs that a file is UTF-8
@@ -54,7 +56,7 @@ def clean_caption(text: str) -> str:
     spaced = "".join(
         " " if unicodedata.category(char) == "Cc" or char == "\ufffd" else char for char in text
     )
-    caption = " ".join(spaced.split())
+    caption = " ".join(spaced.translate(DIRECTION_MARKS).split())
     if len(caption) > MAX_CAPTION_CHARACTERS:
         raise UserError(
             f"a caption has at most {MAX_CAPTION_CHARACTERS:,} characters, this one"

@@ -109,6 +109,10 @@ def test_bad_captions_are_explained() -> None:
     with pytest.raises(UserError, match="lone surrogate"):
         clean_caption("a \ud83d dog")
     assert clean_caption("a 🐕") == "a 🐕"
+    assert clean_caption("a \u202egod\u202c") == "a god"
+    assert clean_caption("👩\u200d🌾 می\u200cخواهم") == "👩\u200d🌾 می\u200cخواهم", (
+        "joiners are a part of words"
+    )
     assert clean_caption("caf\ufffd au lait") == "caf au lait", "no table may contain U+FFFD"
 
 
