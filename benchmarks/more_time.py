@@ -35,27 +35,31 @@ from m1clip.training.spec import read_spec
 BATCH = 64
 ALL_IMAGES = 6_000
 RECALLS = ("text_to_image/recall@10", "image_to_text/recall@10")
-STEPS_BY_MINUTES = {5: 575, 10: 1150, 15: 1725, 20: 2300, 30: 3450, 60: 6900}
+STEPS_BY_MINUTES = {2: 230, 5: 575, 10: 1150, 15: 1725, 20: 2300, 30: 3450, 60: 6900}
 FIRST_STEP_SECONDS = 45.0  # imports, checks and the first evaluation
 GUESSED_STEP_SECONDS = 0.02  # when all processes run, until one has ended
 MARGIN = 1.1
 
 
 class Job(NamedTuple):
-    """A run: its length in minutes of two CPU cores, its images (0: all), and other options."""
+    """A run: its length in minutes of two CPU cores, its images (0: all), models side by side, and
+    other options.
+    """
 
     minutes: int
     seed: int = 0
     images: int = 0
     options: tuple[str, ...] = ()
+    members: int = 1
 
     @property
     def steps(self) -> int:
-        return STEPS_BY_MINUTES[self.minutes]
+        return STEPS_BY_MINUTES[self.minutes] // self.members
 
     @property
     def name(self) -> str:
         words = [f"{self.minutes}min", f"{self.images or 'all'}", f"s{self.seed}", *self.options]
+        words += [f"x{self.members}"] if self.members > 1 else []
         return "-".join(word.strip("-").replace(".", "") for word in words)
 
 
@@ -75,7 +79,25 @@ JOBS = {
         *(Job(20, seed, 0, mix(0)) for seed in (0, 1)),
         *(Job(30, seed, 0, mix(1)) for seed in (0, 1)),
     ],
-    "test": [Job(60), Job(30), Job(10)],
+    "test": [
+        *(Job(60, seed, members=2) for seed in (0, 1, 2)),
+        Job(30),
+        *(Job(10, seed) for seed in (0, 1, 2)),
+    ],
+    # As the rule decides with --minutes: models side by side, and 37 epochs at most.
+    "members": [
+        *(Job(60, seed, members=2) for seed in (0, 1, 2)),
+        Job(60, 0, 3000, members=4),
+        *(Job(30, seed) for seed in (0, 1, 2)),
+        Job(30, 0, 3000, members=3),
+        Job(60, 0, 1500, ("--steps", "851"), members=4),
+        Job(20, 0, 3000, members=2),
+        *(Job(10, seed) for seed in (0, 1, 2)),
+        Job(10, 0, 3000),
+        Job(10, 0, 1500, members=2),
+        *(Job(5, 0, images) for images in (0, 3000, 1500)),
+        *(Job(2, 0, images) for images in (0, 3000, 1500)),
+    ],
 }
 
 
@@ -103,14 +125,16 @@ class Study:
 
     def run(self, job: Job) -> None:
         """One run, if it would end in time."""
-        expected = FIRST_STEP_SECONDS + job.steps * self.step_seconds
+        expected = FIRST_STEP_SECONDS + job.steps * job.members * self.step_seconds
         if time.time() + MARGIN * expected > self.deadline:
             print(f"{job.name}: skipped, would take {expected:.0f} s", flush=True)
             return
         out = self.scratch / job.name
         words = [sys.executable, "-m", "m1clip", "train", "--data", str(self.table_of(job))]
         words += ["--recipe", "scratch", "--device", self.options.device, "--workers", "0"]
-        words += ["--batch-size", str(BATCH), "--steps", str(job.steps), "--seed", str(job.seed)]
+        words += ["--batch-size", str(BATCH), "--seed", str(job.seed)]
+        words += [] if "--steps" in job.options else ["--steps", str(job.steps)]
+        words += ["--members", str(job.members)]
         words += ["--evaluations", "4", "--out", str(out), "--cache-dir", str(self.scratch / "c")]
         begin = time.time()
         done = subprocess.run(
@@ -123,7 +147,7 @@ class Study:
         if done.returncode:
             print(f"{job.name}: {done.stdout[-800:]}{done.stderr[-800:]}", flush=True)
             return
-        self.step_seconds = max(0.001, (seconds - FIRST_STEP_SECONDS) / job.steps)
+        self.step_seconds = max(0.001, (seconds - FIRST_STEP_SECONDS) / job.steps / job.members)
         self.runs.append(record(job, out, seconds))
         shown = " ".join(f"{point[1]:.1f}" for point in self.runs[-1]["validation"])
         test = self.runs[-1].get("test")
@@ -134,7 +158,7 @@ class Study:
 
 def record(job: Job, out: Path, seconds: float) -> dict[str, Any]:
     """What a run found, with the settings that the rules decided."""
-    log = read_log(out)
+    log = list(read_log(out))
     data = read_spec(out).config.data
     decided = {name: getattr(data, name) for name in ("crop_min", "word_dropout", "cutmix")}
     curve = [
@@ -152,13 +176,14 @@ def table(runs: list[dict[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in runs:
         settings = run["settings"]
-        key = (-(run["images"] or ALL_IMAGES), run["minutes"], settings["cutmix"])
+        members = run.get("members", 1)
+        key = (-(run["images"] or ALL_IMAGES), run["minutes"], members, settings["cutmix"])
         groups.setdefault(key, []).append(run)
     lines = [
-        "| images | steps (minutes) | epochs | crops, word dropout, CutMix | recall@10 | n |",
-        "|---|---|---|---|---|---|",
+        "| images | steps (minutes) | models | epochs | crops, word dropout, CutMix | recall@10 | n |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for (images, minutes, cutmix), own in sorted(groups.items()):
+    for (images, minutes, members, cutmix), own in sorted(groups.items()):
         settings = own[0]["settings"]
         epochs = own[0]["steps"] / (-images // BATCH)
         values = [run["validation"][-1][1] for run in own]
@@ -168,16 +193,19 @@ def table(runs: list[dict[str, Any]]) -> str:
         columns = (
             f"{-images:,}",
             f"{own[0]['steps']:,} ({minutes})",
+            str(members),
             f"{epochs:.0f}",
             how,
             mean,
             str(len(values)),
         )
         lines.append(f"| {' | '.join(columns)} |")
-    tested = [run for run in runs if "test" in run]
-    lines += [
-        f"test, {run['steps']:,} steps, seed {run['seed']}: {run['test']:.1f}" for run in tested
-    ]
+    for (images, minutes, members, _), own in sorted(groups.items()):
+        tested = [run["test"] for run in own if "test" in run]
+        if tested:
+            shown = ", ".join(f"{value:.1f}" for value in tested)
+            mean = f"{statistics.fmean(tested):.1f} ({shown})"
+            lines.append(f"test, {-images:,} images, {minutes} minutes, models {members}: {mean}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -51,6 +52,9 @@ TRAIN_CONTEXT = 24  # after word dropout: nearly all captions are shorter
 SPLITS = ("train", "val", "test")
 MAX_FIRST_ERRORS = 6  # if all of the first jobs fail, stop
 MARGIN = 1.15  # of the predicted seconds of a job
+LARGER = 128  # px, at which models are also scored: crops make objects larger in training
+MILD_CROP = 0.8  # of the area, at the end of a run with `mild_end`
+NEAREST = 10  # images with similar captions, of which one is drawn for `neighbors`
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class Job:
     born_again: str = ""  # names of finished jobs whose kept embeddings of the training split teach
     born_scale: float = 20.0
     born: float = 0.5
+    init_seed: int = -1  # of the weights; -1: `seed`, which then is that of batches and views only
+    mild_end: float = 0.0  # the last part of the steps: no CutMix, whole captions and wider crops
+    neighbors: float = 0.0  # part of a batch that are images whose captions resemble the others'
+    floor: float = 0.0  # of the learning rate at the end, for averages of weights
+    average_end: float = 0.0  # also score the mean of the weights over this last part of the steps
 
 
 def pack(data: Path, out: Path, teacher: Path | None, splits: list[str]) -> None:
@@ -126,13 +135,12 @@ def pack(data: Path, out: Path, teacher: Path | None, splits: list[str]) -> None
     print(f"{out}: {os.path.getsize(out) / 1e6:.0f} MB, vocabulary {tokenizer.vocab_size}")
 
 
-def decode(file: bytes) -> np.ndarray:
+def decode(file: bytes, side: int = IMAGE_SIZE) -> np.ndarray:
     """Pixels of one JPEG file, squashed to a square."""
     from PIL import Image
 
     with Image.open(io.BytesIO(file)) as image:
-        square = (IMAGE_SIZE, IMAGE_SIZE)
-        return np.asarray(image.convert("RGB").resize(square, Image.Resampling.BICUBIC))
+        return np.asarray(image.convert("RGB").resize((side, side), Image.Resampling.BICUBIC))
 
 
 def unpack(path: Path, out: Path) -> None:
@@ -145,6 +153,9 @@ def unpack(path: Path, out: Path) -> None:
         files = [each.numpy().tobytes() for each in part.pop("files").split(part["sizes"].tolist())]
         with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
             pixels = np.stack(pool.map(decode, files, chunksize=100))
+            if split != "train":
+                larger = functools.partial(decode, side=LARGER)
+                part["larger"] = torch.from_numpy(np.stack(pool.map(larger, files, chunksize=100)))
         part["pixels"] = torch.from_numpy(pixels)
         part["tokens"] = part["tokens"].int()
     torch.save(packed, out)
@@ -157,7 +168,7 @@ class Trainer:
         self.job = job
         self.device = torch.device(device)
         self.kept = kept
-        torch.manual_seed(job.seed)
+        torch.manual_seed(job.seed if job.init_seed < 0 else job.init_seed)
         chosen = torch.arange(len(data["train"]["pixels"]))
         if job.images:
             generator = torch.Generator().manual_seed(1000 + job.draw)
@@ -188,11 +199,12 @@ class Trainer:
         assert isinstance(tower, VisionTower)
         tower.set_stem_filters(whitening_filters(first, config.own_towers[0].stem_channels[0]))
         self.model.to(self.device).train()
+        torch.manual_seed(job.seed)
         self.flops = job.batch * (
             flops_per_pair(config, 14) + (job.captions - 1) * self._text_flops()
         )
         self.average = None
-        if job.ema or job.teacher_ema:
+        if job.ema or job.teacher_ema or job.average_end:
             self.average = build_clip(config).to(self.device).requires_grad_(False)
             self.average.load_state_dict(self.model.state_dict())
         self.teacher = self._teacher_embeddings(chosen)
@@ -253,14 +265,45 @@ class Trainer:
         per_epoch = count // job.batch * job.batch
         epochs = math.ceil(job.steps * job.batch / per_epoch)
         orders = [torch.randperm(count, generator=generator)[:per_epoch] for _ in range(epochs)]
-        self.order = torch.cat(orders).to(self.device)
+        self.order = self._with_neighbors(torch.cat(orders), generator).to(self.device)
         steps = torch.arange(job.steps, dtype=torch.float64)
         warm = max(1, round(job.warmup * job.steps))
         progress = ((steps - warm) / max(1, job.steps - warm)).clamp(0, 1)
         decay = 1 - progress if job.linear else 0.5 * (1 + torch.cos(math.pi * progress))
+        decay = job.floor + (1 - job.floor) * decay
+        mild = steps >= round((1 - job.mild_end) * job.steps)
+        self.mild = mild.float().to(self.device)
+        averaged = (steps - round((1 - job.average_end) * job.steps) + 1).clamp(min=1)
+        self.average_weights = (1 / averaged).float().to(self.device)
         self.fractions = torch.where(steps < warm, (steps + 1) / (warm + 1), decay)
         self.fractions = self.fractions.float().to(self.device)
         self.step_index = torch.zeros((), dtype=torch.long, device=self.device)
+
+    def _with_neighbors(self, order: Tensor, generator: torch.Generator) -> Tensor:
+        """The order of images, where some of each batch are replaced by images like the others."""
+        job = self.job
+        count = round(job.neighbors * job.batch)
+        if not count:
+            return order
+        words = torch.zeros(len(self.tokens), self.data["vocab"], device=self.device)
+        words.scatter_add_(
+            1, self.tokens.flatten(1), torch.ones_like(self.tokens.flatten(1)).float()
+        )
+        words[:, 0] = 0
+        known = (words > 0).float()
+        words = F.normalize(known * (len(words) / known.sum(dim=0).clamp(min=1)).log(), dim=1)
+        similar = words @ words.T
+        similar.fill_diagonal_(-1)
+        nearest = similar.topk(NEAREST, dim=1).indices.cpu()
+        batches = order.view(-1, job.batch)
+        chosen = torch.randint(NEAREST, (len(batches), count), generator=generator)
+        batches[:, -count:] = nearest[batches[:, :count]].gather(2, chosen[:, :, None])[:, :, 0]
+        return batches.flatten()
+
+    def _mildly(self, strong: float, mild: float) -> Tensor:
+        """A strength at the step at `step_index`: weaker at the end of a run with `mild_end`."""
+        is_mild = self.mild.index_select(0, self.step_index.view(1))[0]
+        return strong + is_mild * (mild - strong)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(*shape, device=self.device)
@@ -269,7 +312,8 @@ class Trainer:
         """(n, 7): random boxes, flips and colors, as m1clip.data.augment draws them."""
         job = self.job
         draws = self._random(7, count)
-        area = job.crop_min + (1 - job.crop_min) * draws[0]
+        smallest = self._mildly(job.crop_min, max(job.crop_min, MILD_CROP))
+        area = smallest + (1 - smallest) * draws[0]
         stretch = torch.exp((2 * draws[1] - 1) * math.log(4 / 3))
         if job.crop_min == 1:
             stretch = torch.ones_like(stretch)
@@ -304,7 +348,8 @@ class Trainer:
             return tokens
         position = torch.arange(tokens.shape[1], device=self.device)
         end = (tokens == self.eot).int().argmax(dim=1, keepdim=True)
-        dropped = (self._random(*tokens.shape) < job.word_dropout) & (position > 0)
+        dropout = self._mildly(job.word_dropout, 0.0)
+        dropped = (self._random(*tokens.shape) < dropout) & (position > 0)
         dropped = dropped & (position < end)
         order = torch.argsort(dropped.to(torch.uint8), dim=1, stable=True)
         tokens = tokens.gather(1, order)[:, :TRAIN_CONTEXT]
@@ -387,7 +432,7 @@ class Trainer:
             return target
         other = x.roll(1, dims=0)
         if job.cutmix:
-            hit = self._random(len(x)) < job.cutmix
+            hit = self._random(len(x)) < self._mildly(job.cutmix, 0.0)
             box = self._boxes(len(x)) & hit[:, None, None, None]
             mixed = torch.where(box, other, x)
             part = box.float().mean(dim=(1, 2, 3))[:, None]
@@ -470,9 +515,13 @@ class Trainer:
         self.adamw.step()
         self.model.clamp_scale()
         if self.average is not None:
-            decay = self.job.ema or 0.998
             weights = [p.detach() for p in self.model.parameters()]
-            torch._foreach_lerp_(list(self.average.parameters()), weights, 1 - decay)
+            own = list(self.average.parameters())
+            if self.job.average_end:
+                weight = self.average_weights.index_select(0, self.step_index.view(1))[0]
+                torch._foreach_lerp_(own, weights, weight)
+            else:
+                torch._foreach_lerp_(own, weights, 1 - (self.job.ema or 0.998))
         self.step_index += 1
         return loss.detach()
 
@@ -492,7 +541,7 @@ class Trainer:
             if done in marks:
                 score = self.score("val", self.model)
                 curve.append([done, *score])
-                if self.average is not None and (job.ema or job.teacher_ema):
+                if self.average is not None:
                     averaged.append([done, *self.score("val", self.average)])
         loss = float(self.last) if self.device.type == "cuda" else 0.0
         seconds = time.time() - start
@@ -506,6 +555,9 @@ class Trainer:
             "step_ms": round(1000 * seconds / max(1, job.steps), 3),
             "tflop": round(job.steps * self.flops / 1e12, 2),
             "loss": loss,
+            "views": {
+                split: self._by_view(split) for split in ("val", "test") if split in self.data
+            },
         }
         if job.keep:
             self._keep()
@@ -552,6 +604,37 @@ class Trainer:
     def score(self, split: str, model: CLIP) -> tuple[float, float, float]:
         return recall(*self.embed(split, model))
 
+    @torch.no_grad()
+    def _by_view(self, split: str) -> dict[str, float]:
+        """Recall@10 with each image as it is, averaged with its mirror image, and at 128 px."""
+        image, text = self.embed(split, self.model)
+        larger = CLIP(self.config.resized(LARGER)).to(self.device).eval()
+        larger.load_state_dict(self.model.state_dict())
+        vectors = {"": image}
+        for name, model, pixels in (
+            ("mirrored", self.model, self.data[split]["pixels"].flip(2)),
+            ("larger", larger, self.data[split]["larger"]),
+            ("larger mirrored", larger, self.data[split]["larger"].flip(2)),
+        ):
+            side = pixels.shape[1]
+            preprocess = Preprocess(image_size=side)
+            model.eval()
+            with torch.autocast(self.device.type, torch.bfloat16):
+                parts = [
+                    model.encode_image(render(part, None, preprocess)).float()
+                    for part in pixels.split(500)
+                ]
+            vectors[name] = torch.cat(parts)
+        self.model.train()
+        both = {
+            "complete": vectors[""],
+            "with mirror image": vectors[""] + vectors["mirrored"],
+            "larger": vectors["larger"],
+            "larger with mirror image": vectors["larger"] + vectors["larger mirrored"],
+            "both sizes": vectors[""] + vectors["larger"],
+        }
+        return {name: recall(F.normalize(v, dim=-1), text)[0] for name, v in both.items()}
+
     def _keep(self) -> None:
         found = {}
         for split in [split for split in SPLITS if split in self.data]:
@@ -584,6 +667,8 @@ def to_device(data: dict[str, Any], device: str) -> dict[str, Any]:
             "pixels": data[split]["pixels"].to(device),
             "tokens": data[split]["tokens"].to(device),
         }
+        if "larger" in data[split]:
+            moved[split]["larger"] = data[split]["larger"].to(device)
     if "teacher" in data:
         moved["teacher"] = {
             split: tuple(part.to(device) for part in parts)
@@ -651,7 +736,8 @@ def check_capture(outcome: Any) -> None:
         pixels = torch.randint(0, 255, (200, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8)
         tokens = torch.randint(1, 90, (200, CAPTIONS, CONTEXT), dtype=torch.int32)
         tokens[:, :, 12] = 99
-        split = {"pixels": pixels, "tokens": tokens}
+        larger = torch.zeros(200, LARGER, LARGER, 3, dtype=torch.uint8)
+        split = {"pixels": pixels, "tokens": tokens, "larger": larger}
         teacher = {"train": (torch.randn(200, 16), torch.randn(200, CAPTIONS, 16))}
         data = {"vocab": 100, "train": split, "val": split, "teacher": teacher}
         moved = to_device(data, "cuda")
@@ -660,8 +746,9 @@ def check_capture(outcome: Any) -> None:
             **{"cutmix": 0.5, "erase": 0.5, "text_swap": 0.1, "feature_dropout": 0.1},
             **{"feature_noise": 0.1, "ema": 0.9, "teacher_ema": 0.5, "image_views": 0.2},
             **{"patch_dropout": 0.3, "label_smoothing": 0.1, "captions": 2, "teacher": 0.5},
+            **{"mild_end": 0.2, "neighbors": 0.5},
         )
-        for job in (Job("plain", 12, mixup=0.5), every):
+        for job in (Job("plain", 12, mixup=0.5, average_end=0.3), every):
             record = Trainer(job, moved, "cuda", Path()).train()
             assert math.isfinite(record["loss"]), record
         outcome.put("")

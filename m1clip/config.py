@@ -125,7 +125,12 @@ class ModelConfig(Section):
     context_length: int | None = None
     "Maximum caption length in tokens, including start and EOT tokens."
     embed_dim: int | None = None
-    "Dimension of the shared embedding space."
+    "Dimension of the shared embedding space, of all members."
+    members: int | None = None
+    (
+        "Train so many models side by side, with their embeddings one after the other: a higher "
+        "recall than one model trained as long, and a model that takes so many times as long to use."
+    )
     stem: Literal["patch", "conv"] | None = None
     (
         "First layer of the image tower: patch (CLIP's projection) or conv, better on small "

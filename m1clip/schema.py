@@ -33,6 +33,7 @@ LIMITS: dict[str, float] = {
     **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
     **dict.fromkeys(("layers", "vision_layers", "text_layers"), 256),
     **dict.fromkeys(("heads",), 1024),
+    **dict.fromkeys(("members",), 16),
 }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from m1clip.losses.positives import ALL, captions_with_positives, targets
 from m1clip.losses.registry import Ids, Loss, text_contrast_rows
 from m1clip.model.backward import backward_from
 from m1clip.model.clip import Features
+from m1clip.model.members import vectors_by_member
 
 TEACHER_WEIGHT = 0.5  # of the distillation loss; the rest of the loss has the other half
 MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
@@ -108,6 +109,7 @@ class RunLoss:
     text_contrast: float = 0.0  # weight of the loss between captions
     teacher: TeacherLogits | None = None
     fused: bool = True  # use the fused forms on the CPU
+    members: int = 1  # of the model: the loss is the mean of theirs (model/members.py)
 
     def loss_and_grads(
         self,
@@ -136,6 +138,8 @@ class RunLoss:
         that is computed at once, and has at least HALF_PRECISION_PAIRS logits, is in the precision
         of `autocast`.
         """
+        if self.members > 1:
+            return self._of_members(features, ids, rows, autocast, backward)
         leaves = self._leaves(features)
         if rows is None:
             rows = Rows(slice(0, len(ids.sample_ids)), slice(0, len(ids.caption_ids)))
@@ -168,6 +172,41 @@ class RunLoss:
                 by_teacher = distillation(features, teacher)
                 loss = (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * by_teacher
         return loss
+
+    def _of_members(
+        self,
+        features: Features,
+        ids: Ids,
+        rows: Rows | None,
+        autocast: Context,
+        backward: Callable[[Tensor], None],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the mean of the members' losses, and its gradients by the features of all."""
+        own = replace(self, members=1)
+        leaves = self._leaves(features)
+        total = torch.zeros_like(leaves.scale)
+        gradients = []
+        by_member = zip(
+            vectors_by_member(leaves.image.detach(), self.members),
+            vectors_by_member(leaves.text.detach(), self.members),
+            strict=True,
+        )
+        for image, text in by_member:
+            loss, by_features = own.loss_and_grads(
+                Features(image, text, leaves.scale, leaves.bias),
+                ids,
+                rows,
+                autocast=autocast,
+                backward=lambda term: backward(term / self.members),
+            )
+            total += loss / self.members
+            gradients.append(by_features)
+        _backward_into(features.scale, leaves.scale)
+        if features.bias is not None and leaves.bias is not None:
+            _backward_into(features.bias, leaves.bias)
+        factor = self.members**0.5  # of a member's vector in that of the model
+        joined = [torch.cat(side, dim=1) * factor for side in zip(*gradients, strict=True)]
+        return total, joined
 
     def _leaves(self, features: Features) -> Features:
         """Make features the leaves of a new graph, without a bias that the loss does not use."""

@@ -70,6 +70,7 @@ def check_supported(config: Config, model_init: ModelInit) -> None:
         "--teacher": transfer.teacher is not None,
         "--lora": transfer.lora > 0,
         "--cutmix": bool(config.data.cutmix),
+        "--members": model_init.config.members > 1,
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
     }

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from m1clip.model.heads import build_head
+from m1clip.model.heads import Projection, build_head
 from m1clip.model.layers import Attention, Mlp, Transformer, clear_prepacked
-from m1clip.model.presets import AttentionKind, CLIPConfig
+from m1clip.model.members import MemberHeads, MemberTowers
+from m1clip.model.presets import AttentionKind, CLIPConfig, HeadConfig
 from m1clip.model.pretrained.registry import build_image_tower, build_text_tower
+from m1clip.model.towers import Tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
 MAX_SIGMOID_SCALE = math.log(1000.0)  # SigLIP's trained models have 110 to 120
@@ -41,11 +43,9 @@ class CLIP(nn.Module):
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.embed_dim
-        self.image_tower = build_image_tower(config.image_tower)
-        self.text_tower = build_text_tower(config.text_tower)
-        self.image_head = build_head(config.image_head, self.image_tower.width, width)
-        self.text_head = build_head(config.text_head, self.text_tower.width, width)
+        self.image_tower, self.text_tower = _towers(config)
+        self.image_head = _head(config.image_head, self.image_tower.width, config)
+        self.text_head = _head(config.text_head, self.text_tower.width, config)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(())) if config.logit_bias else None
 
@@ -158,6 +158,26 @@ class CLIP(nn.Module):
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         return self
+
+
+def _towers(config: CLIPConfig) -> tuple[Tower, Tower]:
+    """The image and the text tower; with several members, theirs side by side."""
+    numbers = range(config.members)
+    if config.members == 1:
+        return build_image_tower(config.image_tower), build_text_tower(config.text_tower)
+    return (
+        MemberTowers([build_image_tower(config.image_tower) for _ in numbers]),
+        MemberTowers([build_text_tower(config.text_tower) for _ in numbers]),
+    )
+
+
+def _head(head: HeadConfig, width: int, config: CLIPConfig) -> nn.Module:
+    """The head on a tower of this width; with several members, one for each."""
+    count = config.members
+    if count == 1:
+        return build_head(head, width, config.embed_dim)
+    own = [Projection(width // count, config.embed_dim // count, head.bias) for _ in range(count)]
+    return MemberHeads(own)
 
 
 def build_clip(config: CLIPConfig) -> CLIP:

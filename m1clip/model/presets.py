@@ -27,6 +27,7 @@ SIZE_FIELDS = (
     "context_length",
     "vocab_size",
     "embed_dim",
+    "members",
 )
 MAX_GRID = 256
 # Pretrained towers that m1clip builds, and that can be side by side.
@@ -272,8 +273,24 @@ class CLIPConfig(_Part):
     text_tower: TextTowerConfig | PretrainedTextConfig = field(default_factory=TextTowerConfig)
     image_head: HeadConfig = field(default_factory=HeadConfig)
     text_head: HeadConfig = field(default_factory=HeadConfig)
-    embed_dim: int = 512
+    embed_dim: int = 512  # of all members
     logit_bias: bool = False
+    members: int = 1  # models of this shape side by side (model/members.py)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.members == 1:
+            return
+        _check(
+            self.embed_dim % self.members == 0,
+            f"an embed_dim of {self.embed_dim} cannot be split among {self.members} members",
+        )
+        kinds = (self.image_tower.kind, self.text_tower.kind)
+        kinds += (self.image_head.kind, self.text_head.kind)
+        _check(
+            kinds == ("vit", "transformer", "projection", "projection"),
+            f"{self.members} members need towers and heads of our own",
+        )
 
     @property
     def from_libraries(self) -> list[Any]:
@@ -334,7 +351,7 @@ class CLIPConfig(_Part):
                 kinds[-1],
             )
             parts[name] = _part_from_dict(made, part, f"model: {name}")
-        return cls(**validate(cls, {**values, **parts}, "model"))
+        return cls(**validate(cls, {"members": 1, **values, **parts}, "model"))
 
 
 # What the config.json of an older model may lack, and what it means there: the model `general` is
@@ -388,11 +405,12 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
             layers.append(2.0 * side**2 * 9 * before * after)
         patch = layers[0]
         later = sum(layers[1:])
-    heads = 2 * config.embed_dim * (vision.width + text.width)
+    heads = 2 * config.embed_dim / config.members * (vision.width + text.width)
     if vision.pooling == "map":
         heads += 4 * vision.width**2 * vision.tokens
     # The first layer needs no gradient for the pixels, so it costs two matmuls and not three.
-    return 3 * (tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later) + 2 * patch
+    layers_above = tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later
+    return config.members * (3 * layers_above + 2 * patch)
 
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions,
@@ -449,11 +467,14 @@ FIELDS_OF_SETTING: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+OWN_FIELDS = ("embed_dim", "logit_bias", "members")  # of a CLIPConfig itself
+
+
 def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
     """The config of a model on our own towers, changed by values named as in `ModelConfig`."""
     if "vocab_size" in values:
         values = {"eot_id": values["vocab_size"] - 1, **values}
-    own = {name: values.pop(name) for name in ("embed_dim", "logit_bias") if name in values}
+    own = {name: values.pop(name) for name in OWN_FIELDS if name in values}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         for part, item in FIELDS_OF_SETTING[name]:
@@ -504,13 +525,15 @@ def clip_config(
     model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any
 ) -> CLIPConfig:
     """The preset with the config's changes; the vocabulary comes from the tokenizer."""
-    names = {item.name for item in dataclasses.fields(model)} & {*FIELDS_OF_SETTING, "embed_dim"}
+    names = {item.name for item in dataclasses.fields(model)} & {*FIELDS_OF_SETTING, *OWN_FIELDS}
     fields = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     for tower in ("vision", "text"):
         if f"{tower}_width" in fields:
             fields[f"{tower}_heads"] = max(1, fields[f"{tower}_width"] // ATTENTION_HEAD_WIDTH)
     if tokenizer is not None:
         fields |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
+    if fields.get("members", 1) > 1 and "embed_dim" not in fields:
+        fields["embed_dim"] = preset(model.name).embed_dim * fields["members"]
     return with_fields(preset(model.name), **fields, **values)
 
 
@@ -529,5 +552,5 @@ def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
             if own.get(part, all(own.values())):
                 values.setdefault(item.name, getattr(getattr(config, part), name))
     if all(own.values()):
-        values["embed_dim"] = config.embed_dim
+        values |= {"embed_dim": config.embed_dim, "members": config.members}
     return replace(model, **values)

@@ -35,6 +35,12 @@ MAX_EPOCHS_WITHOUT_CUTMIX = 18.0  # from random weights
 # 500 were as good as 18 epochs, and with fewer images more than 18 epochs were not measured.
 ENOUGH_STEPS = 500
 
+# With twice as many passes or more, several models that see each image at least so often are better
+# than one that sees it more often (model/members.py). Measured with one preset.
+MEMBER_EPOCHS = 25.0
+MAX_MEMBERS = 4
+MEMBER_MODEL = "tiny"
+
 
 def max_epochs(recipe: str, steps_per_epoch: int, can_mix: bool = True) -> float:
     """The passes over the images after which more time does not give a better model.
@@ -46,6 +52,12 @@ def max_epochs(recipe: str, steps_per_epoch: int, can_mix: bool = True) -> float
         epochs = epochs if can_mix else MAX_EPOCHS_WITHOUT_CUTMIX
         epochs = max(epochs, round(ENOUGH_STEPS / steps_per_epoch, 1))
     return epochs
+
+
+def best_members(steps: int, steps_per_epoch: int) -> int:
+    """How many models to train side by side in the time in which one would make so many steps."""
+    enough = max(MEMBER_EPOCHS * steps_per_epoch, ENOUGH_STEPS)
+    return min(MAX_MEMBERS, max(1, int(steps / enough)))
 
 
 def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:

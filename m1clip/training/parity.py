@@ -24,6 +24,7 @@ from m1clip.formatting import ceil_div, duration
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.model.clip import CLIP
+from m1clip.model.members import MemberTowers
 from m1clip.model.towers import TextTower
 from m1clip.training.compose import GradientCheck, TrainStep, compose_step
 from m1clip.training.muon import Muon, orthogonalize
@@ -110,9 +111,12 @@ def check_causality(
     model: CLIP, kind: str, context: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Raise UserError if text features change with tokens after the EOT token."""
-    if not isinstance(model.text_tower, TextTower):
+    text_tower = model.text_tower
+    if isinstance(text_tower, MemberTowers):
+        text_tower = text_tower.parts[0]  # they have the same shape
+    if not isinstance(text_tower, TextTower):
         return
-    tower = fill_zeros(copy.deepcopy(model.text_tower)).eval()
+    tower = fill_zeros(copy.deepcopy(text_tower)).eval()
     length, end = tower.config.context_length, tower.config.eot_id
     other = [token for token in range(min(tower.config.vocab_size, 3)) if token != end][:2]
     positions = torch.arange(length)

@@ -25,9 +25,11 @@ from m1clip.model.presets import CLIPConfig, model_config
 from m1clip.model.pretrained.packages import install_hint, tower_parts
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import (
+    MEMBER_MODEL,
     MILD,
     Strength,
     augmentation_strength,
+    best_members,
     max_epochs,
     steps_of_epochs,
 )
@@ -62,7 +64,7 @@ TOWER_OPTIONS = ("image_tower", "text_tower")
 # towers too.
 SCRATCH_OPTIONS = (
     *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),
-    "tokenizer",
+    *("members", "tokenizer"),
 )
 
 
@@ -189,7 +191,8 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_device(draft, machine, measured)
     _grow_batch(draft, settings.config, dataset, model, machine)
     _decide_memory(draft, dataset, machine, measured)
-    undecided = {name for name in Strength._fields if setting(draft.config, name) is None}
+    open_until_length = (*Strength._fields, "members", "embed_dim")
+    undecided = {name for name in open_until_length if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
     if draft.config.data.crop_min == 1:  # a part of the image would make its caption false
         undecided.discard("cutmix")
@@ -677,6 +680,7 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
         "--compile": config.model.compile,
         "--precision fp16": config.train.precision == "fp16",
         f"--lora {config.transfer.lora}": config.transfer.lora > 0,
+        f"--members {config.model.members}": (config.model.members or 1) > 1,
     }
     unsupported = next((name for name, is_excluded in excluded.items() if is_excluded), None)
     if machine.ranks > 1 and requested == "on" and unsupported:
@@ -693,7 +697,7 @@ def _decide_fsdp(draft: Draft, machine: Machine) -> None:
 def _decide_length(draft: Draft, images: int, machine: Machine, undecided: set[str]) -> None:
     """Convert the duration to steps, and decide the number of evaluations.
 
-    `undecided` are settings of the augmentation that follow from the length.
+    `undecided` are settings of the augmentation and the model that follow from the length.
     """
     train = draft.config.train
     origin: Origin = "rule"
@@ -702,6 +706,8 @@ def _decide_length(draft: Draft, images: int, machine: Machine, undecided: set[s
     elif train.minutes is not None:
         origin = "measurement"
         length = machine.measure.steps_in_time(draft.config)
+        if {"members", "embed_dim"} <= undecided and _decide_members(draft, length, images):
+            length = machine.measure.steps_in_time(draft.config)
         length = _limit_length(draft, length, images, undecided)
     else:
         if draft.chosen_by.get("epochs") not in ("user", "preset"):
@@ -715,6 +721,30 @@ def _decide_length(draft: Draft, images: int, machine: Machine, undecided: set[s
     draft.decide(origin, steps=length.steps, minutes=None, epochs=None)
     for name in ("minutes", "epochs"):
         draft.chosen_by.pop(name, None)
+
+
+def _decide_members(draft: Draft, length: Length, images: int) -> bool:
+    """Train several models side by side where one would see each image too often to gain; whether
+    there are.
+    """
+    config = draft.config
+    from_random_weights = config.transfer.recipe == "scratch" and config.transfer.init is None
+    measured = config.model.name == MEMBER_MODEL and not is_synthetic(config.data)
+    supported = config.train.device != "mlx" and config.train.fsdp != "on"
+    has_limit = config.train.max_epochs is not None
+    if has_limit or not (from_random_weights and measured and supported):
+        return False
+    steps_per_epoch = images // config.train.batch_size_or(1)
+    count = best_members(length.steps, steps_per_epoch)
+    if count == 1:
+        return False
+    epochs = length.steps / steps_per_epoch
+    draft.decide("rule", members=count, embed_dim=count * (config.model.embed_dim or 0))
+    console.print(
+        f"model      {count} models side by side, because one would see each image {epochs:.0f}"
+        f" times (to choose otherwise: --members 1)"
+    )
+    return True
 
 
 def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]) -> Length:

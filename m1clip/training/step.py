@@ -192,7 +192,9 @@ def make_parts(
     can_skip = one_device and OPTIMIZERS[config.optim.optimizer].skips_on_device
     update = Updater(model, optimizer, world, skip_rule(device.kind, can_skip), scaler)
     teacher_logits = None if teacher is None else teacher.logits
-    loss = RunLoss(LOSSES[config.train.loss], config.train.text_contrast or 0.0, teacher_logits)
+    contrast = config.train.text_contrast or 0.0
+    members = model.config.members
+    loss = RunLoss(LOSSES[config.train.loss], contrast, teacher_logits, members=members)
     model.train()
     return StepParts(
         model, encoder, world, loss, update, config, device, capturable, hashed_before_sharding

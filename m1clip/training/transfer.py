@@ -35,6 +35,7 @@ from m1clip.model.blocks import ALL_BLOCKS, unfreeze
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.lora import add_head_lora, add_lora
+from m1clip.model.members import MemberTowers
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.residual import ResidualKind, add_residual
 from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
@@ -104,7 +105,7 @@ class ModelInit:
         if (
             load_weights
             and self.stem_filters is not None
-            and isinstance(model.image_tower, VisionTower)
+            and isinstance(model.image_tower, VisionTower | MemberTowers)
         ):
             model.image_tower.set_stem_filters(self.stem_filters)
         options = ("--unfreeze-image", "--unfreeze-text")

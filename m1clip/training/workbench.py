@@ -154,6 +154,7 @@ class Workbench:
         self._source = source
         self._is_checked = False
         self._model_parts: ModelParts | None = None
+        self._members: int | None = None  # in the settings that the model was made from
         self._initial_saved: SavedModel | None = None
         self._text_tokens = 0  # of the longest caption
         self._splits: dict[str, Split] = {}
@@ -207,6 +208,7 @@ class Workbench:
 
     def inputs(self, spec: RunSpec) -> RunInputs:
         """What a decided run works with."""
+        self._parts(spec.config)
         if self._inputs is None:
             self._load(spec.config)
             self._inputs = self._make_inputs(spec)
@@ -277,6 +279,10 @@ class Workbench:
 
     def _parts(self, config: Config) -> ModelParts:
         """The initial model with its tokenizer and preprocessing."""
+        if self._members != config.model.members:  # decided after the first measurement
+            self._model_parts = None
+            self._inputs = None
+            self._members = config.model.members
         if self._model_parts is None:
             if config.transfer.init is not None:
                 saved = self._initial(config)
@@ -413,7 +419,7 @@ class Workbench:
             starts = head_starts(config, model_init.config, len(train.samples))
         rows, held_out = split_rows(len(train.samples), config.seed)
 
-        def trial(candidate: HeadCandidate) -> tuple[float, float]:
+        def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
             splits = {
                 "train": train.subset_of_features(rows),
                 "val": train.subset_of_features(held_out),

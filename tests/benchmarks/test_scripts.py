@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from PIL import Image
-from small_run import command
+from small_run import command, finished_run
 
 import m1clip
 from m1clip.data.images import FileImage
@@ -386,14 +386,34 @@ def test_more_time_never_gives_a_worse_model_by_the_rule() -> None:
     runs = json.loads((ROOT / "docs/results/recipe_budget.json").read_text(encoding="utf-8"))
     lines = plot.points(runs["runs"])
     means = [sum(values) / len(values) for _, values in lines["rule"]]
-    assert [minutes for minutes, _ in lines["rule"]] == list(plot.BUDGETS[1:])
+    assert [minutes for minutes, _ in lines["rule"]] == list(plot.BUDGETS)
     assert means == sorted(means)
     assert lines["none"][-1][1][0] < means[-1], "an hour without the rule is worse"
-    from m1clip.training.budget import max_epochs
+    assert means[-1] - means[-2] > 2, "an hour is for two models"
 
-    steps_per_epoch = plot.TRAINING_IMAGES // plot.BATCH
-    steps = max_epochs("scratch", steps_per_epoch) * steps_per_epoch
-    assert steps / plot.STEPS_PER_MINUTE == pytest.approx(30, abs=1), "where its line ends"
+
+def test_more_time_table_has_what_the_rule_chooses_for_parts_of_the_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = script("more_time")
+    path = str(ROOT / "docs/results/more_time.json")
+    monkeypatch.setattr(sys, "argv", ["more_time.py", "--json", path, "--table"])
+    study.main()
+    printed = capsys.readouterr().out.splitlines()
+    recipe = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
+    rows = [line for line in printed if line.startswith("| ") and "steps" not in line]
+    assert len(rows) > 20
+    for row in rows:
+        assert row.replace(" | ", "|") in recipe.replace("**", "").replace(" | ", "|"), row
+    assert [line for line in printed if line.startswith("test, 6,000 images, 60 minutes")]
+
+
+def test_more_time_records_the_score_of_the_test_split(tmp_path: Path) -> None:
+    study = script("more_time")
+    run = finished_run({"model.members": 2, "data.cutmix": 0.5, "data.word_dropout": 0.1})
+    found = study.record(study.Job(60, members=2), run, 1.0)
+    assert 0 <= found["test"] <= 100
+    assert found["steps"] == study.STEPS_BY_MINUTES[60] // 2
 
 
 def test_recipe_study_trains_with_mixed_images() -> None:

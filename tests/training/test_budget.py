@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 from m1clip.config import RECIPES, DataConfig, read_recipe
 from m1clip.data.prepare import choose_augmentation
 from m1clip.training.budget import (
+    ENOUGH_STEPS,
     MAX_EPOCHS,
+    MAX_MEMBERS,
+    MEMBER_EPOCHS,
     MILD,
     STRENGTHS,
     augmentation_strength,
+    best_members,
     max_epochs,
     steps_of_epochs,
 )
@@ -60,3 +64,13 @@ def test_few_images_are_seen_more_often_from_random_weights() -> None:
 def test_steps_of_epochs_is_at_least_one() -> None:
     assert steps_of_epochs(0.001, 10) == 1
     assert steps_of_epochs(2.5, 10) == 25
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 10**5))
+def test_more_time_never_means_fewer_members_nor_too_few_steps(
+    steps: int, more: int, steps_per_epoch: int
+) -> None:
+    count = best_members(steps, steps_per_epoch)
+    assert 1 <= count <= best_members(steps + more, steps_per_epoch) <= MAX_MEMBERS
+    if count > 1:
+        assert steps / count >= max(ENOUGH_STEPS, MEMBER_EPOCHS * steps_per_epoch)

@@ -1,14 +1,30 @@
-"""New heads that start from those of the model in the box."""
+"""New heads that start from those of the model in the box, and which trial decides."""
 
 import dataclasses
 
+import numpy as np
+import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
 
+from m1clip.inference.features import SplitFeatures
 from m1clip.model.heads import Head
 from m1clip.model.named import GENERAL, HEADS, boxed_files
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
-from m1clip.training.head_trial import fits_general, general_heads
+from m1clip.model.residual import ResidualKind
+from m1clip.training.head_trial import (
+    CAREFUL,
+    MAX_HELD_OUT,
+    NEW_HEAD_LRS,
+    HeadCandidate,
+    choose_heads,
+    fits_general,
+    general_heads,
+    head_candidates,
+    held_out_images,
+    log_ranks,
+    split_rows,
+)
 
 BOTH_LITE = "efficientnet-lite0+lite2"
 SHAPE = CLIPConfig(
@@ -47,3 +63,49 @@ def test_general_heads_fit_only_their_towers() -> None:
     assert not fits_general(dataclasses.replace(SHAPE, image_head=narrow))
     lite0 = PretrainedImageConfig(image_size=260)
     assert not fits_general(dataclasses.replace(SHAPE, image_tower=lite0))
+
+
+@pytest.mark.parametrize(("images", "held_out"), [(40, 8), (1_000, 200), (3_999, MAX_HELD_OUT)])
+def test_trial_trains_on_all_images_but_the_held_out_ones(images: int, held_out: int) -> None:
+    rows, others = split_rows(images, seed=1)
+    assert (
+        (len(rows), len(others))
+        == (images - held_out, held_out)
+        == (images - held_out_images(images), held_out_images(images))
+    )
+    assert set(rows) | set(others) == set(range(images))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "gain", "is_trained"),
+    [
+        ((), 0.5, True),  # many times the standard error
+        ((), 0.01, False),  # within it: the closed form stays
+        ((), -0.5, False),
+        (("embeddings",), 0.01, True),  # a trained model is adapted if that gains anything
+        (("embeddings",), -0.01, False),
+    ],
+)
+def test_new_heads_are_trained_only_for_a_clear_gain(
+    adapters: tuple[ResidualKind, ...], gain: float, is_trained: bool
+) -> None:
+    noise = np.random.default_rng(0).normal(size=100)
+
+    def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
+        before = np.full(100, 2.0)
+        return before, before - gain - 0.3 * (noise - noise.mean())
+
+    candidates = head_candidates(adapters, () if adapters else ("cca",))
+    chosen = choose_heads(candidates, 500, trial)
+    careful = CAREFUL * min(candidate.lr for candidate in candidates)
+    assert chosen.chosen.lr == (candidates[0].lr if is_trained else careful)
+    assert ("clearly" in chosen.reason) == (gain == 0.01 and not is_trained)
+    assert tuple(candidate.lr for candidate in head_candidates((), ("cca",))) == NEW_HEAD_LRS
+
+
+def test_log_ranks_are_the_mean_of_both_directions() -> None:
+    image = np.eye(3, dtype=np.float32)
+    text = np.stack([*image, np.array([0.6, 0.5, 0.1], dtype=np.float32)])
+    features = SplitFeatures(image, text, np.array([0, 1, 2, 2]), np.arange(4), None)
+    # The last caption finds its image in the third place.
+    np.testing.assert_allclose(log_ranks(features), [0, 0, np.log(3) / 2 / 2])

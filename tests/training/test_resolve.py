@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +30,14 @@ from m1clip.model.presets import (
 )
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.budget import MILD, augmentation_strength, max_epochs
-from m1clip.training.head_trial import HeadStart, HeadTrial, choose_heads, head_candidates
+from m1clip.training.budget import MILD, augmentation_strength, best_members, max_epochs
+from m1clip.training.head_trial import (
+    HeadCandidate,
+    HeadStart,
+    HeadTrial,
+    choose_heads,
+    head_candidates,
+)
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.resolve import (
@@ -265,7 +272,11 @@ def machine(
         if config.transfer.init is not None:
             adapters, starts = ("embeddings", "features"), ()
         candidates = head_candidates(adapters, starts, lr)
-        return choose_heads(candidates, images, lambda candidate: (2.0, 1.0 - candidate.lr))
+
+        def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
+            return np.array([2.0]), np.array([1.0 - candidate.lr])
+
+        return choose_heads(candidates, images, trial)
 
     measurements = Measurements(
         initial_model=initial_model,
@@ -636,6 +647,27 @@ def test_time_that_would_not_help_is_given_back() -> None:
         machine(images=1_000),
     )
     assert by_steps.config.train.steps == 10**6, "the user's own number is never limited"
+
+
+@pytest.mark.parametrize("minutes", [2, 20, 1_000])
+def test_members_share_a_time_that_is_too_long_for_one_model(minutes: float) -> None:
+    """The machine of these tests makes 100 steps a minute, and an epoch has 15."""
+    spec, printed = limited(minutes)
+    count = best_members(round(100 * minutes) + 1, 1_000 // 64)
+    assert spec.config.model.members == count
+    assert spec.config.model.embed_dim == count * CLIPConfig().embed_dim
+    assert (f"{count} models side by side" in printed) == (count > 1)
+    for options in (
+        {"members": 1},
+        {"max_epochs": 50.0},
+        {"embed_dim": 64},
+        {"model": "ViT-B-32"},
+        {"data": ("synthetic",)},
+        {"recipe": "frozen"},
+    ):
+        other, printed = limited(minutes, **options)
+        assert (other.config.model.members or 1) == 1, options
+        assert "side by side" not in printed
 
 
 def strength_of(spec: RunSpec) -> tuple[float, float, float]:
