@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from m1clip.model.heads import Projection, build_head
+from m1clip.model.heads import Head, NoHead, Projection, build_head
 from m1clip.model.layers import Attention, Mlp, Transformer, clear_prepacked
 from m1clip.model.members import MemberHeads, MemberTowers
 from m1clip.model.presets import AttentionKind, CLIPConfig, HeadConfig
@@ -171,7 +171,9 @@ def _towers(config: CLIPConfig) -> tuple[Tower, Tower]:
     )
 
 
-def _head(head: HeadConfig, width: int, config: CLIPConfig) -> nn.Module:
+def _head(
+    head: HeadConfig, width: int, config: CLIPConfig
+) -> Projection | Head | NoHead | MemberHeads:
     """The head on a tower of this width; with several members, one for each."""
     count = config.members
     if count == 1:

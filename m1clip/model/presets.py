@@ -285,10 +285,9 @@ class CLIPConfig(_Part):
             self.embed_dim % self.members == 0,
             f"an embed_dim of {self.embed_dim} cannot be split among {self.members} members",
         )
-        kinds = (self.image_tower.kind, self.text_tower.kind)
-        kinds += (self.image_head.kind, self.text_head.kind)
+        parts = (self.image_tower, self.text_tower, self.image_head, self.text_head)
         _check(
-            kinds == ("vit", "transformer", "projection", "projection"),
+            [part.kind for part in parts] == ["vit", "transformer", "projection", "projection"],
             f"{self.members} members need towers and heads of our own",
         )
 

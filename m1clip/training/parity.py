@@ -111,7 +111,7 @@ def check_causality(
     model: CLIP, kind: str, context: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Raise UserError if text features change with tokens after the EOT token."""
-    text_tower = model.text_tower
+    text_tower: torch.nn.Module = model.text_tower
     if isinstance(text_tower, MemberTowers):
         text_tower = text_tower.parts[0]  # they have the same shape
     if not isinstance(text_tower, TextTower):
