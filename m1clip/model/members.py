@@ -17,8 +17,6 @@ from m1clip.model.heads import Projection
 from m1clip.model.pretrained.concat import ConcatTower
 from m1clip.model.towers import Tower, VisionTower
 
-SHORTEST = 1e-12  # length below which the vector of a member stays shorter than 1
-
 
 class MemberTowers(ConcatTower):
     """The towers of all members on one side; each sees the same images or tokens."""
@@ -54,7 +52,7 @@ class MemberHeads(nn.Module):
         """Project the features of each member by its own head."""
         parts = features.chunk(len(self.heads), dim=1)
         vectors = [head(part).float() for head, part in zip(self.heads, parts, strict=True)]
-        return torch.cat([nn.functional.normalize(v, dim=1, eps=SHORTEST) for v in vectors], dim=1)
+        return torch.cat([nn.functional.normalize(v, dim=1) for v in vectors], dim=1)
 
     def initialize(self) -> None:
         """Fill the parameters of one head after the other."""
