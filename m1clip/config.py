@@ -596,7 +596,12 @@ def merge_config(options: Mapping[str, Any], tables: dict[str, Any]) -> Config:
         return from_dict(user_tables, "options")
     clip = transfer.init is not None and is_clip(Path(transfer.init))
     recipe = read_recipe(transfer.recipe, clip, transfer.lora > 0)
-    return from_dict(_merge(recipe.settings, user_tables), "options")
+    values = _merge(recipe.settings, user_tables)
+    train = values.get("train", {})
+    if train.get("eval_every") == 0 and "patience" not in user_tables.get("train", {}):
+        # The recipe's patience counts evaluations, and the user wants none before the end.
+        values["train"] = {name: value for name, value in train.items() if name != "patience"}
+    return from_dict(values, "options")
 
 
 def is_clip(model: Path) -> bool:

@@ -313,6 +313,15 @@ def test_finetuning_by_kind_of_model(clip: bool, tmp_path: Path) -> None:
     assert make_config({}, path) == config, "repeated by its own config.toml"
 
 
+def test_patience_of_a_recipe_yields_to_a_run_without_evaluations() -> None:
+    """An error about an option that nobody typed would be the alternative."""
+    options = {"recipe": "finetune", "init": "runs/x"}
+    assert make_config(options).train.patience == 3
+    assert make_config({**options, "eval_every": 0}).train.patience == 0
+    with pytest.raises(UserError, match="--patience counts evaluations"):
+        make_config({**options, "eval_every": 0, "patience": 2})
+
+
 def test_suggestions_are_similar_names_or_none() -> None:
     cases = {
         "background": "only the command m1clip train",
