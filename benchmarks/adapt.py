@@ -219,11 +219,11 @@ def one_run(
     log = list(read_log(out))
     changes = {record["role"]: record for record in log if record["kind"] == "adaptation"}
     end = next(record for record in log if record["kind"] == "end")
-    found: dict[str, Any] = {"recipe": recipe, "images": images, "seed": seed, "seconds": seconds}
+    result: dict[str, Any] = {"recipe": recipe, "images": images, "seed": seed, "seconds": seconds}
     for role, record in changes.items():
-        found[f"{role}_before"] = record["score_before"]
-        found[f"{role}_after"] = record["score_after"]
-    return {**found, "best_step": end["best_step"], "peak_bytes": end["peak_bytes"]}
+        result[f"{role}_before"] = record["score_before"]
+        result[f"{role}_after"] = record["score_after"]
+    return {**result, "best_step": end["best_step"], "peak_bytes": end["peak_bytes"]}
 
 
 def show(result: dict[str, Any]) -> str:

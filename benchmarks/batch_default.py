@@ -88,12 +88,12 @@ def main() -> None:
         for setting in options.settings:
             batch, factor, speed = setting.split(":")
             steps = max(10, int(options.seconds * float(speed) / int(batch)))
-            found = train(options, Path(temporary), int(batch), float(factor), steps)
-            result["runs"].append(found)
+            run = train(options, Path(temporary), int(batch), float(factor), steps)
+            result["runs"].append(run)
             print(
-                f"  batch {batch}, lr x {factor}: {found['steps']} steps in {found['training_seconds']:.1f} s "
-                f"({found['command_seconds']:.0f} s in all), {found['images_per_second']:,.0f} images/s, "
-                f"mean recall@1 {found['mean_recall_at_1']:.1%}, {found['peak_bytes'] / 1e9:.1f} GB",
+                f"  batch {batch}, lr x {factor}: {run['steps']} steps in {run['training_seconds']:.1f} s "
+                f"({run['command_seconds']:.0f} s in all), {run['images_per_second']:,.0f} images/s, "
+                f"mean recall@1 {run['mean_recall_at_1']:.1%}, {run['peak_bytes'] / 1e9:.1f} GB",
                 flush=True,
             )
             if options.json:

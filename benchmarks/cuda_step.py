@@ -135,9 +135,9 @@ def captured(step: Step, model: nn.Module) -> Step:
         if calls <= EAGER_STEPS:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found = step(*batch)
+                step_loss = step(*batch)
             torch.cuda.current_stream().wait_stream(stream)
-            return found
+            return step_loss
         if not inputs:
             inputs = [tensor.clone() for tensor in batch]
             for p in model.parameters():
@@ -239,11 +239,11 @@ def step_seconds(step: Callable[[], object], device: Device) -> list[float]:
     begin = time.perf_counter()
     step()
     device.synchronize()
-    one = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     if device.kind != "cuda":
-        return [one]
+        return [seconds]
     marks = [
-        torch.cuda.Event(enable_timing=True) for _ in range(int(min(60, max(8, 2.0 / one))) + 1)
+        torch.cuda.Event(enable_timing=True) for _ in range(int(min(60, max(8, 2.0 / seconds))) + 1)
     ]
     marks[0].record()
     for mark in marks[1:]:
@@ -264,7 +264,7 @@ def measure(job: Job, variant: str, rate: float) -> dict[str, Any]:
         step(*next(inputs))
     device.synchronize()
     ready = time.perf_counter() - begin
-    taken = timing(step_seconds(lambda: step(*next(inputs)), device))
+    measured = timing(step_seconds(lambda: step(*next(inputs)), device))
     flops = flops_per_pair(job.shape, job.tokens) * job.batch_size
     return {
         "side": side,
@@ -272,9 +272,9 @@ def measure(job: Job, variant: str, rate: float) -> dict[str, Any]:
         "batch": job.batch_size,
         "tokens": job.tokens,
         "ready_seconds": ready,
-        "seconds": dataclasses.asdict(taken),
-        "images_per_second": job.batch_size / taken.median,
-        "gemm_fraction": flops / taken.median / rate,
+        "seconds": dataclasses.asdict(measured),
+        "images_per_second": job.batch_size / measured.median,
+        "gemm_fraction": flops / measured.median / rate,
         "peak_bytes": device.peak_bytes(),
         "loss": float(step(*next(inputs))),
     }
@@ -348,7 +348,7 @@ def show(model: str, line: dict[str, Any]) -> None:
 def ratios(lines: list[dict[str, Any]]) -> list[str]:
     """Our fastest step against open_clip's eager and compiled step."""
     done = [line for line in lines if "seconds" in line]
-    found = []
+    ratio_lines = []
     for kind in ("eager", "compiled"):
         ours = [line for line in done if line["side"] == "m1clip"]
         theirs = [line for line in done if line["side"] == "open_clip" and line["variant"] == kind]
@@ -356,11 +356,11 @@ def ratios(lines: list[dict[str, Any]]) -> list[str]:
             best = min(ours, key=lambda line: line["seconds"]["median"])
             ratio = theirs[0]["seconds"]["median"] / best["seconds"]["median"]
             where = f"batch {best['batch']}, {best['tokens']} tokens"
-            found.append(
+            ratio_lines.append(
                 f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip"
                 f" {kind}"
             )
-    return found
+    return ratio_lines
 
 
 def main() -> None:
@@ -398,8 +398,8 @@ def main() -> None:
 
     def keep() -> None:
         """Write what there is: the time on a borrowed card may end at any line."""
-        for found in result["models"].values():
-            found["ratios"] = ratios(found["lines"])
+        for model_lines in result["models"].values():
+            model_lines["ratios"] = ratios(model_lines["lines"])
         if options.json:
             write_json(options.json, result)
 

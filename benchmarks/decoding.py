@@ -48,7 +48,8 @@ def through(refs: list[FileImage], **how: Any) -> float:
     """Images per second of decoding to the calling process."""
     begin = time.perf_counter()
     count = sum(
-        len(places) for places, _ in decode_images(refs, SIDE, "shortest", {}, DecodeMethod(**how))
+        len(indices)
+        for indices, _ in decode_images(refs, SIDE, "shortest", {}, DecodeMethod(**how))
     )
     assert count == len(refs)
     return count / (time.perf_counter() - begin)

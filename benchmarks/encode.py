@@ -81,7 +81,7 @@ def peak_memory(model: str, images: list[str]) -> None:
     """Encode many images and print the process's peak memory in bytes."""
     import m1clip
 
-    m1clip.load(model).encode_image([images[place % len(images)] for place in range(MEMORY_IMAGES)])
+    m1clip.load(model).encode_image([images[index % len(images)] for index in range(MEMORY_IMAGES)])
     # Not getrusage: its peak includes that of the process that started this one.
     status = Path("/proc/self/status").read_text()
     print(1024 * int(status.partition("VmHWM:")[2].split()[0]))
@@ -169,8 +169,8 @@ def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, 
     from m1clip.export.onnx import write_onnx
     from m1clip.model.folder import read_model
 
-    given = json.loads(inputs.read_text())
-    images, texts = len(given["images"]), len(given["texts"])
+    inputs_of_all = json.loads(inputs.read_text())
+    images, texts = len(inputs_of_all["images"]), len(inputs_of_all["texts"])
     counts = {"images": images, "ready images": images, "texts": texts, "padded texts": texts}
     models = {"m1clip ": options.model, "m1clip tiny": tiny_folder(folder)}
     if options.also:
@@ -197,10 +197,10 @@ def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, 
         )
         for side, job in turns
     }
-    taken = in_turn(asks, options.rounds, warmup=1)
-    for each in sides.values():
-        each.__exit__()
-    return {name: [found[name] for found in taken] for name in asks}
+    rounds = in_turn(asks, options.rounds, warmup=1)
+    for session in sides.values():
+        session.__exit__()
+    return {name: [answers[name] for answers in rounds] for name in asks}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -218,14 +218,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     texts = [caption for sample in samples for caption in sample.captions][: options.texts]
     inputs.write_text(
         json.dumps(
-            {"images": [str(each.image) for each in samples[: options.images]], "texts": texts}
+            {"images": [str(item.image) for item in samples[: options.images]], "texts": texts}
         )
     )
-    found = rates(options, folder, inputs)
-    result["per_second"] = {name: figures(values) for name, values in found.items()}
+    measured = rates(options, folder, inputs)
+    result["per_second"] = {name: figures(values) for name, values in measured.items()}
     for name, own, theirs, *_ in FIGURES:
-        if (peer := f"onnxruntime {name}: {theirs}") in found:
-            pairs = zip(found[f"m1clip {name}: {own}"], found[peer], strict=True)
+        if (peer := f"onnxruntime {name}: {theirs}") in measured:
+            pairs = zip(measured[f"m1clip {name}: {own}"], measured[peer], strict=True)
             result["ratios"][peer] = figures(ours / other for ours, other in pairs)
     for model in filter(None, (options.model, options.also)):
         evaluate = ["-m", "m1clip", "eval", model, "--data", options.data]
@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[str, Any]]:
     """Lines for docs/benchmarks.md."""
     named = {"": "", "also": f"{also}, ", "tiny": "`tiny`, "}
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for name, own, theirs, words, goal in FIGURES:
         values, peer = (
             result["per_second"].get(f"m1clip {name}: {own}"),
@@ -256,7 +256,7 @@ def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[s
             figure = (
                 f"**{spread(ratio)}** times; m1clip {figure}, onnxruntime {spread(other, '.0f')}"
             )
-        found.append(
+        lines.append(
             {
                 "what": f"encoding: {named[name]}{words}",
                 "figure": figure,
@@ -267,12 +267,17 @@ def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[s
     for name, seconds in result["evaluation_seconds"].items():
         words = f"{named[name]}`m1clip eval` of 1,000 images and 5,000 captions, start to end"
         goal = "" if name else "under 12 s"
-        found.append(
+        lines.append(
             {"what": words, "figure": spread(seconds, ".1f", " s"), "goal": goal, "n": seconds["n"]}
         )
-    what = f"peak memory of a process that encodes {MEMORY_IMAGES:,} images"
-    found.append(
-        {"what": what, "figure": f"{result['peak_bytes'] / 1e6:.0f} MB", "goal": "700 MB", "n": 1}
+    subject = f"peak memory of a process that encodes {MEMORY_IMAGES:,} images"
+    lines.append(
+        {
+            "what": subject,
+            "figure": f"{result['peak_bytes'] / 1e6:.0f} MB",
+            "goal": "700 MB",
+            "n": 1,
+        }
     )
     recall = result["recall"]
     changes = [(k, recall[k]) for k in recall if k.startswith("recall@")]
@@ -280,20 +285,20 @@ def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[s
         f"{k} {100 * c['change']:+.2f} [{100 * c['low']:+.2f}, {100 * c['high']:+.2f}]"
         for k, c in changes
     )
-    what = (
+    subject = (
         f"bf16 instead of fp32, change in points ({recall['images']:,} images,"
         f" {recall['captions']:,} captions)"
     )
-    found.append(
+    lines.append(
         {
-            "what": what,
+            "what": subject,
             "figure": ", ".join(figures),
             "goal": "0 in the interval",
             "n": recall["images"],
         }
     )
     return [
-        {**row, "command": "python benchmarks/encode.py MODEL DATA --also MODEL"} for row in found
+        {**row, "command": "python benchmarks/encode.py MODEL DATA --also MODEL"} for row in lines
     ]
 
 
@@ -318,7 +323,7 @@ def main() -> None:
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.model, options.data = (os.path.abspath(each) for each in (options.model, options.data))
+    options.model, options.data = (os.path.abspath(path) for path in (options.model, options.data))
     options.also = options.also and os.path.abspath(options.also)
     if options.side:
         answer(options.model, Path(options.data))

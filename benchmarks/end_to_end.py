@@ -106,11 +106,11 @@ def run_open_clip(options: argparse.Namespace, photos: Path, folder: Path) -> di
         raise SystemExit(f"open_clip logged no steps:\n{output[-3000:]}")
     first = (marks[0][0] - begin).total_seconds()
     training = (marks[-1][0] - marks[0][0]).total_seconds()
-    per_epoch: dict[int, int] = {epoch: seen for _, epoch, seen in marks}
+    per_epoch: dict[int, int] = {epoch: images_seen for _, epoch, images_seen in marks}
     images = sum(per_epoch.values())
     steady = []
     for epoch in per_epoch:
-        own = [(when, seen) for when, number, seen in marks if number == epoch]
+        own = [(when, images_seen) for when, number, images_seen in marks if number == epoch]
         span = (own[-1][0] - own[0][0]).total_seconds()
         steady.append((own[-1][1] - own[0][1]) / span if span else 0.0)
     return {
@@ -176,14 +176,14 @@ def main() -> None:
         for side in options.sides:
             try:
                 if side == "open_clip":
-                    found = run_open_clip(options, photos, folder)
+                    result_of_side = run_open_clip(options, photos, folder)
                 else:
-                    found = run_m1clip(options, photos, folder, side == "m1clip")
+                    result_of_side = run_m1clip(options, photos, folder, side == "m1clip")
             except SystemExit as error:
-                found = {"failed": str(error)[-2000:]}
-            result["sides"][side] = found
+                result_of_side = {"failed": str(error)[-2000:]}
+            result["sides"][side] = result_of_side
             result["rows"] = rows(result)
-            show(side, found)
+            show(side, result_of_side)
             if options.json:  # what there is: the time on a borrowed card may end
                 write(options.json, result)
 
@@ -192,36 +192,36 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
     """Lines for docs/benchmarks.md."""
     options = result["options"]
     device = "" if options["device"] == "cpu" else f" --device {options['device']}"
-    what = (
+    subject = (
         f"the whole command, {options['images']:,} JPEG of 500 x 375, {options['model']}, batch"
         f" {options['batch_size']:,}, {options['epochs']} epochs"
     )
     lines = []
-    for side, found in result["sides"].items():
-        if "failed" not in found:
-            largest = sorted(found["parts"].items(), key=lambda part: -part[1])[:4]
+    for side, figures_of_side in result["sides"].items():
+        if "failed" not in figures_of_side:
+            largest = sorted(figures_of_side["parts"].items(), key=lambda part: -part[1])[:4]
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in largest)
-            figure = f"**{found['seconds']:.1f} s** ({parts})"
+            figure = f"**{figures_of_side['seconds']:.1f} s** ({parts})"
             command = f"python benchmarks/end_to_end.py{device}"
             lines.append(
-                {"what": f"{what}: {side}", "figure": figure, "n": "1", "command": command}
+                {"what": f"{subject}: {side}", "figure": figure, "n": "1", "command": command}
             )
     return lines
 
 
-def show(side: str, found: dict[str, Any]) -> None:
+def show(side: str, figures_of_side: dict[str, Any]) -> None:
     """A line of the table."""
-    if "failed" in found:
-        print(f"{side}: FAILED {found['failed']}", flush=True)
+    if "failed" in figures_of_side:
+        print(f"{side}: FAILED {figures_of_side['failed']}", flush=True)
         return
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in found["parts"].items())
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in figures_of_side["parts"].items())
     speeds = ", ".join(
-        f"{found[key]:,.0f} {key.removeprefix('images_per_second_').replace('_', ' ')}"
-        for key in found
+        f"{figures_of_side[key]:,.0f} {key.removeprefix('images_per_second_').replace('_', ' ')}"
+        for key in figures_of_side
         if key.startswith("images_per_second")
     )
     print(
-        f"{side}: {found['seconds']:.1f} s for {found['images']:,} images ({parts}); images/s:"
+        f"{side}: {figures_of_side['seconds']:.1f} s for {figures_of_side['images']:,} images ({parts}); images/s:"
         f" {speeds}",
         flush=True,
     )

@@ -86,8 +86,8 @@ def cells(record: dict[str, Any]) -> list[str]:
 def speed_rows(name: str, record: dict[str, Any]) -> Iterator[list[str]]:
     """Every runtime that was timed in one comparison."""
     for runtime, entry in record.get("runtimes", {}).items():
-        times = (entry[what] for what in ("image_seconds", "text_seconds"))
-        shown = [f"{1000 * each['median']:.1f}" for each in times]
+        times = (entry[part] for part in ("image_seconds", "text_seconds"))
+        shown = [f"{1000 * seconds['median']:.1f}" for seconds in times]
         yield [name, runtime, *shown, f"{entry['images_per_second']:.0f}"]
 
 
@@ -103,12 +103,12 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="+", metavar="NAME=RUN[,DATA]")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    given.out.mkdir(exist_ok=True)
+    options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
     rows, speeds = [], []
     for target in TARGETS:
-        for name, run in (model.partition("=")[::2] for model in given.models):
-            path = given.out / f"{name}-{target.replace(' --', '-')}.json"
+        for name, run in (model.partition("=")[::2] for model in options.models):
+            path = options.out / f"{name}-{target.replace(' --', '-')}.json"
             if run or path.exists():
                 record = measured(run, target, path)
                 rows.append([f"`{target}`", name, *cells(record)])

@@ -68,7 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_splits(options.data, folder)
-        place = {**machine(), "data": Path(options.data).resolve().name}
+        machine_facts = {**machine(), "data": Path(options.data).resolve().name}
         for name in options.rows:
             for seed in options.seeds:
                 run = train(
@@ -77,7 +77,7 @@ def main() -> None:
                 key = ("row", "seed", "split")
                 runs = [
                     *(r for r in runs if any(r[part] != run[part] for part in key)),
-                    {**run, "machine": place},
+                    {**run, "machine": machine_facts},
                 ]
                 took = (
                     f" in {clock(run['seconds'])} from an empty cache" if run["empty_cache"] else ""
@@ -87,7 +87,7 @@ def main() -> None:
                     f" {100 * recall_at_10(run):.1f}{took}",
                     flush=True,
                 )
-                write(options.json, {"machine": place, "rows": rows(runs), "runs": runs})
+                write(options.json, {"machine": machine_facts, "rows": rows(runs), "runs": runs})
 
 
 def parse() -> argparse.Namespace:
@@ -183,7 +183,7 @@ def choose(folder: Path, path: Path, images: int | None, seed: int, test: bool) 
 
 def rows(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The table, for tools/results_table.py."""
-    found = []
+    lines = []
     for name, kind in KINDS.items():
         for split in ("val", "test"):
             own = [run for run in runs if (run["row"], run["split"]) == (name, split)]
@@ -199,7 +199,7 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
                 if run["empty_cache"]
             ]
             where, test = ("test", " --test") if split == "test" else ("validation", "")
-            found.append(
+            lines.append(
                 {
                     "what": (
                         f"{own[0]['machine']['data']}, frozen {kind.words}: mean of both {where}"
@@ -210,7 +210,7 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
                     "command": f"python benchmarks/frozen.py DATA --rows {name}{test}",
                 }
             )
-    return found
+    return lines
 
 
 if __name__ == "__main__":

@@ -89,10 +89,15 @@ class Towers:
 
 def recall(clip: CLIP, images: Tensor, texts: Tensor, image_index: np.ndarray) -> dict[str, float]:
     """Recall@1 and @10 in percent, the mean of both directions."""
-    found = ranks(clip.project_image(images).numpy(), clip.project_text(texts).numpy(), image_index)
+    retrieval_ranks = ranks(
+        clip.project_image(images).numpy(), clip.project_text(texts).numpy(), image_index
+    )
     return {
         f"recall@{k}": 50
-        * float((found.text_to_image <= k).mean() + (found.image_to_text <= k).mean())
+        * float(
+            (retrieval_ranks.text_to_image <= k).mean()
+            + (retrieval_ranks.image_to_text <= k).mean()
+        )
         for k in (1, 10)
     }
 
@@ -121,13 +126,13 @@ def search(clip: CLIP, images: Tensor, queries: Tensor, match: np.ndarray) -> di
 
 def matches(samples: Sequence[Any], words: Sequence[str]) -> np.ndarray:
     """(words, images) whether at least `MENTIONS` captions of an image mention a word, or its plural."""
-    found = np.zeros((len(words), len(samples)), int)
+    mentions = np.zeros((len(words), len(samples)), int)
     for column, sample in enumerate(samples):
         for caption in sample.captions:
             tokens = set(re.findall("[a-z]+", caption.lower()))
             for row, word in enumerate(words):
-                found[row, column] += bool(tokens & {word, f"{word}s", f"{word}es"})
-    return found >= MENTIONS
+                mentions[row, column] += bool(tokens & {word, f"{word}s", f"{word}es"})
+    return mentions >= MENTIONS
 
 
 @torch.inference_mode()
@@ -175,36 +180,36 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def keep(found: dict[str, Any], earlier: dict[str, Any]) -> None:
+def keep(result: dict[str, Any], earlier: dict[str, Any]) -> None:
     """Add the earlier results of other models, if they are of as many images."""
     for name in ("images", "class_images", "queries", "library"):
-        if earlier[name] != found[name]:
-            raise SystemExit(f"--keep: {name} was {earlier[name]}, and is {found[name]}")
-    found["results"] |= {
-        name: each for name, each in earlier["results"].items() if name not in found["results"]
+        if earlier[name] != result[name]:
+            raise SystemExit(f"--keep: {name} was {earlier[name]}, and is {result[name]}")
+    result["results"] |= {
+        name: value for name, value in earlier["results"].items() if name not in result["results"]
     }
 
 
-def show(found: dict[str, Any]) -> str:
+def show(result: dict[str, Any]) -> str:
     """The results as a table."""
-    sources = list(found["images"])
+    sources = list(result["images"])
     header = (
         "heads",
-        *(f"{name} test, recall@10 (n={found['images'][name]:,})" for name in sources),
-        f"ten classes, zero-shot (n={found['class_images']:,})",
-        f"{found['queries']} words in {found['library']:,} images: precision@{K}",
+        *(f"{name} test, recall@10 (n={result['images'][name]:,})" for name in sources),
+        f"ten classes, zero-shot (n={result['class_images']:,})",
+        f"{result['queries']} words in {result['library']:,} images: precision@{K}",
         "first result",
     )
     rows = [
         (
             name,
-            *(f"{each[source]['recall@10']:.1f}" for source in sources),
-            f"{each['classes']['accuracy']:.1f} "
-            f"[{each['classes']['low']:.1f}, {each['classes']['high']:.1f}]",
-            f"{each['search'][f'precision@{K}']:.1f}",
-            f"{each['search']['first']:.0f}",
+            *(f"{figures[source]['recall@10']:.1f}" for source in sources),
+            f"{figures['classes']['accuracy']:.1f} "
+            f"[{figures['classes']['low']:.1f}, {figures['classes']['high']:.1f}]",
+            f"{figures['search'][f'precision@{K}']:.1f}",
+            f"{figures['search']['first']:.0f}",
         )
-        for name, each in found["results"].items()
+        for name, figures in result["results"].items()
     ]
     return table(header, rows)
 
@@ -226,12 +231,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.show is None and options.classes is None:
         *options.captions, options.classes = options.captions
-    found = json.loads(options.show.read_text()) if options.show else measure(options)
+    result = json.loads(options.show.read_text()) if options.show else measure(options)
     if options.keep:
-        keep(found, json.loads(options.keep.read_text()))
+        keep(result, json.loads(options.keep.read_text()))
     if options.json:
-        write_json(options.json, found)
-    print(show(found))
+        write_json(options.json, result)
+    print(show(result))
 
 
 if __name__ == "__main__":

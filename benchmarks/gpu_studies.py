@@ -67,9 +67,11 @@ def flops_of(batch: Batch, shape: CLIPConfig) -> float:
     full, vision = flops_per_pair(shape, batch.tokens.shape[1]), shape.own_towers[0]
     if batch.kept_patches is None:
         return full
-    seen = vision.tokens - vision.patches + batch.kept_patches.shape[1]
-    matrices = (4 + 2 * vision.mlp_ratio) * vision.width**2 * (vision.tokens - seen)
-    return full - 6 * vision.layers * (matrices + 2 * (vision.tokens**2 - seen**2) * vision.width)
+    kept_tokens = vision.tokens - vision.patches + batch.kept_patches.shape[1]
+    matrices = (4 + 2 * vision.mlp_ratio) * vision.width**2 * (vision.tokens - kept_tokens)
+    return full - 6 * vision.layers * (
+        matrices + 2 * (vision.tokens**2 - kept_tokens**2) * vision.width
+    )
 
 
 def train_size(options: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def train_size(options: argparse.Namespace) -> dict[str, Any]:
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Each model with and without activation checkpointing, in processes of their own."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in options.models:
         for flag in ([], ["--checkpointing"]):
             command = [
@@ -134,11 +136,11 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             key = f"{name}{', activation checkpointing' if flag else ''}"
             lines = done.stdout.strip().splitlines()
-            found[key] = (
+            result[key] = (
                 json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stderr[-800:]}
             )
-            print(f"{key}: {found[key]}", flush=True)
-    return {"models": found, "batch": options.batch_size}
+            print(f"{key}: {result[key]}", flush=True)
+    return {"models": result, "batch": options.batch_size}
 
 
 def large_batch(options: argparse.Namespace) -> dict[str, Any]:
@@ -176,31 +178,31 @@ def large_batch(options: argparse.Namespace) -> dict[str, Any]:
         ids_of_pairs = Ids(batch.sample_ids, batch.caption_ids, batch.image_index)
         update.parts.loss.loss_and_grads(pair, ids_of_pairs)
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     plain_limit = 1 << 62
     for name, limit in (("blockwise", run_loss.MAX_LOGITS), ("plain", plain_limit)):
         run_loss.MAX_LOGITS = limit
-        for what, work in (("loss", loss_alone), ("step", lambda: update.run(batch, 0))):
+        for part, work in (("loss", loss_alone), ("step", lambda: update.run(batch, 0))):
             seconds = []
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             try:
-                for _ in range(1 + (ROUNDS if what == "loss" else 2)):
+                for _ in range(1 + (ROUNDS if part == "loss" else 2)):
                     device.synchronize()
                     start = time.perf_counter()
                     work()
                     device.synchronize()
                     seconds.append(time.perf_counter() - start)
             except torch.OutOfMemoryError as error:
-                found[f"{what}, {name}"] = {"out_of_memory": str(error).splitlines()[0]}
+                result[f"{part}, {name}"] = {"out_of_memory": str(error).splitlines()[0]}
             else:
                 peak = torch.cuda.max_memory_allocated()
                 values = {"peak_bytes": peak, "added_bytes": peak - before}
-                found[f"{what}, {name}"] = {**dataclasses.asdict(timing(seconds[1:])), **values}
+                result[f"{part}, {name}"] = {**dataclasses.asdict(timing(seconds[1:])), **values}
             update.clear()
-            print(f"{what}, {name}: {found[f'{what}, {name}']}", flush=True)
-    return {"batch": size, "micro_batch": micro, "model": options.model, "figures": found}
+            print(f"{part}, {name}: {result[f'{part}, {name}']}", flush=True)
+    return {"batch": size, "micro_batch": micro, "model": options.model, "figures": result}
 
 
 def encode(options: argparse.Namespace) -> dict[str, Any]:
@@ -212,12 +214,12 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     encoder = TorchEncoder(build_clip(config), tokenizer, Preprocess(image_size=config.image_size))
     model = Model(encoder).to(options.device)
     samples = open_source(options.data).samples("train")
-    paths = [str(each.image) for each in samples][: options.images]
-    texts = [caption for each in samples for caption in each.captions][: 5 * options.images]
+    paths = [str(sample.image) for sample in samples][: options.images]
+    texts = [caption for sample in samples for caption in sample.captions][: 5 * options.images]
     squares = [
-        each
-        for each in map_with_timeout(paths, model.square, threads=usable_cpus())
-        if each is not None
+        pixels
+        for pixels in map_with_timeout(paths, model.square, threads=usable_cpus())
+        if pixels is not None
     ]
     ready = torch.randn(512, 3, config.image_size, config.image_size, device=device.torch)
     compiled = torch.compile(model.clip.encode_image, dynamic=False)
@@ -253,7 +255,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Lines for docs/benchmarks.md."""
-    found = []
+    lines = []
     for name, line in result.get("models", {}).items():
         if "failed" in line:
             continue
@@ -264,11 +266,11 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             f" {line['last_loss']:.2f} after {line['images']:,} images"
         )
         size = f"{name} ({line['parameters'] / 1e6:.0f}M)"
-        what = f"{size}, batch {result['batch']}, on a GPU, eager, default patch dropout"
-        found.append({"what": what, "figure": figure, "n": 1, "command": "sizes DATA"})
+        subject = f"{size}, batch {result['batch']}, on a GPU, eager, default patch dropout"
+        lines.append({"what": subject, "figure": figure, "n": 1, "command": "sizes DATA"})
     for name, line in result.get("figures", {}).items():
         if "median" in line:
-            what = (
+            subject = (
                 f"{result['model']}, batch {result['batch']:,} in micro-batches of"
                 f" {result['micro_batch']:,}: {name}"
             )
@@ -277,14 +279,19 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
                 f"{spread(seconds, '.2f', ' s')}, {line['added_bytes'] / 1e9:.1f} GB above the"
                 " model"
             )
-            found.append({"what": what, "figure": figure, "n": line["n"], "command": "batch"})
+            lines.append({"what": subject, "figure": figure, "n": line["n"], "command": "batch"})
     for name, line in result.get("per_second", {}).items():
-        what = f"encoding with ViT-B-32 on a GPU: {name}, per second"
-        found.append(
-            {"what": what, "figure": spread(line, ",.0f"), "n": line["n"], "command": "encode DATA"}
+        subject = f"encoding with ViT-B-32 on a GPU: {name}, per second"
+        lines.append(
+            {
+                "what": subject,
+                "figure": spread(line, ",.0f"),
+                "n": line["n"],
+                "command": "encode DATA",
+            }
         )
     return [
-        {**row, "command": f"python benchmarks/gpu_studies.py {row['command']}"} for row in found
+        {**row, "command": f"python benchmarks/gpu_studies.py {row['command']}"} for row in lines
     ]
 
 

@@ -65,8 +65,8 @@ def parse() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All draws of all studies."""
-    known = read_features(options.data, "train", options.cache)
-    images, captions = known.images[:PHOTOS], known.captions[:PHOTOS]
+    features = read_features(options.data, "train", options.cache)
+    images, captions = features.images[:PHOTOS], features.captions[:PHOTOS]
     draws = []
     for labels, more, repeats in STUDIES:
         for seed in range(min(repeats, options.draws)):
@@ -121,11 +121,11 @@ def recall(photos: Labels, count: int, held_out: int, candidates: int) -> float:
 def summary(draws: list[dict[str, Any]]) -> str:
     rows = []
     for labels, more, _ in STUDIES:
-        study = [each for each in draws if (each["labels"], each["more"]) == (labels, more)]
+        study = [row for row in draws if (row["labels"], row["more"]) == (labels, more)]
         if not study:
             continue
-        mean = {key: statistics.fmean(each[key] for each in study) for key in study[0]}
-        inside = sum(each["low"] <= each["true_points"] <= each["high"] for each in study)
+        mean = {key: statistics.fmean(row[key] for row in study) for key in study[0]}
+        inside = sum(row["low"] <= row["true_points"] <= row["high"] for row in study)
         rows.append(
             (
                 f"{labels:,} -> {labels + more:,}",
@@ -135,7 +135,7 @@ def summary(draws: list[dict[str, Any]]) -> str:
                 f"{mean['points']:+.1f} [{mean['low']:+.1f}, {mean['high']:+.1f}]",
                 f"{mean['true_points']:+.1f}",
                 f"{inside} of {len(study)}",
-                f"{statistics.median(each['seconds'] for each in study):.1f}",
+                f"{statistics.median(row['seconds'] for row in study):.1f}",
             )
         )
     head = ("labels", "draws", "now", "true", "predicted gain", "true gain", "inside", "seconds")

@@ -99,13 +99,15 @@ def main() -> None:
             f"{row['user']:6} {row['labels']:4} labels  {row['order']:8} {row['mean_recall']:5.1f}  "
             f"over random {row['over_random']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]"
         )
-    known = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
-    place = {
+    earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    machine_facts = {
         **machine(),
         "data": options.data.resolve().name,
         "seconds": round(time.time() - began),
     }
-    write(options.json, {**known, split: {"machine": place, "table": table, "runs": runs}})
+    write(
+        options.json, {**earlier, split: {"machine": machine_facts, "table": table, "runs": runs}}
+    )
 
 
 def read_features(data: Path, split: str, cache: Path) -> Features:
@@ -123,9 +125,9 @@ def read_features(data: Path, split: str, cache: Path) -> Features:
         runner = TowerRunner(*towers, model.preprocess, torch.device("cpu"), "bf16")
         refs = [FileImage(str(data / name)) for name in captions]
         rows: dict[int, np.ndarray] = {}
-        for places, vectors in runner.files(refs, {}):
-            rows |= zip(places, vectors.float().numpy().astype(np.float16), strict=True)
-        np.save(files[0], np.stack([rows[place] for place in range(len(refs))]))
+        for indices, vectors in runner.files(refs, {}):
+            rows |= zip(indices, vectors.float().numpy().astype(np.float16), strict=True)
+        np.save(files[0], np.stack([rows[index] for index in range(len(refs))]))
         texts = [text for group in captions.values() for text in group]
         tokens = model.tokenizer.tokenize(texts, model.context_length)
         vectors = in_order(runner.tokens(tokens, model.tokenizer.lengths(tokens)))
@@ -160,8 +162,8 @@ def cover_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence
 def page_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence[int]:
     """The order of the page."""
     order = LabelOrder(vectors, weights)
-    places = (order.next() for _ in range(LABELS[-1]))
-    return [place for place in places if place is not None]
+    indices = (order.next() for _ in range(LABELS[-1]))
+    return [index for index in indices if index is not None]
 
 
 def typical_order(vectors: np.ndarray, weights: np.ndarray, seed: int) -> Sequence[int]:
@@ -232,10 +234,10 @@ def measure_adapt(train: Features, evaluated: Features, seed: int) -> list[dict[
     """Recall of a model of other photos that is adapted to the labels."""
     everything = principal(np.concatenate([train.images, evaluated.images]), DIMENSIONS // 2)
     rng = np.random.default_rng(seed)
-    known = (rng.permutation(GROUPS) < GROUPS // 2)[groups_of(everything, seed)]
-    base = np.flatnonzero(known[: len(train.images)])[:BASE_IMAGES]
-    library = np.flatnonzero(~known[: len(train.images)])[:LIBRARY]
-    searched = np.flatnonzero(~known[len(train.images) :])
+    in_base = (rng.permutation(GROUPS) < GROUPS // 2)[groups_of(everything, seed)]
+    base = np.flatnonzero(in_base[: len(train.images)])[:BASE_IMAGES]
+    library = np.flatnonzero(~in_base[: len(train.images)])[:LIBRARY]
+    searched = np.flatnonzero(~in_base[len(train.images) :])
     heads = fit_heads(train.images[base], train.captions[base].mean(axis=1))
     images, captions = apply_heads(heads, Features(train.images[library], train.captions[library]))
     queries = apply_heads(heads, Features(evaluated.images[searched], evaluated.captions[searched]))
@@ -285,8 +287,8 @@ def fit_heads(images: np.ndarray, captions: np.ndarray) -> tuple[Side, Side]:
         rows = standardized(features, mean, deviation)
         center = rows.mean(axis=0)
         squared, rotation = np.linalg.eigh(((rows - center) @ (rows - center).T).astype(np.float64))
-        kept = squared > 1e-6 * squared.max()
-        squared, rotation = squared[kept], rotation[:, kept]
+        is_significant = squared > 1e-6 * squared.max()
+        squared, rotation = squared[is_significant], rotation[:, is_significant]
         axes = (rows - center).T @ (rotation / np.sqrt(squared))
         sides.append((mean, deviation, center, axes, rotation * np.sqrt(squared), squared / count))
     ridges = (IMAGE_RIDGE * images.shape[1] / count**0.5, TEXT_RIDGE / count**0.5)
@@ -297,11 +299,11 @@ def fit_heads(images: np.ndarray, captions: np.ndarray) -> tuple[Side, Side]:
         left * correlation / scales[0][:, None],
         right.T * correlation / scales[1][:, None],
     )
-    found = [
+    heads = [
         Side(*side[:3], (side[3] @ part[:, :DIMENSIONS]).astype(np.float32))
         for side, part in zip(sides, directions, strict=True)
     ]
-    return found[0], found[1]
+    return heads[0], heads[1]
 
 
 def apply_heads(heads: tuple[Side, Side], features: Features) -> tuple[np.ndarray, np.ndarray]:
@@ -332,7 +334,8 @@ def recall(images: np.ndarray, captions: np.ndarray) -> tuple[float, ...]:
 def columns(scores: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     """One list per metric."""
     return {
-        name: [round(float(row[place]), 5) for row in scores] for place, name in enumerate(METRICS)
+        name: [round(float(row[column]), 5) for row in scores]
+        for column, name in enumerate(METRICS)
     }
 
 
@@ -380,9 +383,9 @@ def summary(runs: list[dict[str, object]]) -> list[dict[str, object]]:
     for user, order in users:
         own = [run for run in runs if (run["user"], run["order"]) == (user, order)]
         base = [run for run in runs if (run["user"], run["order"]) == (user, "random")]
-        for place, labels in enumerate(own[0]["labels"]):  # type: ignore[arg-type]
-            values = [100 * run["mean_recall"][place] for run in own]  # type: ignore[index]
-            chance = [100 * run["mean_recall"][place] for run in base]  # type: ignore[index]
+        for index, labels in enumerate(own[0]["labels"]):  # type: ignore[arg-type]
+            values = [100 * run["mean_recall"][index] for run in own]  # type: ignore[index]
+            chance = [100 * run["mean_recall"][index] for run in base]  # type: ignore[index]
             gains = [value - other for value, other in zip(values, chance, strict=True)]
             mean = statistics.fmean(gains)
             half = 0.0

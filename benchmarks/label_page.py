@@ -49,9 +49,9 @@ def main() -> None:
         began = time.process_time()
         queues: list[float] = []
         while len(saves) < options.labels:
-            took, found = timed(lambda: get(server, f"/api/label/queue?page=a&count={QUEUE}"))
+            took, queue = timed(lambda: get(server, f"/api/label/queue?page=a&count={QUEUE}"))
             queues.append(1000 * took)
-            for photo in found["photos"]:
+            for photo in queue["photos"]:
                 body = {
                     "photos": [{"id": photo["id"], "version": photo["version"]}],
                     "captions": [f"photo {photo['id']}"],

@@ -111,8 +111,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             sides = {"plain": lambda: plain.ask("step"), "chunked": lambda: chunked.ask("step")}
             seconds = in_turn(sides, options.rounds, warmup=1)
             result["peak_bytes"] = {"plain": plain.ask("peak"), "chunked": chunked.ask("peak")}
-        result["seconds"] = {side: figures(found[side] for found in seconds) for side in sides}
-        result["ratio"] = figures(found["chunked"] / found["plain"] for found in seconds)
+        result["seconds"] = {side: figures(values[side] for values in seconds) for side in sides}
+        result["ratio"] = figures(values["chunked"] / values["plain"] for values in seconds)
         result["peer"] = ask_peer(options, result, folder) if options.peers else None
     return result
 
@@ -134,19 +134,19 @@ def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) 
         return {
             "versions": full.ask({"do": "versions"}),
             "accum": accum,
-            "seconds": {side: figures(found[side] for found in seconds) for side in sides},
+            "seconds": {side: figures(values[side] for values in seconds) for side in sides},
             "peak_bytes": peaks,
-            "ratio": figures(found["peer_accum"] / found["peer_plain"] for found in seconds),
+            "ratio": figures(values["peer_accum"] / values["peer_plain"] for values in seconds),
             "gradients": parts.ask({"do": "gradients"}),
         }
 
 
 def show(result: dict[str, Any]) -> None:
     """The tables."""
-    place, n = result["machine"], result["ratio"]["n"]
+    facts, n = result["machine"], result["ratio"]["n"]
     print(
-        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch"
-        f" {place['torch']}, commit {place['commit']}, {result['precision']}"
+        f"{facts['cpu']}, {facts['cores']} cores ({result['threads']} threads), torch"
+        f" {facts['torch']}, commit {facts['commit']}, {result['precision']}"
     )
     print(
         f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles],"
@@ -168,18 +168,18 @@ def show(result: dict[str, Any]) -> None:
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return
-    found = peer["gradients"]
+    gradients = peer["gradients"]
     print(
         f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own"
         " single pass, fp32"
     )
     print(
-        f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
-        f"worst other parameter {found['worst_tower_parameter']:.1e}"
+        f"  gradient of the temperature {gradients['temperature_ratio']:.2f} times the right one; "
+        f"worst other parameter {gradients['worst_tower_parameter']:.1e}"
     )
     print(
-        f"  each image encoded {found['encodings_of_a_image']:.0f} times (m1clip: 2), the loss over all "
-        f"features and its gradient taken {found['losses_over_all_features']} times (m1clip: 1)"
+        f"  each image encoded {gradients['encodings_of_a_image']:.0f} times (m1clip: 2), the loss over all "
+        f"features and its gradient taken {gradients['losses_over_all_features']} times (m1clip: 1)"
     )
 
 

@@ -128,12 +128,12 @@ def write_table(job: RunInputs, path: Path) -> None:
 
 def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
     """Images per second of each, in turn, so that a busy moment of the machine affects all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in rounds}
+    seconds_of: dict[str, list[float]] = {name: [] for name in rounds}
     for _ in range(number):
-        for name, one in rounds.items():
-            taken[name].append(one())
+        for name, run_epoch in rounds.items():
+            seconds_of[name].append(run_epoch())
             time.sleep(0.5)  # workers fill their queues again, and must not take time from the next
-    return {name: timing(values) for name, values in taken.items()}
+    return {name: timing(values) for name, values in seconds_of.items()}
 
 
 def best(results: dict[str, Timing], start: str) -> Timing | None:

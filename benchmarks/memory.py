@@ -91,12 +91,12 @@ def components_of(flags: str) -> dict[str, Any]:
 
 def measure_components(rows: dict[str, tuple[str, str]], device: str) -> dict[str, Any]:
     """Measure and print the components of each row."""
-    found = {}
+    components = {}
     for name, (words, model_flags) in rows.items():
         flags = f"{model_flags} --device {device}"
         parts = components_of(flags)
         peak = parts["peak"]
-        found[name] = {"flags": flags, **parts}
+        components[name] = {"flags": flags, **parts}
         sizes = {
             part: value
             for part, value in parts.items()
@@ -106,7 +106,7 @@ def measure_components(rows: dict[str, tuple[str, str]], device: str) -> dict[st
         fits = "ok" if parts["rest"] <= MAX_REST * peak else f"above {MAX_REST:.0%}"
         print(f"  {words}: peak {peak / 1e6:.0f} MB: {text}", flush=True)
         print(f"    rest {parts['rest'] / peak:.1%} of the peak: {fits}", flush=True)
-    return found
+    return components
 
 
 def main() -> None:
@@ -131,9 +131,9 @@ def main() -> None:
     if unknown:
         parser.error(f"--rows {','.join(unknown)}: choose from {', '.join(rows)}")
     result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "rows": {}}
-    place, repeats = result["machine"], 1 if options.quick else options.repeats
+    facts, repeats = result["machine"], 1 if options.quick else options.repeats
     print(
-        f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}"
+        f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, commit {facts['commit']}"
     )
     if options.components:
         models = {"quick": ("a tiny run", QUICK)} if options.quick else COMPONENTS

@@ -48,7 +48,7 @@ def main() -> None:
     prefix = ["chrt", "-f", "1"] if has_priority else []
     if options.core is not None:
         prefix = ["taskset", "--cpu-list", str(options.core), *prefix]
-    place = machine()
+    facts = machine()
     draw = random.Random(options.seed)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def main() -> None:
         data = Path(options.data).resolve().name
         result = {
             "benchmark": "minutes",
-            "machine": {**place, "data": data},
+            "machine": {**facts, "data": data},
             "real_time_priority": has_priority,
             "core": options.core,
             "minutes": options.minutes,

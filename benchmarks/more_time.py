@@ -164,11 +164,11 @@ def record(job: Job, out: Path, seconds: float) -> dict[str, Any]:
     curve = [
         [entry["step"], both(entry)] for entry in log if entry["kind"] == "eval" and entry["step"]
     ]
-    found = {**job._asdict(), "steps": job.steps, "settings": decided, "validation": curve}
+    record_of_job = {**job._asdict(), "steps": job.steps, "settings": decided, "validation": curve}
     end = next((entry for entry in log if entry["kind"] == "end"), {})
     if end.get("split") == "test":
-        found["test"] = both(end)
-    return found | {"seconds": round(seconds, 1)}
+        record_of_job["test"] = both(end)
+    return record_of_job | {"seconds": round(seconds, 1)}
 
 
 def table(runs: list[dict[str, Any]]) -> str:

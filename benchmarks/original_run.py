@@ -68,8 +68,8 @@ def result_of(run: Path) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table of docs/findings.md."""
-    place = result["machine"]
-    head = [*COMPARISON_HEAD[:2], f"this run ({place['cores']} cores, {place['cpu']})"]
+    facts = result["machine"]
+    head = [*COMPARISON_HEAD[:2], f"this run ({facts['cores']} cores, {facts['cpu']})"]
     lines = [head, ["---"] * len(head)]
     lines += [[row[name] for name in COMPARISON_HEAD] for row in result["rows"]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -91,12 +91,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of docs/findings.md")
     options = parser.parse_args()
     if not options.table:
-        place = machine()
+        facts = machine()
         with tempfile.TemporaryDirectory() as folder:
             run = options.out or Path(folder) / "run"
             others = train(run, options.flags.split())
             result = result_of(run)
-        result |= {"machine": place, "other_programs": others}
+        result |= {"machine": facts, "other_programs": others}
         if options.json:
             write(options.json, result)
     if options.table:

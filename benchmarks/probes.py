@@ -151,12 +151,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "first", 4, 2)  # loads code
         for number in range(options.rounds):
-            on, each = timed_train(Path(folder) / f"on-{number}", options.steps, options.eval_every)
+            on, by_analysis = timed_train(
+                Path(folder) / f"on-{number}", options.steps, options.eval_every
+            )
             with without_probes():
                 off = train(Path(folder) / f"off-{number}", options.steps, options.eval_every)
             if on["weights"] != off["weights"]:
                 raise SystemExit("the probes changed the weights")
-            for name, seconds in each.items():
+            for name, seconds in by_analysis.items():
                 costs[name].append(seconds)
             rounds.append({"on": on["cpu_seconds"], "off": off["cpu_seconds"]})
             print(f"  round {number + 1}: {on['cpu_seconds']:.2f} s with, ", end="")
@@ -168,7 +170,7 @@ def main() -> None:
     for name, seconds in medians.items():
         print(f"  {name:32} {1e3 * seconds:8.2f} ms, {counts[name]} times in ten minutes")
     evaluations = options.steps // options.eval_every
-    differences = [(each["on"] - each["off"]) / evaluations for each in rounds]
+    differences = [(pair["on"] - pair["off"]) / evaluations for pair in rounds]
     shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in differences)
     print(f"  with minus without, by evaluation: {shown} ms")
     in_all = sum(counts[name] * seconds for name, seconds in medians.items())

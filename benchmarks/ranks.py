@@ -91,23 +91,23 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         overlap = traced_overlap(options, lambda number: step.run(job.training[number], number))
         ranks.gather(torch.zeros(1))
     steps = slice(WARMUP, None, 1 + options.overlap)
-    found = {
+    result = {
         "batch": batch,
         "seconds": seconds[steps],
         "exchange": exchanges[steps],
         "parts": parts,
     }
     if overlap is not None:
-        found["traced_overlap"] = overlap
+        result["traced_overlap"] = overlap
     if options.overlap:
-        found["overlap"] = [
+        result["overlap"] = [
             late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)
         ]
     if cuda and ranks.size == 1:
-        found["nccl"] = nccl_seconds(
+        result["nccl"] = nccl_seconds(
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
-    return found if ranks.rank == 0 else None
+    return result if ranks.rank == 0 else None
 
 
 def traced_overlap(options: argparse.Namespace, step: Callable[[int], object]) -> dict[str, float]:
@@ -207,7 +207,7 @@ def wrapped(options: argparse.Namespace) -> dict[str, Any]:
         "wrapped": {name: dataclasses.asdict(timing(values)) for name, values in own.items()},
         "ratio": {
             name: dataclasses.asdict(
-                timing([one / two for one, two in zip(own["no ranks"], values, strict=True)])
+                timing([alone / two for alone, two in zip(own["no ranks"], values, strict=True)])
             )
             for name, values in own.items()
         },
@@ -224,15 +224,15 @@ def nccl_seconds(parameters: list[Any], rounds: int) -> list[float]:
         "nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
     )
     grads = [torch.zeros_like(p) for p in parameters]
-    taken = []
+    durations = []
     for _ in range(WARMUP + rounds):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         dist.all_reduce(torch.cat([g.flatten() for g in grads]))
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
+        durations.append(time.perf_counter() - begin)
     dist.destroy_process_group()
-    return taken[WARMUP:]
+    return durations[WARMUP:]
 
 
 def free_port() -> int:
@@ -247,14 +247,19 @@ def run(options: argparse.Namespace, size: int, independent: bool = False) -> di
     cpus, port, started = sorted(os.sched_getaffinity(0)), free_port(), []
     for rank in range(size):
         own = set(cpus[rank * options.cores : (rank + 1) * options.cores])
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables_of_rank = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+        }
+        variables_of_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if independent:
-            place = {}
-        place |= {"OMP_NUM_THREADS": options.cores}
+            variables_of_rank = {}
+        variables_of_rank |= {"OMP_NUM_THREADS": options.cores}
         # As the command sets them: threads that wait do not spin for long.
         waiting = environment(platform.system(), os.environ) if not options.spin else {}
-        variables = {**os.environ, **waiting, **{k: str(v) for k, v in place.items()}}
+        variables = {**os.environ, **waiting, **{k: str(v) for k, v in variables_of_rank.items()}}
         pin = None if options.device == "cuda" else lambda own=own: os.sched_setaffinity(0, own)
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         options_of_process = {"env": variables, "stdout": subprocess.PIPE, "text": True}
@@ -263,13 +268,14 @@ def run(options: argparse.Namespace, size: int, independent: bool = False) -> di
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
+    results = [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
     if independent:  # the mean of all, as if they were ranks
-        found[0]["batch"] *= size
-        found[0]["seconds"] = [
-            statistics.mean(each) for each in zip(*(one["seconds"] for one in found), strict=True)
+        results[0]["batch"] *= size
+        results[0]["seconds"] = [
+            statistics.mean(values)
+            for values in zip(*(item["seconds"] for item in results), strict=True)
         ]
-    result: dict[str, Any] = found[0]
+    result: dict[str, Any] = results[0]
     return result
 
 
@@ -306,10 +312,10 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
             if "nccl_seconds" in figures
             else []
         )
-        given = [word for word in sys.argv[1:] if word != "--quick"]
-        command = " ".join(["python benchmarks/ranks.py", *given]).partition(" --json")[0]
-        what, n = f"{plural(size, kind)} {where}: {work}", str(figures["images_per_second"]["n"])
-        rows.append({"what": what, "figure": ", ".join(words), "n": n, "command": command})
+        words_typed = [word for word in sys.argv[1:] if word != "--quick"]
+        command = " ".join(["python benchmarks/ranks.py", *words_typed]).partition(" --json")[0]
+        subject, n = f"{plural(size, kind)} {where}: {work}", str(figures["images_per_second"]["n"])
+        rows.append({"what": subject, "figure": ", ".join(words), "n": n, "command": command})
     return rows
 
 
@@ -360,16 +366,16 @@ def main() -> None:
             write(options.json, result)
         return
     if options.worker:
-        found = work(options)
-        if found is not None:
-            print(json.dumps(found), flush=True)
+        measured = work(options)
+        if measured is not None:
+            print(json.dumps(measured), flush=True)
         return
-    most = (
+    max_ranks = (
         len(os.sched_getaffinity(0)) // options.cores
         if options.device == "cpu"
         else max(options.ranks)
     )
-    sizes = [size for size in options.ranks if size <= most]
+    sizes = [size for size in options.ranks if size <= max_ranks]
     for size in set(options.ranks) - set(sizes):
         print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
@@ -385,15 +391,15 @@ def main() -> None:
             if options.ceiling and size > 1:
                 ceilings[size].append(run(options, size, independent=True))
     speeds = {
-        size: [row["batch"] / timing(row["seconds"]).median for row in each]
-        for size, each in rows.items()
+        size: [row["batch"] / timing(row["seconds"]).median for row in group]
+        for size, group in rows.items()
     }
     result["ranks"], result["parts"] = {}, {}
-    for size, each in rows.items():
+    for size, group in rows.items():
         efficiency = [
-            own / (size * one) for own, one in zip(speeds[size], speeds[sizes[0]], strict=True)
+            own / (size * alone) for own, alone in zip(speeds[size], speeds[sizes[0]], strict=True)
         ]
-        exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in each]
+        exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in group]
         figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
         if ceilings.get(size):
@@ -403,27 +409,29 @@ def main() -> None:
                 own / other for own, other in zip(speeds[size], most, strict=True)
             ]
         figures |= (
-            {"overlap": [ratio for row in each for ratio in row["overlap"]]}
+            {"overlap": [ratio for row in group for ratio in row["overlap"]]}
             if options.overlap
             else {}
         )
         figures |= (
-            {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
+            {"nccl_seconds": [s for row in group for s in row["nccl"]]}
+            if "nccl" in group[0]
+            else {}
         )
         result["ranks"][size] = {
             name: dataclasses.asdict(timing(values)) for name, values in figures.items()
         }
-        result["parts"][size] = each[0]["parts"]
+        result["parts"][size] = group[0]["parts"]
     result["rows"] = table(options, result["ranks"])
-    place = result["machine"]
-    print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")
+    facts = result["machine"]
+    print(f"{facts['cuda'] or facts['cpu']}, torch {facts['torch']}, commit {facts['commit']}")
     for row in result["rows"]:
         print(f"  {row['what']}: {row['figure']}, n={row['n']}")
-    for size, each in rows.items():
-        if "traced_overlap" in each[-1]:
-            seen = result.setdefault("traced_overlap", {})[size] = each[-1]["traced_overlap"]
-            print(f"  {size} ranks: {seen['exchange_ms']:.0f} ms of all-reduce in a traced step, "
-                  f"{seen['fraction']:.0%} of them during the backward pass")  # fmt: skip
+    for size, group in rows.items():
+        if "traced_overlap" in group[-1]:
+            overlap = result.setdefault("traced_overlap", {})[size] = group[-1]["traced_overlap"]
+            print(f"  {size} ranks: {overlap['exchange_ms']:.0f} ms of all-reduce in a traced step, "
+                  f"{overlap['fraction']:.0%} of them during the backward pass")  # fmt: skip
     for size, parts in result["parts"].items():
         words = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in parts.items())
         print(f"  {size} rank(s), ms of a step: {words}")

@@ -89,7 +89,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
     For a smoke run the same with small towers.
     """
     if name == "76.7M":
-        config = from_dict(read_preset("original"), "original").changed(
+        config = from_dict(read_preset("original"), "original").with_values(
             precision="auto", workers=0, loss="multi-positive", warmup=0.1
         )
     else:
@@ -180,11 +180,11 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
                 made.append(job.training[number])
                 update.run(made[0], number)[0].item()
 
-            found = timed(work)
+            timing_of_step = timed(work)
             groups = [made[0].texts(rows) for rows in made[0].text_rows()]
             tokens = sum(group.numel() for group in groups) / sum(len(group) for group in groups)
             return {
-                **found,
+                **timing_of_step,
                 "flops": step_flops(job.shape, made[0]),
                 "text_tokens": tokens,
                 "samples": len(made[0].tokens),
@@ -215,14 +215,14 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
 def probe(peer: Side, names: tuple[str, ...]) -> dict[str, float]:
     """Seconds of a step of each way a library can run: the better of two after one that warms up."""
-    found = {}
+    seconds = {}
     for name in names:
         question = {"do": "step", "variant": name}
         peer.ask(question)
-        found[name] = min(peer.ask(question)["seconds"] for _ in range(2))
-        print(f"  probe {name}: {found[name]:.2f} s", file=sys.stderr)
+        seconds[name] = min(peer.ask(question)["seconds"] for _ in range(2))
+        print(f"  probe {name}: {seconds[name]:.2f} s", file=sys.stderr)
         peer.ask({"do": "drop", "variant": name})
-    return found
+    return seconds
 
 
 def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> dict[str, Any]:
@@ -261,27 +261,27 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
 def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dict[str, Any]:
     """Steps in turn; then medians, quartiles and ratios of paired steps."""
     names = [name for name in SIDES if name in asks]
-    taken = in_turn(
+    turns = in_turn(
         {name: asks[name] for name in names} | {"gemm": lambda: own.ask("gemm")}, rounds
     )
     return summary(
-        [{name: found[name] for name in names} for found in taken],
-        [found["gemm"] for found in taken],
+        [{name: figures_of_round[name] for name in names} for figures_of_round in turns],
+        [figures_of_round["gemm"] for figures_of_round in turns],
     )
 
 
-def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dict[str, Any]:
+def summary(rounds: list[dict[str, dict[str, float]]], rates: list[float]) -> dict[str, Any]:
     """Timings of each side, and how many times longer than m1clip it takes: paired steps of a round."""
-    names = list(taken[0])
-    own = [found["m1clip"] for found in taken]
+    names = list(rounds[0])
+    own = [figures_of_round["m1clip"] for figures_of_round in rounds]
     return {
         "gemm_rate": figures(rates),
-        "seconds": {name: figures([f[name]["seconds"] for f in taken]) for name in names},
+        "seconds": {name: figures([f[name]["seconds"] for f in rounds]) for name in names},
         "ratio": {
-            n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in taken]) for n in names
+            n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in rounds]) for n in names
         },
         "ratio_cpu": {
-            n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in taken])
+            n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in rounds])
             for n in names
         },
         "gemm_fraction": figures(
@@ -289,44 +289,47 @@ def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dic
         ),
         "limit_seconds": figures([s["flops"] / rate for s, rate in zip(own, rates, strict=True)]),
         "tokens": {
-            n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN
+            n: sum(f[n]["text_tokens"] for f in rounds) / len(rounds) for n in names if n in OWN
         },
-        "samples": {n: sum(f[n]["samples"] for f in taken) / len(taken) for n in names if n in OWN},
-        "rounds": taken,
+        "samples": {
+            n: sum(f[n]["samples"] for f in rounds) / len(rounds) for n in names if n in OWN
+        },
+        "rounds": rounds,
     }
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, job_result: dict[str, Any]) -> None:
     """The table of one job."""
-    count = found["seconds"]["m1clip"]["n"]
+    count = job_result["seconds"]["m1clip"]["n"]
     print(
-        f"\n{name}: {found['parameters']:,} parameters, batch {found['batch']}, {found['text_tokens']} text tokens, "
-        f"{found['threads']} threads; median [quartiles], n={count} rounds in turn"
+        f"\n{name}: {job_result['parameters']:,} parameters, batch {job_result['batch']},"
+        f" {job_result['text_tokens']} text tokens, "
+        f"{job_result['threads']} threads; median [quartiles], n={count} rounds in turn"
     )
     for side, words in SIDES.items():
-        if side not in found["seconds"]:
-            if found["precision"] == "bf16" or not side.endswith("_pure"):
+        if side not in job_result["seconds"]:
+            if job_result["precision"] == "bf16" or not side.endswith("_pure"):
                 print(f"  {words:32} {NO_PEERS}")
             continue
         how = (
-            f" ({found['chosen'][side].partition(' ')[2]})"
-            if side in found.get("chosen", {})
+            f" ({job_result['chosen'][side].partition(' ')[2]})"
+            if side in job_result.get("chosen", {})
             else ""
         )
         how = (
-            f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)"
+            f" ({job_result['samples'][side]:.0f} samples of {job_result['tokens'][side]:.0f} tokens)"
             if side in OWN
             else how
         )
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
         print(
-            f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
-            f"{spread(found['ratio'][side])} times m1clip{goal}"
+            f"  {words:32} {spread(job_result['seconds'][side], '.3f', ' s')}{how}; "
+            f"{spread(job_result['ratio'][side])} times m1clip{goal}"
         )
-    rate = found["gemm_rate"]["median"] / 1e9
+    rate = job_result["gemm_rate"]["median"] / 1e9
     print(
-        f"  {'limit of the matmuls':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
-        f"{rate:.0f} GFLOP/s; m1clip reaches {spread(found['gemm_fraction'], '.0%')}"
+        f"  {'limit of the matmuls':32} {spread(job_result['limit_seconds'], '.3f', ' s')} at "
+        f"{rate:.0f} GFLOP/s; m1clip reaches {spread(job_result['gemm_fraction'], '.0%')}"
     )
 
 
@@ -369,11 +372,11 @@ def main() -> None:
     }
     for name in options.jobs.split(","):
         config = job_config(name, options.data, options.quick)
-        found = measure(
+        job_result = measure(
             config, 2 if options.quick else options.rounds, options.peers, options.try_compile
         )
-        result["jobs"][name] = found
-        show(name, found)
+        result["jobs"][name] = job_result
+        show(name, job_result)
         if options.json:  # after each job: what was measured is kept if the next one is stopped
             write(options.json, result)
     return None

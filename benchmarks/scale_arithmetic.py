@@ -91,8 +91,8 @@ def simulate(samples: int, batch: int) -> dict[str, Any]:
     begin = time.perf_counter()
     tested = 8
     spread = []
-    for place in np.linspace(batch, samples - batch, tested).astype(np.int64).tolist():
-        chosen = windowed_order(0, 0, order_blocks, place, place + batch)
+    for position in np.linspace(batch, samples - batch, tested).astype(np.int64).tolist():
+        chosen = windowed_order(0, 0, order_blocks, position, position + batch)
         assert len(np.unique(chosen)) == batch
         spread.append(len(np.unique(chosen // SHARD_SAMPLES)))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -85,19 +85,20 @@ def measure(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
     for number in range(rounds + 2):
         query = vectors[rng.integers(rows)] + rng.standard_normal(DIM, np.float32) / 10
         query /= np.linalg.norm(query)
-        found = {}
+        rows_found = {}
         for name, search in sides.items():
             time.sleep(IDLE_SECONDS)
             start = time.perf_counter()
-            found[name] = search(query).tolist()
+            rows_found[name] = search(query).tolist()
             seconds[name] += [time.perf_counter() - start] if number >= 2 else []
         blocks = (ours[at : at + 65536].astype(np.float64) for at in range(0, rows, 65536))
         true = np.concatenate([block @ query.astype(np.float64) for block in blocks])
         best = np.argpartition(true, -2 * K)[-2 * K :]
         best = best[np.lexsort((best, -true[best]))][:K].tolist()
-        exact = {name: count + (found[name] == best) for name, count in exact.items()}
+        exact = {name: count + (rows_found[name] == best) for name, count in exact.items()}
     times = {
-        name: [statistics.median(each), min(each), max(each)] for name, each in seconds.items()
+        name: [statistics.median(values), min(values), max(values)]
+        for name, values in seconds.items()
     }
     return {"rows": rows, "rounds": rounds, "exact": exact, "queries": rounds + 2, "seconds": times}
 
@@ -116,13 +117,13 @@ def main() -> None:
         results = [measure(rows, options.rounds, Path(folder)) for rows in (100_000, 1_000_000)]
     cells = [
         (
-            f"{each['rows']:,} x {DIM}",
+            f"{result['rows']:,} x {DIM}",
             name,
             *map(duration, values),
-            f"{each['exact'][name]} of {each['queries']}",
+            f"{result['exact'][name]} of {result['queries']}",
         )
-        for each in results
-        for name, values in each["seconds"].items()
+        for result in results
+        for name, values in result["seconds"].items()
     ]
     print(table(("vectors", "search", "median", "min", "max", "equal to float64"), cells))
     if options.json:

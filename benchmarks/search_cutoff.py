@@ -57,7 +57,7 @@ def word_queries(samples: Any) -> tuple[list[str], np.ndarray]:
     ]
     words = {word for count in counts for word in count} - set(SMALL.split())
     mentions = {word: np.array([count[word] for count in counts]) for word in sorted(words)}
-    singles = [word for word, found in mentions.items() if (found >= MENTIONS).sum() >= IMAGES]
+    singles = [word for word, mask in mentions.items() if (mask >= MENTIONS).sum() >= IMAGES]
     pairs = itertools.combinations(singles, 2)
     both = [p for p in pairs if (np.minimum(*(mentions[w] for w in p)) >= MENTIONS).sum() >= IMAGES]
     queries = [(word,) for word in singles] + both
@@ -80,7 +80,7 @@ class Queries:
         # The same with the vectors of the queries alone.
         self.plain = self if plain is None else Queries(images, plain, match, group)
         self.match = match
-        found = []
+        queries_found = []
         self.precision_at_10 = []
         for text, matching, present in zip(texts, match, self.present, strict=True):
             order = np.argsort(-(images @ text))[:10]
@@ -93,7 +93,7 @@ class Queries:
             )
             best = np.argsort(-scores)[:LISTED]
             standard = (scores[best] - scores.mean()) / scores.std()
-            found.append(
+            queries_found.append(
                 (
                     scores[best],
                     standard,
@@ -101,7 +101,9 @@ class Queries:
                     matching[keep][best],
                 )
             )
-        self.cosine, self.standard, self.zscore, right = map(np.stack, zip(*found, strict=True))
+        self.cosine, self.standard, self.zscore, right = map(
+            np.stack, zip(*queries_found, strict=True)
+        )
         self.right = right.astype(bool)
         self.wanted = np.where(self.present, np.minimum(match.sum(axis=1), LISTED), 0)
 
@@ -126,14 +128,14 @@ class Queries:
         removed.
         """
         listed, present = score[queries] >= cut, self.present[queries]
-        found = listed & self.right[queries]
+        hits = listed & self.right[queries]
         false_positives, answered = (
             listed[~present].any(axis=1).mean(),
-            found[present].any(axis=1).mean(),
+            hits[present].any(axis=1).mean(),
         )
         precision, recall = (
-            found.sum() / max(1, listed.sum()),
-            found.sum() / max(1, self.wanted[queries].sum()),
+            hits.sum() / max(1, listed.sum()),
+            hits.sum() / max(1, self.wanted[queries].sum()),
         )
         return {
             "precision": precision,
@@ -151,12 +153,12 @@ class Queries:
             "no sure match": (UNSURE, CUTOFF),
             "nothing here matches": (0.0, UNSURE),
         }
-        found = {}
+        answers = {}
         for name, (low, high) in ranges.items():
-            given = (best >= low) & (best < high)
-            right = first[given & self.present].mean()
-            found[name] = [given[self.present].mean(), given[~self.present].mean(), right]
-        return found
+            in_bin = (best >= low) & (best < high)
+            right = first[in_bin & self.present].mean()
+            answers[name] = [in_bin[self.present].mean(), in_bin[~self.present].mean(), right]
+        return answers
 
     def best_cut(self, score: np.ndarray, rate: str) -> float:
         """The cutoff with the best value of a rate."""
@@ -174,24 +176,25 @@ class Queries:
             np.concatenate([rows[i] for i in rng.integers(0, len(rows), len(rows))])
             for _ in range(RESAMPLES)
         ]
-        found = {
+        rates = {
             name: [self.of_rule(name).rates(*rule, draw) for draw in draws]
             for name, rule in rules.items()
         }
         for name in [rule for rule in ("probability", "in use") if rule in rules]:
-            pairs = zip(found[name], found["plain cosine"], strict=True)
-            found[f"{name} - plain cosine"] = [
-                {rate: one[rate] - other[rate] for rate in one} for one, other in pairs
+            pairs = zip(rates[name], rates["plain cosine"], strict=True)
+            rates[f"{name} - plain cosine"] = [
+                {rate: left_rates[rate] - other[rate] for rate in left_rates}
+                for left_rates, other in pairs
             ]
         return {
             name: {
                 rate: [
                     values[0][rate],
-                    *np.quantile([each[rate] for each in values[1:]], [0.025, 0.975]),
+                    *np.quantile([sample[rate] for sample in values[1:]], [0.025, 0.975]),
                 ]
                 for rate in values[0]
             }
-            for name, values in found.items()
+            for name, values in rates.items()
         }
 
 
@@ -201,9 +204,11 @@ def encode_images(
     """(n, dim) vectors of the images of a split; with a cache, from the towers' features there."""
     images = [[sample.image for sample in source.samples(split)] for _, source in sources]
     if cache is None:
-        return np.asarray(model.encode_image([image.open() for each in images for image in each]))
+        return np.asarray(model.encode_image([image.open() for group in images for image in group]))
     towers = Towers(model, cache)
-    features = [towers.images(name, each) for (name, _), each in zip(sources, images, strict=True)]
+    features = [
+        towers.images(name, group) for (name, _), group in zip(sources, images, strict=True)
+    ]
     return np.asarray(model.clip.project_image(torch.cat(features)).detach())
 
 
@@ -219,8 +224,11 @@ def fit_weights(zscores: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
 
 def reliability(chance: np.ndarray, right: np.ndarray) -> list[dict[str, float]]:
     """For each bin of predicted probability: its mean, the fraction that is right, and the number of results."""
-    places = np.digitize(chance, BINS[1:-1])
-    bins = [(chance[places == place], right[places == place]) for place in range(len(BINS) - 1)]
+    bin_index = np.digitize(chance, BINS[1:-1])
+    bins = [
+        (chance[bin_index == bin_number], right[bin_index == bin_number])
+        for bin_number in range(len(BINS) - 1)
+    ]
     return [
         {"predicted": p.mean(), "right": r.mean(), "results": len(p)} for p, r in bins if len(p)
     ]
@@ -232,8 +240,8 @@ def diagram(bins: list[dict[str, float]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(4.2, 4.2), layout="constrained")
     axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
-    predicted, right = (np.array([each[name] for each in bins]) for name in ("predicted", "right"))
-    error = 1.96 * np.sqrt(right * (1 - right) / np.array([each["results"] for each in bins]))
+    predicted, right = (np.array([bin_[name] for bin_ in bins]) for name in ("predicted", "right"))
+    error = 1.96 * np.sqrt(right * (1 - right) / np.array([bin_["results"] for bin_ in bins]))
     axes.errorbar(predicted, right, yerr=error, marker="o", capsize=2)
     axes.set(
         xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="fraction that matches"
@@ -287,7 +295,9 @@ def main() -> None:
             fitted["in use"] = probabilities(val.zscore)
             tested["in use"] = probabilities(test.zscore)
             cuts["in use"] = CUTOFF
-            before, after = (np.mean(each.precision_at_10) for each in (test.plain, test))
+            before, after = (
+                np.mean(queries_of.precision_at_10) for queries_of in (test.plain, test)
+            )
             gain = np.array(test.precision_at_10) - np.array(test.plain.precision_at_10)
             rng = np.random.default_rng(0)
             means = [gain[rng.integers(0, len(gain), len(gain))].mean() for _ in range(RESAMPLES)]
@@ -297,24 +307,26 @@ def main() -> None:
                 f"precision@10 {percent(before)} of the words alone, {percent(after)} as searched "
                 f"({100 * gain.mean():+.1f} [{100 * low:.1f}, {100 * high:.1f}] points)\n"
             )
-        found = test.with_intervals({rule: (score, cuts[rule]) for rule, score in tested.items()})
-        record[name] = {"queries": len(test.right), "cutoffs": cuts, "test": found}
+        rates_of_rules = test.with_intervals(
+            {rule: (score, cuts[rule]) for rule, score in tested.items()}
+        )
+        record[name] = {"queries": len(test.right), "cutoffs": cuts, "test": rates_of_rules}
         cells = [
             (
                 rule,
                 number(cuts.get(rule)),
                 *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rates.values()),
             )
-            for rule, rates in found.items()
+            for rule, rates in rates_of_rules.items()
         ]
-        columns = (f"{len(test.right):,} {name}", "cutoff", *next(iter(found.values())))
+        columns = (f"{len(test.right):,} {name}", "cutoff", *next(iter(rates_of_rules.values())))
         print(table(columns, cells), "\n")
         if name == "words":
             record["answers"] = test.answers(probabilities(test.zscore))
             bins = record["reliability"] = reliability(
                 tested["probability"].ravel(), test.right.ravel()
             )
-    shown = [(name, *map(percent, each)) for name, each in record["answers"].items()]
+    shown = [(name, *map(percent, shares)) for name, shares in record["answers"].items()]
     print(
         table(("words: answer", "with matches", "removed", "first is right, with matches"), shown),
         "\n",

@@ -51,8 +51,8 @@ def plain_loop(model: Path, paths: list[Path], begin: Callable[[], None]) -> Non
     session = onnxruntime.InferenceSession(
         str(model / "image.onnx"), providers=["CPUExecutionProvider"]
     )
-    (given,) = session.get_inputs()
-    side, vectors = given.shape[1], []
+    (graph_input,) = session.get_inputs()
+    side, vectors = graph_input.shape[1], []
     begin()
     for start in range(0, len(paths), BATCH):
         batch = []
@@ -60,11 +60,11 @@ def plain_loop(model: Path, paths: list[Path], begin: Callable[[], None]) -> Non
             image = Image.open(path).convert("RGB")
             scale = side / min(image.size)
             image = image.resize(
-                [round(scale * each) for each in image.size], Image.Resampling.BICUBIC
+                [round(scale * length) for length in image.size], Image.Resampling.BICUBIC
             )
             left, top = (image.width - side) // 2, (image.height - side) // 2
             batch.append(np.asarray(image.crop((left, top, left + side, top + side))))
-        vectors.append(session.run(None, {given.name: np.stack(batch)})[0])
+        vectors.append(session.run(None, {graph_input.name: np.stack(batch)})[0])
     np.save(paths[0].parent / "vectors.npy", np.concatenate(vectors))
 
 
@@ -108,7 +108,7 @@ def main() -> None:
             json.dumps(run_side(options.side, options.model, sorted(options.images.glob("*.jpg"))))
         )
         return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    runs_of_side: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["XDG_DATA_HOME"] = str(Path(temporary) / "data")
         for side in SIDES * options.rounds:
@@ -118,11 +118,11 @@ def main() -> None:
                 shutil.copy(path, photos)
             command = [sys.executable, __file__, str(options.model), str(photos), "--side", side]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+            runs_of_side[side].append(json.loads(done.stdout.splitlines()[-1]))
             shutil.rmtree(photos)
-    names = list(found[SIDES[0]][0])
+    names = list(runs_of_side[SIDES[0]][0])
     rows: dict[str, Any] = {
-        side: [[each[name] for each in runs] for name in names] for side, runs in found.items()
+        side: [[run[name] for run in runs] for name in names] for side, runs in runs_of_side.items()
     }
     cells = [
         (side, *(f"{statistics.median(v):.1f} [{min(v):.1f}, {max(v):.1f}]" for v in values))
@@ -130,7 +130,9 @@ def main() -> None:
     ]
     print(table((f"{options.count:,} images, {options.rounds} runs", *names), cells))
     if options.json:
-        options.json.write_text(json.dumps({"load": os.getloadavg()[0], **found}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"load": os.getloadavg()[0], **runs_of_side}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -35,15 +35,15 @@ def make_library(folder: Path, model: str, images: int) -> Path:
     photos = folder / "photos"
     photos.mkdir()
     Image.new("RGB", (64, 64), "teal").save(photos / "0.png")
-    place = update_index(photos, model).folder
-    db, rng = connect(place, write=True), np.random.default_rng(0)
+    index_folder = update_index(photos, model).folder
+    db, rng = connect(index_folder, write=True), np.random.default_rng(0)
     generation, dim = db.execute("SELECT generation, dim FROM models").fetchone()
     vectors = rng.normal(size=(images - 1, dim)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    with open(place / file_name(1, generation), "ab") as file:
+    with open(index_folder / file_name(1, generation), "ab") as file:
         file.write(vectors.astype(np.float16).tobytes())
     look_size, thumb_size = (
-        len(each) for each in db.execute("SELECT perceptual_hash, thumb FROM images").fetchone()
+        len(value) for value in db.execute("SELECT perceptual_hash, thumb FROM images").fetchone()
     )
     for number in range(2, images + 1):
         look, thumb = rng.bytes(look_size), rng.bytes(thumb_size)

@@ -39,13 +39,14 @@ def average_precision(scores: np.ndarray, right: np.ndarray) -> float:
     return float((np.cumsum(hits)[hits] / (np.flatnonzero(hits) + 1)).mean())
 
 
-def linear_probe(good: np.ndarray, others: np.ndarray) -> np.ndarray:
+def linear_probe(positive: np.ndarray, others: np.ndarray) -> np.ndarray:
     """(dim,) weights of logistic regression with weight decay, both sides weighted equally."""
     inputs = (
-        torch.tensor(np.concatenate([good, others]), dtype=torch.float64) * good.shape[1] ** 0.5
+        torch.tensor(np.concatenate([positive, others]), dtype=torch.float64)
+        * positive.shape[1] ** 0.5
     )
-    labels = (torch.arange(len(inputs)) < len(good)).double()
-    counts = torch.where(labels > 0, len(others) / len(good), 1.0)
+    labels = (torch.arange(len(inputs)) < len(positive)).double()
+    counts = torch.where(labels > 0, len(others) / len(positive), 1.0)
     weight, bias = (
         torch.zeros(inputs.shape[1], dtype=torch.float64),
         torch.zeros(1, dtype=torch.float64),
@@ -94,30 +95,30 @@ def main() -> None:
     mean = images.mean(axis=0)
     library_stats = mean, (images - mean).T @ (images - mean) / len(images)
     rng, shape = np.random.default_rng(0), (len(WORDS), DRAWS, len(COUNTS))
-    found = {
+    precision_of = {
         name: np.zeros(shape)
         for name in ("the word as text", "prototype", "linear probe", "m1clip teach")
     }
     sizes = []
-    for place, word in enumerate(WORDS):
+    for row, word in enumerate(WORDS):
         text = np.asarray(model.encode_text(word))[0]
-        right = np.array([sum(word in caption for caption in each) >= 3 for each in captions])
+        right = np.array([sum(word in caption for caption in group) >= 3 for group in captions])
         sizes.append(int(right.sum()))
         for draw in range(DRAWS):
             chosen = rng.permutation(np.flatnonzero(right))[: max(COUNTS)]
             others = images[rng.permutation(np.flatnonzero(~right))[:200]]
             ranked = np.setdiff1d(np.arange(len(images)), chosen)
             for column, count in enumerate(COUNTS):
-                good = images[chosen[:count]]
-                taught = fit_concept(good, good[:0], library_stats, text, images)[0]
-                directions = (text, good.mean(axis=0), linear_probe(good, others), taught)
-                for values, direction in zip(found.values(), directions, strict=True):
-                    values[place, draw, column] = average_precision(
+                positive = images[chosen[:count]]
+                taught = fit_concept(positive, positive[:0], library_stats, text, images)[0]
+                directions = (text, positive.mean(axis=0), linear_probe(positive, others), taught)
+                for values, direction in zip(precision_of.values(), directions, strict=True):
+                    values[row, draw, column] = average_precision(
                         images[ranked] @ direction, right[ranked]
                     )
     print(f"images of the words: {dict(zip(WORDS, sizes, strict=True))}, {DRAWS} draws\n")
-    found["teach - text"] = found["m1clip teach"] - found["the word as text"]
-    record = {name: interval(values) for name, values in found.items()}
+    precision_of["teach - text"] = precision_of["m1clip teach"] - precision_of["the word as text"]
+    record = {name: interval(values) for name, values in precision_of.items()}
     cells = [
         (name, *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rows))
         for name, rows in record.items()

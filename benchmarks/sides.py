@@ -69,11 +69,11 @@ def in_turn(
     asks: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2
 ) -> list[dict[str, Any]]:
     """The answers of each round, the order reversed each time, so that a busy moment of the machine affects all."""
-    taken = []
+    turns = []
     for turn in range(-warmup, rounds):
-        taken.append({name: asks[name]() for name in list(asks)[:: 1 if turn % 2 else -1]})
+        turns.append({name: asks[name]() for name in list(asks)[:: 1 if turn % 2 else -1]})
         print(f"  round {turn + 1} of {rounds}", file=sys.stderr)
-    return taken[warmup:]
+    return turns[warmup:]
 
 
 def figures(values: Iterable[float]) -> dict[str, Any]:

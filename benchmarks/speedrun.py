@@ -180,7 +180,7 @@ def write_splits(data: str, folder: Path) -> str:
 def run_entry(
     name: str,
     seed: int,
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     folder: Path,
     probes: dict[str, Any],
     trial: bool,
@@ -188,14 +188,14 @@ def run_entry(
     """Probe the speed (once per entry), train against the clock, encode and score."""
     entry = ENTRIES[name]
     track, script = TRACKS[entry.track], Path(__file__).parent / entry.script
-    seconds = 60 * given.minutes if given.minutes else track.seconds
+    seconds = 60 * options.minutes if options.minutes else track.seconds
     python = sys.executable
     if entry.script.startswith("peers/"):
-        if not given.peer_python:
+        if not options.peer_python:
             raise SystemExit(
                 f"{name} needs --peer-python PYTHON, a Python with open_clip (benchmarks/README.md)"
             )
-        python = given.peer_python
+        python = options.peer_python
     out = folder / f"{name}-seed{seed}"
     out.mkdir()
     job = {
@@ -204,10 +204,10 @@ def run_entry(
             "out": str(out),
             "seed": seed,
             "seconds": seconds,
-            "quick": given.quick,
+            "quick": options.quick,
         },
-        **{"device": "cpu" if given.quick else track.device},
-        "options": [*shlex.split(entry.options), *shlex.split(given.options)],
+        **{"device": "cpu" if options.quick else track.device},
+        "options": [*shlex.split(entry.options), *shlex.split(options.options)],
     }
     cores = limit_cores(2) if entry.track == "cpu" else os.cpu_count()
 
@@ -220,7 +220,7 @@ def run_entry(
     told = act("train", limit=OVERTIME * seconds, probe=probes[name])
     run: dict[str, Any] = {
         **{
-            "entry": f"{name} {given.options}".strip(),
+            "entry": f"{name} {options.options}".strip(),
             "track": entry.track,
             "seed": seed,
             "clock": seconds,
@@ -233,7 +233,7 @@ def run_entry(
         rows = folder / f"{split}.jsonl"
         made = act("encode", rows=str(rows))
         run[split] = score(rows, out)
-    sources = [script, *(file for each in made["sources"] for file in Path(each).rglob("*.py"))]
+    sources = [script, *(file for source in made["sources"] for file in Path(source).rglob("*.py"))]
     return {**run, "version": made["version"], "source_hash": source_hash(sources)}
 
 
@@ -278,8 +278,8 @@ def score(rows: Path, out: Path) -> dict[str, float]:
     image, text = (_units(np.load(out / f"{side}.npy")) for side in ("image", "text"))
     image_index = np.array([index for index, texts in enumerate(captions) for _ in texts])
     keys = caption_ids_of([caption for texts in captions for caption in texts])
-    found = dict(retrieval(image, text, image_index, keys))
-    return {name: float(found[name]) for name in RECALLS}
+    metrics = dict(retrieval(image, text, image_index, keys))
+    return {name: float(metrics[name]) for name in RECALLS}
 
 
 def _units(vectors: np.ndarray) -> np.ndarray:
@@ -311,16 +311,16 @@ def record(runs: list[dict[str, Any]], log: Path) -> None:
 
 def groups(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Runs of the same entry, source, data and machine, best first within each track and data."""
-    found: dict[Any, list[dict[str, Any]]] = {}
+    runs_by_key: dict[Any, list[dict[str, Any]]] = {}
     for run in (run for run in runs if "test" in run):  # not a trial
         key = (run["entry"], run["source_hash"], run["data"], run["track"], processor(run))
-        found.setdefault(key, []).append(run)
+        runs_by_key.setdefault(key, []).append(run)
 
     def rank(group: list[dict[str, Any]]) -> tuple[Any, ...]:
-        place = list(TRACKS).index(group[0]["track"])
-        return place, group[0]["data"], over(group), -statistics.fmean(recalls(group, "test"))
+        track_rank = list(TRACKS).index(group[0]["track"])
+        return track_rank, group[0]["data"], over(group), -statistics.fmean(recalls(group, "test"))
 
-    return sorted(found.values(), key=rank)
+    return sorted(runs_by_key.values(), key=rank)
 
 
 def processor(run: dict[str, Any]) -> str:
@@ -344,7 +344,7 @@ def mean_spread(values: Sequence[float], form: str = ".1f") -> str:
     return f"{mean} ± {statistics.stdev(values):{form}}" if len(values) > 1 else mean
 
 
-def seen(runs: list[dict[str, Any]]) -> str:
+def images_seen(runs: list[dict[str, Any]]) -> str:
     """Images seen in training, and the captions of each if there are several."""
     captions = runs[0]["captions_per_image"]
     images = f"{statistics.fmean(run['images_seen'] for run in runs):,.0f}"
@@ -357,27 +357,31 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     for (track, data), ranked in itertools.groupby(
         groups(runs), lambda group: (group[0]["track"], group[0]["data"])
     ):
-        found = list(ranked)
-        lines += ["", f"**{TRACKS[track].words}, {data}** (data {found[0][0]['data_hash']})", ""]
+        ranked_groups = list(ranked)
+        lines += [
+            "",
+            f"**{TRACKS[track].words}, {data}** (data {ranked_groups[0][0]['data_hash']})",
+            "",
+        ]
         lines += [
             "| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine |"
             " source |"
         ]
         lines += [
             "|---" * 9 + "|",
-            *(row(place, group) for place, group in enumerate(found, 1)),
-            *catching_up(found),
+            *(row(rank, group) for rank, group in enumerate(ranked_groups, 1)),
+            *catching_up(ranked_groups),
         ]
     return "\n".join([*lines, "", ""])
 
 
-def row(place: int, group: list[dict[str, Any]]) -> str:
+def row(rank: int, group: list[dict[str, Any]]) -> str:
     """One entry as a line of the table."""
     first, late = group[0], over(group)
     where = first["machine"]
     cells = [
         *(
-            "-" if late else str(place),
+            "-" if late else str(rank),
             f"`{first['entry']}`",
             f"**{mean_spread(recalls(group, 'test'))}**",
         ),
@@ -386,7 +390,7 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
         ),
         mean_spread([run["seconds"] / 60 for run in group], ".2f")
         + (" (over the clock)" if late else ""),
-        *(seen(group), ", ".join(str(run["seed"]) for run in group)),
+        *(images_seen(group), ", ".join(str(run["seed"]) for run in group)),
         f"{processor(first)}, {where['cores']} cores",
         f"{first['version']}, {first['source_hash']}, commit {where['commit']}, {first['date']}",
     ]

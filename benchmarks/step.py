@@ -34,14 +34,20 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     ]
     with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
         facts = ours.ask("default_facts")
-        found = alternate(
+        result = alternate(
             {"naive": lambda: naive.ask("naive"), "m1clip": lambda: ours.ask("default")},
             ours,
             steps,
         )
-    ratios = {name: found[name]["naive"] for name in ("ratio", "ratio_cpu")}
-    rest = {name: found[name] for name in ("gemm_rate", "gemm_fraction", "rounds")}
-    return {**facts, **found["seconds"], **ratios, **rest, "text_tokens": found["tokens"]["m1clip"]}
+    ratios = {name: result[name]["naive"] for name in ("ratio", "ratio_cpu")}
+    rest = {name: result[name] for name in ("gemm_rate", "gemm_fraction", "rounds")}
+    return {
+        **facts,
+        **result["seconds"],
+        **ratios,
+        **rest,
+        "text_tokens": result["tokens"]["m1clip"],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -50,10 +56,10 @@ def show(result: dict[str, Any]) -> None:
     def figure(name: str, form: str = ".2f", unit: str = "") -> str:
         return spread(result[name], form, unit)
 
-    place = result["machine"]
+    facts = result["machine"]
     print(
-        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch"
-        f" {place['torch']}, commit {place['commit']}, load before {place['load_before']:.1f}"
+        f"{facts['cpu']}, {facts['cores']} cores ({result['threads']} threads), torch"
+        f" {facts['torch']}, commit {facts['commit']}, load before {facts['load_before']:.1f}"
     )
     count, n = result["parameters"], result["naive"]["n"]
     print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")

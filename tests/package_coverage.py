@@ -25,10 +25,10 @@ def coverage_lines(measured: dict[str, Any]) -> list[str]:
     """One line per package, and one for all."""
     lines: Counter[str] = Counter()
     executed: Counter[str] = Counter()
-    for file, found in measured["files"].items():
+    for file, coverage in measured["files"].items():
         for name in (package_of(Path(file)), "all"):
-            executed[name] += len(found["executed_lines"])
-            lines[name] += len(found["executed_lines"]) + len(found["missing_lines"])
+            executed[name] += len(coverage["executed_lines"])
+            lines[name] += len(coverage["executed_lines"]) + len(coverage["missing_lines"])
     names = [*sorted(lines.keys() - {"all"}), "all"]
     return [
         f"{name:<20}{executed[name] / max(lines[name], 1):5.0%} of {lines[name]:,}"

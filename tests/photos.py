@@ -27,18 +27,20 @@ def make_photos(folder: Path, count: int) -> Path:
     return folder
 
 
-def content(place: Path) -> dict[bytes, tuple[object, ...]]:
+def content(index_folder: Path) -> dict[bytes, tuple[object, ...]]:
     """What an index says about each file: its facts, and its vectors by model."""
-    db = connect(place)
+    db = connect(index_folder)
     vectors: dict[int, dict[str, tuple[float, ...]]] = {}
     models = "SELECT id, hash, dim, generation FROM models WHERE generation IS NOT NULL"
     for number, key, dim, generation in db.execute(models):
-        data = (place / file_name(number, generation)).read_bytes()
+        data = (index_folder / file_name(number, generation)).read_bytes()
         array = np.frombuffer(data[: len(data) // (2 * dim) * (2 * dim)], np.float16).reshape(
             -1, dim
         )
-        for found, row in db.execute("SELECT image, row FROM vectors WHERE model = ?", (number,)):
-            vectors.setdefault(found, {})[key] = tuple(array[row].tolist())
+        for image_id, row in db.execute(
+            "SELECT image, row FROM vectors WHERE model = ?", (number,)
+        ):
+            vectors.setdefault(image_id, {})[key] = tuple(array[row].tolist())
     files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, "
     files += "orientation, perceptual_hash FROM files "
     rows = db.execute(files + "LEFT JOIN images ON images.id = image").fetchall()

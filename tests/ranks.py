@@ -60,8 +60,8 @@ def _wait_at(gate: int, file: Path) -> None:
     def list_samples(train_step: TrainStep, batch: Batch, step: int) -> None:
         with file.with_name(f"{file.name}-seen-{train_step.parts.world.ranks.rank}").open(
             "a"
-        ) as seen:
-            seen.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
+        ) as sampled:
+            sampled.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
 
     before_each_step(list_samples)
 
@@ -136,11 +136,11 @@ def start_ranks(
     Rank r runs the r-th command, in the r-th folder or all in the same.
     """
     STORES.append(new_store())
-    place = (len(commands), STORES[-1].port, timeout, gate, hangs_at)
+    arguments = (len(commands), STORES[-1].port, timeout, gate, hangs_at)
     folders = cwd * len(commands)
     started = zip(commands, folders, range(len(commands)), strict=False)
     return [
-        Command(*words, cwd=at, prepare=partial(join_ranks, rank, *place))
+        Command(*words, cwd=at, prepare=partial(join_ranks, rank, *arguments))
         for words, at, rank in started
     ]
 

@@ -89,7 +89,7 @@ def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
 
 def small_options(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """`small_config` as flat options of `m1clip.train`."""
-    flat = {".".join(place): name for name, place in NAMES.items() if place[0]}
+    flat = {".".join(path): name for name, path in NAMES.items() if path[0]}
     return {
         flat.get(name, name): value for name, value in _small(changes).items() if value is not None
     }

@@ -74,12 +74,14 @@ def test_resume_continues_a_run_from_python(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="stopped"):
         train_config(small_config({"train.save_every": 2}), tmp_path / "run", on_log=stop)
-    seen: list[int] = []
+    steps_logged: list[int] = []
     run = m1clip.resume(
-        tmp_path / "run", on_log=lambda record: seen.append(record.get("step", -1)), device="cpu"
+        tmp_path / "run",
+        on_log=lambda record: steps_logged.append(record.get("step", -1)),
+        device="cpu",
     )
     assert run.path == tmp_path / "run"
-    assert seen[0] == 2
+    assert steps_logged[0] == 2
     assert losses_of(run.path)[-1] == losses_of(run_small(tmp_path / "whole").path)[-1]
     with pytest.raises(UserError, match="--device"):
         m1clip.resume(tmp_path / "run", device="tpu")

@@ -68,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_defaults(parse: typing.Callable[..., Caught]) -> None:
-    assert parse().config == Config().changed(recipe="scratch", epochs=10.0), "synthetic"
+    assert parse().config == Config().with_values(recipe="scratch", epochs=10.0), "synthetic"
 
 
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
@@ -159,11 +159,13 @@ def test_config_file_is_read_unchanged(parse: typing.Callable[..., Caught], tmp_
 
 
 def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    for number, (typed, meant) in enumerate(OTHER_TOOLS.items()):
+    for number, (typed, suggestion) in enumerate(OTHER_TOOLS.items()):
         option = f"{'-' if len(typed) == 1 else '--'}{typed}"
         if number % 10 == 2:  # parsing takes a while
-            assert f"Did you mean {meant}?" in refused(capsys, "train", option, "8")
-        name, *value = meant.split()[:2] if meant.count(" ") == 1 else meant.split()[:1]
+            assert f"Did you mean {suggestion}?" in refused(capsys, "train", option, "8")
+        name, *value = (
+            suggestion.split()[:2] if suggestion.count(" ") == 1 else suggestion.split()[:1]
+        )
         assert name == "--out" or name.removeprefix("--").replace("-", "_") in NAMES
         with pytest.raises(
             UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"
@@ -322,12 +324,12 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
 
 
 def test_index_report_counts_are_grammatical() -> None:
-    places = (Path("photos/.m1clip-index"), Path("photos"), "general")
+    arguments = (Path("photos/.m1clip-index"), Path("photos"), "general")
     lines = _report_lines(
-        Report(*places, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None
+        Report(*arguments, hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None
     )
     assert lines[3] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
-    lines = _report_lines(Report(*places, links=2), None)
+    lines = _report_lines(Report(*arguments, links=2), None)
     assert lines[3] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"
 
 

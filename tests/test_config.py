@@ -247,8 +247,10 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
 def parameter_help(section: type, name: str) -> str:
     """The help text that the Parameter of a setting has; "" for none."""
     hint = typing.get_type_hints(section, include_extras=True)[name]
-    found = [part.help for part in getattr(hint, "__metadata__", ()) if isinstance(part, Parameter)]
-    return next(filter(None, found), "")
+    help_texts = [
+        part.help for part in getattr(hint, "__metadata__", ()) if isinstance(part, Parameter)
+    ]
+    return next(filter(None, help_texts), "")
 
 
 def test_every_setting_has_a_help_text() -> None:
@@ -306,8 +308,8 @@ def test_finetuning_by_kind_of_model(clip: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model": {"image_head": {"kind": kind}}}))
     assert make_config({"init": str(tmp_path)}).transfer.recipe == "auto"
     config = make_config({"init": str(tmp_path), "recipe": "finetune"})
-    found = (config.optim.lr, config.train.epochs, config.transfer.unfreeze_image)
-    assert found == ((2e-5, 10, -1) if clip else (1e-4, 5, 3))
+    decided = (config.optim.lr, config.train.epochs, config.transfer.unfreeze_image)
+    assert decided == ((2e-5, 10, -1) if clip else (1e-4, 5, 3))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert make_config({}, path) == config, "repeated by its own config.toml"

@@ -192,7 +192,7 @@ def test_work_continues_without_its_output(redirect: str, tmp_path: Path) -> Non
         "for n in range(3000): console.print(f'{n} ' + 'x' * 100)\n"
         f"pathlib.Path({str(done)!r}).touch()"
     )
-    found = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -c "$PROGRAM" {redirect}'],
         env={**environment(), "PROGRAM": program},
         capture_output=True,
@@ -200,8 +200,8 @@ def test_work_continues_without_its_output(redirect: str, tmp_path: Path) -> Non
         timeout=TIMEOUT,
         check=False,
     )
-    assert done.exists(), found
-    assert "Traceback" not in found.stderr
+    assert done.exists(), result
+    assert "Traceback" not in result.stderr
 
 
 def speak(number: int) -> None:

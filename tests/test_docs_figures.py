@@ -113,10 +113,10 @@ def test_step_of_open_clip() -> None:
 
 def test_devices_of_the_h200_machine() -> None:
     fastest: dict[tuple[str, int, str], float] = {}
-    for each in result("h200/comparison.json")["results"]:
-        candidate = each["candidate"]
+    for row in result("h200/comparison.json")["results"]:
+        candidate = row["candidate"]
         key = (candidate["model"], candidate["batch"], candidate["device"])
-        fastest[key] = min(fastest.get(key, 1e9), 1e3 * each["seconds"]["median"])
+        fastest[key] = min(fastest.get(key, 1e9), 1e3 * row["seconds"]["median"])
     rows = [
         line.strip("|").split("|")
         for line in page("lab-compare.md").splitlines()
@@ -138,7 +138,7 @@ def test_shared_machines() -> None:
     text = page("machines.md")
     for path in (DOCS / "results" / "machines").glob("*.json"):
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        best = max(results, key=lambda each: float(each["images_per_second"]))
+        best = max(results, key=lambda row: float(row["images_per_second"]))
         model, batch, configuration = best["configuration"].split(", ")
         batch = batch.removeprefix("batch ")
         cells = f"{model}, {batch} | {configuration} | {best['images_per_second']:.0f} |"

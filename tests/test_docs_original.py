@@ -60,8 +60,8 @@ def test_command_and_its_options_exist(line: str) -> None:
     reference = page("reference/commands.md") + page("reference/options.md")
     assert f"### m1clip {name}\n" in reference
     options = [word.partition("=")[0] for word in words if word.startswith("--")]
-    known = set(re.findall(r"--[a-z][a-z0-9-]*", reference))
-    assert set(options) <= known
+    documented = set(re.findall(r"--[a-z][a-z0-9-]*", reference))
+    assert set(options) <= documented
 
 
 def test_every_item_shows_output_or_its_page() -> None:
@@ -152,9 +152,9 @@ def test_memory_on_the_h200() -> None:
 
 
 def test_cost_of_the_probes() -> None:
-    found = json.loads((DOCS / "results" / "probes.json").read_text(encoding="utf-8"))
-    assert found["fraction"] < 0.02
-    assert f"{100 * found['fraction']:.2f}% of a ten-minute run" in page("original.md")
+    measured = json.loads((DOCS / "results" / "probes.json").read_text(encoding="utf-8"))
+    assert measured["fraction"] < 0.02
+    assert f"{100 * measured['fraction']:.2f}% of a ten-minute run" in page("original.md")
 
 
 def test_hybrid_on_the_h200() -> None:

@@ -120,9 +120,9 @@ def test_save_interval() -> None:
     assert save_interval(100, "--save-every") == (100, 0.0, 0.0)
     assert save_interval(" 10M ", "--save-every") == (0, 600.0, 0.0)
     assert save_interval("2 epochs", "--save-every") == (0, 0.0, 2.0)
-    for wrong in (True, "0s", "-1", "ten", 1.5):
+    for invalid in (True, "0s", "-1", "ten", 1.5):
         with pytest.raises(UserError, match="expected an integer number of steps, a time"):
-            save_interval(wrong, "--save-every")  # type: ignore[arg-type]
+            save_interval(invalid, "--save-every")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

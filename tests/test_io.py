@@ -186,15 +186,15 @@ def test_read_small_rejects_link_out_of_folder(tmp_path: Path) -> None:
 
 
 def test_process_start_id_is_the_tick_at_which_it_started() -> None:
-    found = process_start_id(psutil.Process())
-    if " " not in found:
+    start_id = process_start_id(psutil.Process())
+    if " " not in start_id:
         pytest.skip("this system measures the start of a process by the clock only")
     boot = next(
         int(line.split()[1])
         for line in Path("/proc/stat").read_text().splitlines()
         if "btime" in line
     )
-    started = boot + int(found.split()[1]) / os.sysconf("SC_CLK_TCK")
+    started = boot + int(start_id.split()[1]) / os.sysconf("SC_CLK_TCK")
     assert started == pytest.approx(psutil.Process().create_time(), abs=2)
 
 
@@ -210,7 +210,7 @@ def test_first_writable_folder_is_tried_by_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    read_only, good = tmp_path / "read-only", tmp_path / "new" / "folder"
+    read_only, writable = tmp_path / "read-only", tmp_path / "new" / "folder"
     create = tempfile.TemporaryFile
 
     def refuse(dir: Path) -> Any:  # as a read-only file system does, also to root
@@ -220,7 +220,8 @@ def test_first_writable_folder_is_tried_by_writing(
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert (
-        first_writable([tmp_path / "file", read_only, good, tmp_path], "the cache", "set X") == good
+        first_writable([tmp_path / "file", read_only, writable, tmp_path], "the cache", "set X")
+        == writable
     )
     with pytest.raises(UserError, match="Read-only file system"):
         first_writable([read_only], "the cache", "set X")

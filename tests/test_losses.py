@@ -93,11 +93,11 @@ def loop_infonce(f: Features, positive: Tensor) -> float:
     logits, total = (f.scale * f.image @ f.text.T).detach(), 0.0
     for matrix, same in ((logits, positive), (logits.T, positive.T)):
         target = same.double() / same.sum(1, keepdim=True)
-        for row, wanted in zip(matrix.tolist(), target.tolist(), strict=True):
+        for row, target_row in zip(matrix.tolist(), target.tolist(), strict=True):
             log_sum = math.log(sum(map(math.exp, row)))
-            total -= sum(w * (value - log_sum) for value, w in zip(row, wanted, strict=True)) / len(
-                matrix
-            )
+            total -= sum(
+                w * (value - log_sum) for value, w in zip(row, target_row, strict=True)
+            ) / len(matrix)
     return total / 2
 
 
@@ -245,8 +245,8 @@ def test_fused_infonce_matches_autograd(scale: float) -> None:
         results.append([loss.detach(), *(t.grad for t in inputs)])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
-    found = fused_infonce(image.float(), text.float(), torch.tensor(scale), positive)
-    assert float(found) == pytest.approx(float(results[1][0]), rel=2e-6, abs=2e-5)
+    actual = fused_infonce(image.float(), text.float(), torch.tensor(scale), positive)
+    assert float(actual) == pytest.approx(float(results[1][0]), rel=2e-6, abs=2e-5)
 
 
 def test_fused_infonce_with_the_smallest_logits() -> None:
@@ -262,8 +262,8 @@ def test_fused_infonce_with_the_smallest_logits() -> None:
 
 def test_fused_infonce_in_fp16_does_not_overflow() -> None:
     image, text, positive = unit_vectors(2, torch.float32)
-    found = fused_infonce(image, text, torch.tensor(30.0), positive, torch.float16)
-    assert float(found) == pytest.approx(
+    actual = fused_infonce(image, text, torch.tensor(30.0), positive, torch.float16)
+    assert float(actual) == pytest.approx(
         float(autograd_infonce(image, text, torch.tensor(30.0), positive)), rel=2e-3
     )
 
@@ -275,13 +275,13 @@ def test_large_batches_use_the_precision_of_autocast() -> None:
     positive = torch.arange(n)[:, None] == torch.arange(m) // 4
     results = []
     for enabled in (False, True):
-        mine = image.clone().requires_grad_()
+        leaf = image.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = loss_of("infonce", Features(mine, text, torch.tensor(10.0), None), positive)
+            loss = loss_of("infonce", Features(leaf, text, torch.tensor(10.0), None), positive)
         loss.backward()
         assert loss.dtype == torch.float32
-        assert mine.grad is not None
-        results.append((loss.detach(), mine.grad))
+        assert leaf.grad is not None
+        results.append((loss.detach(), leaf.grad))
     exact, rounded = results
     assert float(rounded[0]) == pytest.approx(float(exact[0]), rel=2e-3)
     assert 0 < float((rounded[1] - exact[1]).norm() / exact[1].norm()) < 0.02
@@ -304,7 +304,9 @@ def loss_by_rows(
                     Features(image, text, scale, bias), ids, rows, autocast=autocast
                 )
             )
-    gradients = [sum(each, torch.zeros(())) for each in zip(*(g for _, g in results), strict=True)]
+    gradients = [
+        sum(shares, torch.zeros(())) for shares in zip(*(g for _, g in results), strict=True)
+    ]
     gradients += [leaf.grad for leaf in (scale, bias) if leaf.grad is not None]
     return torch.stack([value for value, _ in results]).sum(), gradients
 
@@ -321,14 +323,14 @@ def test_autocast_does_not_change_loss_of_single_pass_blocks_and_ranks(
         return teacher_logits[sample_ids][:, caption_ids]
 
     loss = RunLoss((LOSSES | NEW_LOSSES)[name], 0.3, teacher, fused=fused_form)
-    expected, wanted = loss_by_rows(loss, n, m, [None], None)
+    expected, expected_gradients = loss_by_rows(loss, n, m, [None], None)
     ranks: list[Rows | None] = [Rows(slice(0, 5), slice(0, 17)), Rows(slice(5, 12), slice(17, 30))]
     for max_logits, parts in ((n * m, [None]), (0, [None]), (n * m, ranks)):
         monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
         value, gradients = loss_by_rows(loss, n, m, parts, torch.bfloat16)
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
-        for ours, theirs in zip(gradients, wanted, strict=True):
+        for ours, theirs in zip(gradients, expected_gradients, strict=True):
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -346,13 +348,17 @@ def test_only_matmul_of_large_batch_uses_the_precision_of_autocast(
         return original.row_term(ops, logits, positive)
 
     loss = RunLoss(replace(original, row_term=row_term), fused=False)
-    expected, wanted = loss_by_rows(loss, 12, 30, [None], None)
+    expected, expected_gradients = loss_by_rows(loss, 12, 30, [None], None)
     monkeypatch.setattr(run_loss, "HALF_PRECISION_PAIRS", 12 * 30)
     value, gradients = loss_by_rows(loss, 12, 30, [None], torch.bfloat16)
     assert set(dtypes) == {torch.float32}
     assert value.dtype == torch.float32
     assert 0 < abs(float(value - expected)) < 0.01 * abs(float(expected))
-    assert 0 < float((gradients[0] - wanted[0]).norm() / wanted[0].norm()) < 0.05
+    assert (
+        0
+        < float((gradients[0] - expected_gradients[0]).norm() / expected_gradients[0].norm())
+        < 0.05
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -367,17 +373,17 @@ def test_targets_add_up_to_one_in_any_precision_of_the_logits(dtype: torch.dtype
 @pytest.mark.parametrize("scale", [14.5, 60.0])  # exact in bf16
 def test_learned_pairs_have_zero_gradient_in_bf16(scale: float) -> None:
     """Probability and target are rounded to 1/256 of their size; their difference must not be."""
-    mine, by_scale = torch.eye(64).requires_grad_(), torch.tensor(scale, requires_grad=True)
+    leaf, by_scale = torch.eye(64).requires_grad_(), torch.tensor(scale, requires_grad=True)
     positive = torch.eye(64, dtype=torch.bool)
-    loss = fused_infonce(mine, torch.eye(64), by_scale, positive, torch.bfloat16)
+    loss = fused_infonce(leaf, torch.eye(64), by_scale, positive, torch.bfloat16)
     loss.backward()
     exact = autograd_infonce(torch.eye(64), torch.eye(64), torch.tensor(scale), positive)
     assert float(loss.detach()) == pytest.approx(float(exact), abs=2e-5)
-    assert mine.grad is not None
+    assert leaf.grad is not None
     assert by_scale.grad is not None
-    wrong = 63 / (64 + math.exp(scale))  # probability of all wrong captions, about
-    assert float(mine.grad.diagonal().abs().max()) <= 1.1 * scale * wrong / 64 + 1e-7
-    assert abs(float(by_scale.grad)) <= 1.1 * wrong + 1e-6
+    wrong_probability = 63 / (64 + math.exp(scale))  # probability of all wrong captions, about
+    assert float(leaf.grad.diagonal().abs().max()) <= 1.1 * scale * wrong_probability / 64 + 1e-7
+    assert abs(float(by_scale.grad)) <= 1.1 * wrong_probability + 1e-6
 
 
 @pytest.mark.parametrize("columns", [64, 61])
@@ -456,9 +462,9 @@ def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, weight = a @ b.T, torch.randn(9, 14, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((expected * weight).sum(), a)
     monkeypatch.setattr(run_loss, "MAX_ROWS", 4)
-    found = run_loss.similarity(a, b)
-    assert torch.allclose(found, expected)
-    assert torch.allclose(torch.autograd.grad((found * weight).sum(), a)[0], gradient)
+    actual = run_loss.similarity(a, b)
+    assert torch.allclose(actual, expected)
+    assert torch.allclose(torch.autograd.grad((actual * weight).sum(), a)[0], gradient)
 
 
 FUSED = [name for name, loss in LOSSES.items() if loss.fused is not None]
@@ -519,9 +525,11 @@ def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> N
         patch.setattr(run_loss, "TEACHER_WEIGHT", 0.4)
 
         # Reference: autograd through the loss of the batch.
-        wanted = parameters()
+        expected = parameters()
         inputs = (image.clone().requires_grad_(), text.clone().requires_grad_())
-        value = replace(loss, fused=False).value(Features(*inputs, wanted[0].exp(), wanted[1]), ids)
+        value = replace(loss, fused=False).value(
+            Features(*inputs, expected[0].exp(), expected[1]), ids
+        )
         value.backward()
 
         cuts = [data.draw(st.integers(0, k)) for k in (n, m)]
@@ -531,9 +539,9 @@ def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> N
         )
         for max_logits, parts in ((n * m, [None]), (0, [None]), (n * m, [first, second])):
             patch.setattr(run_loss, "MAX_LOGITS", max_logits)
-            found = parameters()
+            actual = parameters()
             results = [
-                loss.loss_and_grads(Features(image, text, found[0].exp(), found[1]), ids, rows)
+                loss.loss_and_grads(Features(image, text, actual[0].exp(), actual[1]), ids, rows)
                 for rows in parts
             ]
             torch.testing.assert_close(sum(total for total, _ in results), value.detach())
@@ -541,9 +549,9 @@ def test_blocks_and_ranks_add_up_to_loss_and_gradients(data: st.DataObject) -> N
                 torch.testing.assert_close(
                     sum(gradients[side] for _, gradients in results), leaf.grad
                 )
-            torch.testing.assert_close(found[0].grad, wanted[0].grad)
-            torch.testing.assert_close(found[1].grad, wanted[1].grad)
-            assert (found[1].grad is not None) == loss.objective.needs_bias
+            torch.testing.assert_close(actual[0].grad, expected[0].grad)
+            torch.testing.assert_close(actual[1].grad, expected[1].grad)
+            assert (actual[1].grad is not None) == loss.objective.needs_bias
 
 
 @pytest.mark.parametrize("max_logits", [run_loss.MAX_LOGITS, 0])
@@ -616,12 +624,12 @@ def test_option_and_help_follow_from_the_registry() -> None:
     for name, loss in LOSSES.items():
         assert from_dict({"train": {"loss": name}}, "file").train == TrainConfig(loss=name)
         assert f"{name}: {loss.help}" in help_texts()["TrainConfig", "loss"]
-    for typed, meant in (
+    for typed, suggestion in (
         ("multi", "multi-positive"),
         ("infonze", "infonce"),
         ("Sigmoid", "sigmoid"),
     ):
-        message = f"one of {', '.join(LOSSES)}, not '{typed}': did you mean '{meant}'?"
+        message = f"one of {', '.join(LOSSES)}, not '{typed}': did you mean '{suggestion}'?"
         with pytest.raises(UserError, match=re.escape(message)):
             from_dict({"train": {"loss": typed}}, "file")
 

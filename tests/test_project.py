@@ -82,9 +82,9 @@ def test_messages_name_commands_and_options_that_exist() -> None:
             if name == "data" and rest.split()[:1] and rest.split()[0] in set(command):
                 command = command[rest.split()[0]]
             arguments = command.assemble_argument_collection() if command.default_command else []
-            known = {option for argument in arguments for option in argument.names}
+            known_options = {option for argument in arguments for option in argument.names}
             options = re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest.partition(" m1clip ")[0])
-            assert set(options) <= known | {"--help"}, f"{path}: m1clip {words}"
+            assert set(options) <= known_options | {"--help"}, f"{path}: m1clip {words}"
             checked += 1
     assert checked > 100
 

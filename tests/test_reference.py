@@ -25,7 +25,7 @@ def test_commands_page_has_every_command_and_every_option_of_train() -> None:
     import reference
 
     page = reference.rendered("commands")
-    for name in [each for each in reference.app if not each.startswith("-")]:
+    for name in [name_ for name_ in reference.app if not name_.startswith("-")]:
         assert f"### m1clip {name}" in page
     options = reference.rendered("options")
     for name in set(reference.NAMES) - {"plan", "data"}:

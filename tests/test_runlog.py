@@ -76,12 +76,12 @@ def test_time_of_a_record_is_rounded_to_milliseconds(
 
 
 def test_non_finite_numbers_are_written_as_valid_json(log: RunLog, tmp_path: Path) -> None:
-    seen: list[Record] = []
-    log.sinks.append(seen.append)
+    records: list[Record] = []
+    log.sinks.append(records.append)
     log.write("step", step=1, loss=math.nan, deep={"list": [math.inf, 1.0, (-math.inf,)]})
     record = json.loads((tmp_path / "run.jsonl").read_text(), parse_constant=pytest.fail)
     assert (record["loss"], record["deep"]) == ("nan", {"list": ["inf", 1.0, ["-inf"]]})
-    assert seen == list(read_log(tmp_path)) == [record]
+    assert records == list(read_log(tmp_path)) == [record]
 
 
 def is_valid(kind: str, **values: object) -> bool:
@@ -143,13 +143,13 @@ UNREAD = {"choices", "before", "path", "new_fraction"}
 def log_table(page: str) -> dict[str, str]:
     """Kind of record -> its row in the table about the log in a page of the docs."""
     rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
-    found = {}
+    meanings = {}
     for row in rows:
         _, kinds, contents, *_ = row.split("|")
         for kind in re.findall(r"`(\w+)`", kinds):
             if kind in RECORD_KINDS:
-                found[kind] = contents
-    return found
+                meanings[kind] = contents
+    return meanings
 
 
 @pytest.mark.parametrize("page", ["run-log.md", "python-runs.md"])
@@ -166,9 +166,11 @@ def test_docs_list_all_kinds_fields_and_analyses() -> None:
     page = (DOCS / "run-log.md").read_text()
     for name in FIELDS.keys() - METRICS:
         assert f"`{name.split('/')[0]}`" in page, f"docs/run-log.md does not explain {name}"
-    for each in ANALYSES.values():
-        row = f"| `{each.name}` | {each.meaning} | {each.needs} | {each.shown_as} |"
-        assert row in page, f"docs/run-log.md: {each.name} is missing or differs from analyses.py"
+    for analysis in ANALYSES.values():
+        row = f"| `{analysis.name}` | {analysis.meaning} | {analysis.needs} | {analysis.shown_as} |"
+        assert row in page, (
+            f"docs/run-log.md: {analysis.name} is missing or differs from analyses.py"
+        )
 
 
 def test_every_kind_that_is_written_is_in_the_table() -> None:

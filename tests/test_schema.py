@@ -36,9 +36,9 @@ def test_format_version_is_an_integer_of_at_least_1(record: dict[str, Any]) -> N
     ],
 )
 def test_value_is_converted_to_its_type(hint: Any, value: Any, expected: Any) -> None:
-    found = convert(hint, value, "x")
-    assert found == expected
-    assert type(found) is type(expected)
+    converted = convert(hint, value, "x")
+    assert converted == expected
+    assert type(converted) is type(expected)
 
 
 @pytest.mark.parametrize(

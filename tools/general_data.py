@@ -135,8 +135,8 @@ class Clone:
 
 def git_folder(folder: Path) -> Path:
     """The folder with the objects of a clone."""
-    places = (folder / ".git", folder / "repo" / ".git", folder / "repo", folder)
-    return next((place for place in places if (place / "objects").is_dir()), folder)
+    candidates = (folder / ".git", folder / "repo" / ".git", folder / "repo", folder)
+    return next((path for path in candidates if (path / "objects").is_dir()), folder)
 
 
 def run_git(git: Path, *words: str) -> str:
@@ -224,12 +224,14 @@ def coco_images(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes, lis
     """The images with captions: those of `general_ids.json` in their split, all others for training."""
     texts = coco_captions(clones)
     splits = coco_splits()
-    here = set(clones[IMAGES].names())
-    known = [number for number, split in splits.items() if split != "none"]
-    more = sorted(number for number in texts if number not in splits and file_of(number) in here)
-    for number in known + more:
+    available = set(clones[IMAGES].names())
+    annotated = [number for number, split in splits.items() if split != "none"]
+    more = sorted(
+        number for number in texts if number not in splits and file_of(number) in available
+    )
+    for number in annotated + more:
         file = file_of(number)
-        if file in here:
+        if file in available:
             content = clones[IMAGES].read(file)
             yield f"{number:012d}.jpg", splits.get(number, "train"), content, texts[number]
 
@@ -238,7 +240,7 @@ def coco_classes(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes]]:
     """Images of COCO in which one category is labeled and no other, up to PER_CLASS of each."""
     names = [name.strip() for name in COCO_NAMES.replace("\n", " ").split(",")]
     splits = coco_splits()
-    here = set(clones[IMAGES].names())
+    available = set(clones[IMAGES].names())
     count: dict[str, int] = defaultdict(int)
     for part in LABEL_FILES:
         for line in clones[LABELS].read(part).decode().splitlines():
@@ -248,7 +250,7 @@ def coco_classes(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes]]:
                 continue
             name = names[flags.index("1")]
             path = file_of(number)
-            if path in here and count[name] < PER_CLASS:
+            if path in available and count[name] < PER_CLASS:
                 count[name] += 1
                 yield name, f"{number:012d}.jpg", clones[IMAGES].read(path)
 

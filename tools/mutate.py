@@ -47,7 +47,7 @@ MIN_LIMIT_SECONDS = 120.0
 LIMIT_FACTOR = 10  # times as long as the tests took without a change: an endless loop
 
 
-def places(tree: ast.Module) -> list[ast.AST]:
+def mutable_nodes(tree: ast.Module) -> list[ast.AST]:
     """The nodes inside functions that can be changed, without annotations, docstrings and messages of errors."""
     skipped: set[int] = set()
     for node in ast.walk(tree):
@@ -117,10 +117,10 @@ def mutants(path: Path, count: int, draw: random.Random) -> Iterator[tuple[int, 
     """(line, kind of change, the original line, the changed source) of randomly chosen mutants of a module."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
-    numbers = range(len(places(tree)))
+    numbers = range(len(mutable_nodes(tree)))
     for number in sorted(draw.sample(numbers, min(count, len(numbers)))):
         changed = copy.deepcopy(tree)
-        node = places(changed)[number]
+        node = mutable_nodes(changed)[number]
         line = node.lineno  # type: ignore[attr-defined]
         kind = changes(node)[0]
         mutated = ast.unparse(ast.fix_missing_locations(Change(node).visit(changed)))

@@ -118,14 +118,14 @@ def _surroundings(folder: Path) -> Iterator[None]:
         "COLUMNS": "100",
         "NO_COLOR": "1",
     }
-    kept = {name: os.environ.get(name) for name in changed}
+    originals = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     os.chdir(folder)
     try:
         yield
     finally:
         os.chdir(before)
-        for name, value in kept.items():
+        for name, value in originals.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -155,8 +155,8 @@ def _run_cell(source: str, name: str, names: Json, folder: Path) -> list[Json]:
 def _cleaned(text: str, folder: Path) -> str:
     """Text without progress bars and without the folders of this computer."""
     text = ERASED.sub("", text)
-    for place, short in ((f"{folder.resolve()}/", ""), (f"{folder}/", ""), (str(Path.home()), "~")):
-        text = text.replace(place, short)
+    for path, short in ((f"{folder.resolve()}/", ""), (f"{folder}/", ""), (str(Path.home()), "~")):
+        text = text.replace(path, short)
     return text
 
 

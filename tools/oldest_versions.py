@@ -29,9 +29,9 @@ def oldest(lines: Iterable[str], platform: str) -> dict[str, str]:
     versions = {}
     for line in lines:
         requirement, _, marker = line.partition(";")
-        found = LOWER_BOUND.match(requirement.strip())
-        if found is not None and holds(marker, platform):
-            versions[found["name"]] = found["version"]
+        match = LOWER_BOUND.match(requirement.strip())
+        if match is not None and holds(marker, platform):
+            versions[match["name"]] = match["version"]
     return versions
 
 

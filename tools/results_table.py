@@ -27,7 +27,7 @@ from m1clip.formatting import plural
 class Row(NamedTuple):
     """One line of the table."""
 
-    what: str
+    title: str
     figure: str
     n: str
     command: str
@@ -37,23 +37,25 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
     """The original project's model against the naive baseline."""
     command = "python benchmarks/step.py"
     n = str(result["ratio"]["n"])
-    what = f"original project's model ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
+    subject = (
+        f"original project's model ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
+    )
     yield Row(
-        f"{what}: naive baseline / m1clip",
+        f"{subject}: naive baseline / m1clip",
         f"**{spread(result['ratio'])}** times; "
         f"{result['naive']['median']:.2f} s vs. {result['m1clip']['median']:.2f} s",
         n,
         command,
     )
     yield Row(
-        f"{what}: fraction of the {result['precision']} GEMM rate",
+        f"{subject}: fraction of the {result['precision']} GEMM rate",
         f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f}"
         " GFLOP/s",
         n,
         command,
     )
     yield Row(
-        f"{what}: peak memory of `m1clip train`",
+        f"{subject}: peak memory of `m1clip train`",
         f"{result['peak_bytes'] / 1e9:.2f} GB",
         "1",
         command,
@@ -68,7 +70,7 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
             f"{name.partition('-')[0]}, {job['precision']}, batch {job['batch']},"
             f" {job['text_tokens']} tokens"
         )
-        what = f"same work, {size}"
+        subject = f"same work, {size}"
         own = job["seconds"]["m1clip"]
         version = (job.get("versions") or {}).get("open_clip", "")
         for side, plain in SIDES.items():
@@ -77,12 +79,12 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 continue
             if side not in job["seconds"]:
                 if job["precision"] == "bf16" or not side.endswith("_pure"):
-                    yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", command)
+                    yield Row(f"{subject}: {words} / m1clip", NO_PEERS, "0", command)
                 continue
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
                 yield Row(
-                    f"{what}: {words}, {job['samples'][side]:.0f} pairs of"
+                    f"{subject}: {words}, {job['samples'][side]:.0f} pairs of"
                     f" {job['tokens'][side]:.0f} tokens",
                     f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} image-caption pairs per"
                     f" second (same work: {job['samples']['m1clip'] / own['median']:.0f})",
@@ -91,13 +93,13 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 )
                 continue
             yield Row(
-                f"{what}: {words} / m1clip",
+                f"{subject}: {words} / m1clip",
                 f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s vs. {own['median']:.2f} s",
                 n,
                 command,
             )
         yield Row(
-            f"{what}: fraction of the GEMM rate",
+            f"{subject}: fraction of the GEMM rate",
             spread(job["gemm_fraction"], ".0%"),
             str(own["n"]),
             command,
@@ -133,24 +135,24 @@ def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
 def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     """The cost of micro-batches in time and accuracy, and of gradient accumulation in open_clip."""
     command = "python benchmarks/large_batch.py"
-    what = f"{result['model']}, batch {result['batch']}, micro-batches of {result['chunk']}"
+    subject = f"{result['model']}, batch {result['batch']}, micro-batches of {result['chunk']}"
     n, peak = (
         str(result["ratio"]["n"]),
         {side: value / 1e9 for side, value in result["peak_bytes"].items()},
     )
     yield Row(
-        f"{what}: step with / without micro-batches",
+        f"{subject}: step with / without micro-batches",
         f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB vs."
         f" {peak['plain']:.2f} GB",
         n,
         command,
     )
     if result["peer"] is None:
-        yield Row(f"{what}: open_clip with `--accum-freq`", NO_PEERS, "0", command)
+        yield Row(f"{subject}: open_clip with `--accum-freq`", NO_PEERS, "0", command)
         return
     peer = result["peer"]
     yield Row(
-        f"{what}: open_clip step with / without `--accum-freq`",
+        f"{subject}: open_clip step with / without `--accum-freq`",
         f"{spread(peer['ratio'])} times; the gradient of its "
         f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the correct value",
         n,
@@ -163,10 +165,10 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
     for name, row in result["rows"].items():
         peaks = [value / 1e9 for value in row["peak_bytes"]]
         first = ", nothing cached" if name.startswith("first") else ""
-        most = " (maximum)" if len(peaks) > 1 else ""
+        suffix = " (maximum)" if len(peaks) > 1 else ""
         yield Row(
             f"peak memory of `m1clip train {row['flags']}`{first}",
-            f"{max(peaks):.2f} GB{most}",
+            f"{max(peaks):.2f} GB{suffix}",
             str(len(peaks)),
             f"python benchmarks/memory.py --rows {name}",
         )
@@ -174,13 +176,13 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Steps on a GPU: ratios as worded by cuda_step.py, and the best fraction of the GEMM rate."""
-    for model, found in result["models"].items():
-        done = [line for line in found["lines"] if "seconds" in line]
+    for model, model_result in result["models"].items():
+        done = [line for line in model_result["lines"] if "seconds" in line]
         if not done:
             continue
         counts = [line["seconds"]["n"] for line in done]
         n = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
-        for text in found["ratios"]:
+        for text in model_result["ratios"]:
             yield Row(f"{model} on a GPU", text, n, "python benchmarks/cuda_step.py")
         best = max(
             (line for line in done if line["side"] == "m1clip"),
@@ -220,13 +222,13 @@ def machine_line(result: dict[str, Any]) -> str:
     """The machine of a result, in one line."""
     if "machine" not in result and "runs" in result:
         return "every run with its machine, options and source, see [speedrun.md](speedrun.md)"
-    place = result.get("machine") or result.get("facts") or "unknown machine"
-    if not isinstance(place, dict):
-        return str(place)
-    name = place.get("cuda") or place.get("cpu", "unknown machine")
-    cores = f", {place['cores']} cores" if "cores" in place else ""
+    facts = result.get("machine") or result.get("facts") or "unknown machine"
+    if not isinstance(facts, dict):
+        return str(facts)
+    name = facts.get("cuda") or facts.get("cpu", "unknown machine")
+    cores = f", {facts['cores']} cores" if "cores" in facts else ""
     return (
-        f"{name}{cores}, torch {place.get('torch', '?')}, commit {place.get('commit', 'unknown')}"
+        f"{name}{cores}, torch {facts.get('torch', '?')}, commit {facts.get('commit', 'unknown')}"
     )
 
 
@@ -245,7 +247,7 @@ def render(folder: Path) -> str:
             continue
         smoke = " (a smoke test, not a result)" if result.get("quick") else ""
         lines += [
-            [row.what + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""]
+            [row.title + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""]
             for row in rows
         ]
         notes.append(f"- [{path.name}](results/{path.name}): {machine_line(result)}")

@@ -301,8 +301,12 @@ def read_captions(folder: Path, towers: Towers, split: str = "train") -> Caption
         for row in csv.DictReader(file):
             if row["split"] == split:
                 captions.setdefault(row["image"], []).append(row["caption"])
-    texts = [text for each in captions.values() for text in each]
-    index = [number for number, each in enumerate(captions.values()) for _ in each]
+    texts = [text for captions_of_image in captions.values() for text in captions_of_image]
+    index = [
+        number
+        for number, captions_of_image in enumerate(captions.values())
+        for _ in captions_of_image
+    ]
     return Captioned(
         towers.images(folder, list(captions)),
         towers.texts(folder.name, texts),
@@ -331,22 +335,24 @@ def class_folders(
 
 def everyday_names() -> dict[str, set[int]]:
     """The classes of ImageNet that a name of EVERYDAY belongs to."""
-    found: dict[str, set[int]] = {}
+    classes: dict[str, set[int]] = {}
     for entry in EVERYDAY.split(";"):
         name, _, numbers = entry.strip().partition(":")
         for span in numbers.split():
             first, _, last = span.partition("-")
-            found.setdefault(name, set()).update(range(int(first), int(last or first) + 1))
-    return found
+            classes.setdefault(name, set()).update(range(int(first), int(last or first) + 1))
+    return classes
 
 
 def read_classes(
     folders: Sequence[Path], imagenet: Sequence[str], towers: Towers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(images, labels, named, names) of `Classes`: those of ImageNet, then those of the folders."""
-    found = [(folder, *each) for folder in folders for each in class_folders(folder)]
+    classes = [
+        (folder, *class_files) for folder in folders for class_files in class_folders(folder)
+    ]
     everyday = everyday_names()
-    of_folders = sorted({name for _, name, _ in found})
+    of_folders = sorted({name for _, name, _ in classes})
     vocabulary = sorted({*(name.lower() for name in imagenet), *everyday, *of_folders})
     row = {name: number for number, name in enumerate(vocabulary)}
     named = torch.zeros(len(imagenet) + len(of_folders), len(vocabulary), dtype=torch.bool)
@@ -359,9 +365,9 @@ def read_classes(
     features = []
     labels = []
     for folder in folders:
-        each = [(name, files) for of, name, files in found if of == folder]
-        features.append(towers.images(folder, [file for _, files in each for file in files]))
-        for name, files in each:
+        members = [(name, files) for of, name, files in classes if of == folder]
+        features.append(towers.images(folder, [file for _, files in members for file in files]))
+        for name, files in members:
             labels += [len(imagenet) + of_folders.index(name)] * len(files)
     texts = [template.format(name) for name in vocabulary for template in TEMPLATES]
     names = towers.texts("names", texts).view(len(vocabulary), len(TEMPLATES), -1)
@@ -595,44 +601,46 @@ class Validation:
         self.captioned = {folder.name: read_captions(folder, towers, "val") for folder in captions}
         self.classes: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for folder in classes:
-            found = []
+            class_files = []
             if folder.name == SCENES:
                 scenes = [path.name for path in folder.iterdir()]
-                found = class_folders(folder, scenes, IMAGES_PER_CLASS, VALIDATION_SCENES)
+                class_files = class_folders(folder, scenes, IMAGES_PER_CLASS, VALIDATION_SCENES)
             elif folder.name == CALTECH:
-                found = class_folders(folder, VALIDATION_CLASSES.split(), 0, VALIDATION_IMAGES)
-            if found:
-                self.classes[folder.name] = self._class_images(folder, found, towers)
+                class_files = class_folders(
+                    folder, VALIDATION_CLASSES.split(), 0, VALIDATION_IMAGES
+                )
+            if class_files:
+                self.classes[folder.name] = self._class_images(folder, class_files, towers)
 
     @staticmethod
     def _class_images(
-        folder: Path, found: list[tuple[str, list[str]]], towers: Towers
+        folder: Path, classes: list[tuple[str, list[str]]], towers: Towers
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(images, their classes, (classes, templates, width) names)."""
-        images = towers.images(folder, [file for _, files in found for file in files])
-        labels = [number for number, (_, files) in enumerate(found) for _ in files]
-        texts = [template.format(name) for name, _ in found for template in ZEROSHOT_TEMPLATES]
+        images = towers.images(folder, [file for _, files in classes for file in files])
+        labels = [number for number, (_, files) in enumerate(classes) for _ in files]
+        texts = [template.format(name) for name, _ in classes for template in ZEROSHOT_TEMPLATES]
         names = towers.texts(f"{folder.name}-v", texts).view(
-            len(found), len(ZEROSHOT_TEMPLATES), -1
+            len(classes), len(ZEROSHOT_TEMPLATES), -1
         )
         return images, torch.tensor(labels), names
 
     @torch.inference_mode()
     def figures(self, model: CLIP) -> dict[str, float]:
         """Recall@10 (the mean of both directions) and zero-shot accuracy, in percent."""
-        found = {}
+        scores = {}
         for name, data in self.captioned.items():
             images = model.project_image(data.images.float()).numpy()
             texts = model.project_text(data.captions.float()).numpy()
             rank = ranks(images, texts, data.image_index.numpy())
             both = (rank.text_to_image <= 10).mean() + (rank.image_to_text <= 10).mean()
-            found[name] = 50 * float(both)
+            scores[name] = 50 * float(both)
         for name, (rows, labels, names) in self.classes.items():
             vectors = model.project_text(names.float().flatten(0, 1)).view(*names.shape[:2], -1)
             classes = F.normalize(vectors.mean(dim=1), dim=1)
             best = (model.project_image(rows.float()) @ classes.T).argmax(dim=1)
-            found[name] = 100 * float((best == labels).float().mean())
-        return {name: round(value, 2) for name, value in found.items()}
+            scores[name] = 100 * float((best == labels).float().mean())
+        return {name: round(value, 2) for name, value in scores.items()}
 
 
 def heads_of(model: CLIP) -> dict[str, Tensor]:
@@ -676,8 +684,10 @@ def main() -> None:
     torch.set_num_threads(1)  # sums of several threads would depend on the number of cores
     model = new_model(towers)
     initialize(model, captioned)
-    seen = torch.cat([captioned.images, images])
-    directions = class_directions(model.image_head.standardized(seen), class_logits(seen, towers))
+    inputs = torch.cat([captioned.images, images])
+    directions = class_directions(
+        model.image_head.standardized(inputs), class_logits(inputs, towers)
+    )
     validation = Validation(options.captions, options.classes, towers) if options.validate else None
     train_mean(model, captioned, Classes(images, labels, directions, named, names), validation)
     options.out.mkdir(parents=True, exist_ok=True)

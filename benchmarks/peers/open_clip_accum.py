@@ -48,11 +48,11 @@ class Keep(torch.optim.SGD):
 class CountedLoss(ClipLoss):
     """open_clip's loss, which counts how often it is asked."""
 
-    asked = 0
+    requested = 0
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """One more loss over all features."""
-        self.asked += 1
+        self.requested += 1
         return super().forward(*inputs, **named)
 
 
@@ -87,16 +87,14 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], accum: int) -> dic
     rows = 0
     loss = step(model, keep, batch, accum, "fp32")
     hook.remove()
-    found = dict(zip(names, keep.kept, strict=True))
+    own = dict(zip(names, keep.kept, strict=True))
     towers = [name for name in names if name != "logit_scale"]
-    worst = max(
-        float((found[n] - full[n]).norm() / full[n].norm().clamp(min=1e-12)) for n in towers
-    )
+    worst = max(float((own[n] - full[n]).norm() / full[n].norm().clamp(min=1e-12)) for n in towers)
     return {
-        "temperature_ratio": float(found["logit_scale"] / full["logit_scale"]),
+        "temperature_ratio": float(own["logit_scale"] / full["logit_scale"]),
         "worst_tower_parameter": worst,
         "encodings_of_a_image": rows / len(batch[0]),
-        "losses_over_all_features": loss.asked,
+        "losses_over_all_features": loss.requested,
     }
 
 
@@ -116,18 +114,18 @@ def main() -> None:
     texts[:, -1] = shape["vocab_size"] - 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        question = json.loads(line)
         answer: Any = None
-        if asked["do"] == "versions":
+        if question["do"] == "versions":
             answer = {"open_clip": open_clip.__version__, "torch": torch.__version__}
-        elif asked["do"] == "gradients":
+        elif question["do"] == "gradients":
             answer = gradients(model, (images, texts), job["batch"] // job["chunk"])
-        elif asked["do"] == "peak":
+        elif question["do"] == "peak":
             kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             answer = kilobytes if sys.platform == "darwin" else kilobytes * 1024
         else:
             begin = time.perf_counter()
-            step(model, optimizer, (images, texts), asked["accum"], job["precision"])
+            step(model, optimizer, (images, texts), question["accum"], job["precision"])
             answer = time.perf_counter() - begin
         print(json.dumps({"answer": answer}), flush=True)
 

@@ -79,8 +79,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def batch_size(job: dict[str, Any]) -> int:
     """The batch size; the last option counts, as in open_clip."""
-    given = [value for name, value in pairwise(job["options"]) if name == "--batch-size"]
-    return int((given or [SETTINGS["batch-size"]])[-1])
+    values = [value for name, value in pairwise(job["options"]) if name == "--batch-size"]
+    return int((values or [SETTINGS["batch-size"]])[-1])
 
 
 def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]
         output.seek(0)
         text = output.read()
     lines = [
-        (datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), int(seen))
-        for when, seen in LINE.findall(text)
+        (datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), int(images_seen))
+        for when, images_seen in LINE.findall(text)
     ]
     if code or len(lines) < 2:
         raise SystemExit(f"open_clip ended with {code}:\n{text[-3000:]}")
@@ -164,10 +164,10 @@ def encode(job: dict[str, Any]) -> dict[str, Any]:
     out = Path(job["out"])
     open_clip.add_model_config(str(out))
     model, _, transform = open_clip.create_model_and_transforms(MODEL)
-    kept = torch.load(
+    checkpoint = torch.load(
         out / "run" / "checkpoints" / "epoch_1.pt", map_location="cpu", weights_only=True
     )["state_dict"]
-    model.load_state_dict({key.removeprefix("module."): value for key, value in kept.items()})
+    model.load_state_dict({key.removeprefix("module."): value for key, value in checkpoint.items()})
     model.eval()
     tokenizer = open_clip.get_tokenizer(MODEL)
     rows = [json.loads(line) for line in Path(job["rows"]).read_text(encoding="utf-8").splitlines()]
@@ -217,7 +217,7 @@ def read_table(path: str, sep: str = ",") -> dict[str, Any]:
     class Column(list[str]):
         iloc = property(lambda self: self)
 
-    return {name: Column(row[place] for row in rows) for place, name in enumerate(head)}
+    return {name: Column(row[column] for row in rows) for column, name in enumerate(head)}
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def main() -> None:
     loader = training.get_wds_dataset(
         options, transform, is_train=True, tokenizer=tokenizer
     ).dataloader
-    found = list(loader)
-    images, texts = found[0]
-    count = sum(len(batch[0]) for batch in found)
+    loaded = list(loader)
+    images, texts = loaded[0]
+    count = sum(len(batch[0]) for batch in loaded)
     print(
         f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts"
         f" {tuple(texts.shape)}"

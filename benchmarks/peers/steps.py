@@ -136,18 +136,18 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     trainers: dict[str, Trainer] = {}
     for line in sys.stdin:
-        asked = json.loads(line)
+        question = json.loads(line)
         answer: Any = None
-        if asked["do"] == "versions":
+        if question["do"] == "versions":
             answer = {"open_clip": open_clip.__version__, "transformers": transformers.__version__,
                       "torch": torch.__version__}  # fmt: skip
-        elif asked["do"] == "drop":
-            trainers.pop(asked["variant"], None)
+        elif question["do"] == "drop":
+            trainers.pop(question["variant"], None)
             torch.compiler.reset()
         else:
-            if asked["variant"] not in trainers:
-                trainers[asked["variant"]] = Trainer(asked["variant"], job)
-            trainer = trainers[asked["variant"]]
+            if question["variant"] not in trainers:
+                trainers[question["variant"]] = Trainer(question["variant"], job)
+            trainer = trainers[question["variant"]]
             begin, used = time.perf_counter(), time.process_time()
             loss = trainer.step()
             answer = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - used,

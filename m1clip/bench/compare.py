@@ -116,17 +116,17 @@ def compare(
     comparison.json and comparison.html into `out`; print the result to see its tables.
     """
     options = CompareOptions(
-        models=_listed(model),
-        batch_sizes=_listed(batch_size),
-        devices=_listed(device),
-        precisions=_listed(precision),
+        models=_as_tuple(model),
+        batch_sizes=_as_tuple(batch_size),
+        devices=_as_tuple(device),
+        precisions=_as_tuple(precision),
         optimizer=optimizer,
         minutes=minutes,
     )
     return run_comparison(options, Path(out), print_progress)
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str | int) else tuple(value)
 
 

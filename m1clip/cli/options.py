@@ -51,7 +51,7 @@ def with_settings(
         own_options = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
         options = [*setting_parameters(names, recipe), *own_options]
         if common is not None:
-            options = [_shown(option, option.name in common) for option in options]
+            options = [_show_option(option, option.name in common) for option in options]
         parameters = sorted(options, key=lambda parameter: parameter.kind)
         _set_signature(command, parameters)
         return command
@@ -71,7 +71,7 @@ def print_all_options(
     parameters = inspect.signature(command).parameters.values()
     # Settings that only a file can set stay hidden.
     options = [parameter for parameter in parameters if _is_parsed(parameter)]
-    _set_signature(complete, [_shown(parameter, True) for parameter in options])
+    _set_signature(complete, [_show_option(parameter, True) for parameter in options])
     app = App(
         name=name,
         usage=m1clip_app[name.split()[-1]].usage,
@@ -84,7 +84,7 @@ def print_all_options(
     app.help_print([])
 
 
-def _shown(parameter: inspect.Parameter, show: bool) -> inspect.Parameter:
+def _show_option(parameter: inspect.Parameter, show: bool) -> inspect.Parameter:
     """The same parameter, shown in --help or not."""
     hint: Any = parameter.annotation
     return parameter.replace(annotation=Annotated[hint, Parameter(show=show)])

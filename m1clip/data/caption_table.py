@@ -181,7 +181,7 @@ class CaptionFile:
             )
             self._index()
         elif end > first:  # no other row has moved, so that many images are added quickly
-            self._places[normalized(name)] = list(range(first, end))
+            self._places[normalize_name(name)] = list(range(first, end))
         self._set_split(name, split)
 
     def rename(self, old: str, new: str) -> None:
@@ -209,11 +209,11 @@ class CaptionFile:
         for row_index, row in enumerate(self.rows):
             name = self._cell(row, self._image)
             if name.strip():
-                self._places.setdefault(normalized(name), []).append(row_index)
+                self._places.setdefault(normalize_name(name), []).append(row_index)
 
     def _rows_of(self, name: str) -> list[int]:
         """The rows of an image; a table may name it relative to images/ beside it."""
-        key = normalized(name)
+        key = normalize_name(name)
         folder, slash, rest = key.partition("/")
         elsewhere = key not in self._places and slash and folder in IMAGE_FOLDERS
         if elsewhere and rest in self._places and not (self.path.parent / rest).exists():
@@ -265,6 +265,6 @@ class CaptionFile:
         row[column] = value
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """The name by which `m1clip train` knows an image of a table."""
     return posixpath.normpath(name.replace("\\", "/"))

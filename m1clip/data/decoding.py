@@ -261,7 +261,7 @@ def decode_images(
                 if reason is None:
                     readable.append(index)
                 else:
-                    failures[done + index] = _checked(reason, refs[done + index])
+                    failures[done + index] = _check_reason(reason, refs[done + index])
             if readable:
                 # A copy: the next chunk may be decoded to the same memory. The GPU's has its own.
                 chosen = pixels if gpu and len(readable) == len(reasons) else pixels[readable]
@@ -336,7 +336,7 @@ def decode_to_rows(
                 if reason is None:
                     readable.append(index)
                 else:
-                    failures[index] = _checked(reason, refs[index])
+                    failures[index] = _check_reason(reason, refs[index])
             yield readable
             done += len(reasons)
             refresh(done, len(refs))
@@ -347,7 +347,7 @@ def report_reason(report: str | Late) -> str:
     return f"{TIMED_OUT} within {report.seconds:g} s" if isinstance(report, Late) else report
 
 
-def _checked(report: str | Late, ref: ImageRef) -> str:
+def _check_reason(report: str | Late, ref: ImageRef) -> str:
     """Why an image failed; UserError if the disk failed, not the image: it is not skipped."""
     reason = report_reason(report)
     if reason.startswith(TIMED_OUT):

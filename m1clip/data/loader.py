@@ -261,7 +261,7 @@ class TrainingSet:
 
         Captions sorted by length, unless all get the full length.
         """
-        batch = _concatenated(pieces, pin)
+        batch = _concatenate(pieces, pin)
         if batch.tokens is None:
             return batch
         if self.full_length:
@@ -287,7 +287,7 @@ class TrainingSet:
         return {**self.__dict__, "report": None}  # workers report through the batch
 
 
-def _concatenated(pieces: Sequence[Batch], pin: bool) -> Batch:
+def _concatenate(pieces: Sequence[Batch], pin: bool) -> Batch:
     """The rows of consecutive pieces of a batch, in pinned memory if asked."""
     if len(pieces) == 1:
         return pieces[0].pin_memory() if pin else pieces[0]

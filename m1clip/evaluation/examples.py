@@ -82,7 +82,7 @@ def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]
             "rank": int(rank[row]),
             "found": retrieved[row].tolist(),
             "correct": correct[row].tolist(),
-            "scores": _rounded(scores[row]),
+            "scores": _round_scores(scores[row]),
         }
         for row, caption in enumerate(chosen)
     ]
@@ -95,7 +95,7 @@ def _matrix(data: Split, image: np.ndarray, text: np.ndarray) -> dict[str, Any]:
     return {
         "images": images.tolist(),
         "captions": [_caption(data, caption) for caption in captions],
-        "values": [_rounded(row) for row in image[images] @ text[captions].T],
+        "values": [_round_scores(row) for row in image[images] @ text[captions].T],
     }
 
 
@@ -113,7 +113,7 @@ def confusion_examples(data: Split, features: SplitFeatures) -> list[dict[str, A
     ]
 
 
-def _rounded(values: np.ndarray) -> list[float]:
+def _round_scores(values: np.ndarray) -> list[float]:
     return [round(value, 3) for value in values.tolist()]
 
 

@@ -57,7 +57,7 @@ class ProgramEncoder(ArrayEncoder):
         self.logit_scale = float(clip.scale().detach())
         side = self.preprocess.image_size
         self._programs = {
-            name: _exported(graph, example).module()
+            name: _export(graph, example).module()
             for name, graph, example in (
                 ("image", PixelGraph(clip, saved.preprocess), torch.zeros(1, 3, side, side)),
                 (
@@ -87,7 +87,7 @@ class ProgramEncoder(ArrayEncoder):
         return torch.cat([self._programs[name](row[None]) for row in rows]).numpy()
 
 
-def _exported(module: nn.Module, example: Tensor) -> Any:
+def _export(module: nn.Module, example: Tensor) -> Any:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return torch.export.export(module.eval(), (example,)).run_decompositions({})
@@ -139,7 +139,7 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
     image = example.is_floating_point()
     with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(StringIO()):  # progress bars
         warnings.simplefilter("ignore")
-        program = _exported(module, example)
+        program = _export(module, example)
         expected, actual = module(example), program.module()(example)
         difference = (actual - expected).abs().max()
         if not difference < LARGEST_DIFFERENCE:

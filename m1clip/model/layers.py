@@ -134,7 +134,7 @@ def linear(
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
     matrix = _cast_copy(weight, x)
     vector = None if bias is None else _cast_copy(bias, x)
-    y = F.linear(x if norm is None else normalized(x, norm), matrix, vector)
+    y = F.linear(x if norm is None else apply_norm(x, norm), matrix, vector)
     y = F.gelu(y, approximate=approximate) if gelu else y
     return y if residual is None else residual + y
 
@@ -158,7 +158,7 @@ def _cast_copy(parameter: Tensor, x: Tensor) -> Tensor:
     return prepack(parameter, lambda p: p.to(x.dtype), x.dtype) if keeps_copies(x) else parameter
 
 
-def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def apply_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """The layer norm in the precision of the input; autocast would also write it in float32."""
     if not keeps_copies(x):
         return norm(x).to(x.dtype)
@@ -360,7 +360,7 @@ class Mlp(nn.Module):
             from m1clip.cuda import kernels
 
             if kernels.takes(x):
-                y = x if norm is None else normalized(x, norm)
+                y = x if norm is None else apply_norm(x, norm)
                 y = kernels.gelu_mlp(
                     y, self.up.weight, self.up.bias, self.down.weight, self.down.bias
                 )
@@ -499,7 +499,7 @@ class Attention(nn.Module):
             from m1clip.cuda import kernels
 
             if kernels.takes_attention(x, self.heads):
-                y = x if norm is None else normalized(x, norm)
+                y = x if norm is None else apply_norm(x, norm)
                 return kernels.short_attention(
                     y, self.qkv.weight, self.qkv.bias, self.heads, self.causal
                 )
@@ -548,13 +548,13 @@ class Block(nn.Module):
 
     def at(self, x: Tensor, position: Position) -> Tensor:
         """(n, width): the output of `forward` at one position of each sequence only."""
-        y = take_position(x, position) + self.attn.at(normalized(x, self.norm1), position)
-        return y + self.mlp(normalized(y, self.norm2))
+        y = take_position(x, position) + self.attn.at(apply_norm(x, self.norm1), position)
+        return y + self.mlp(apply_norm(y, self.norm2))
 
     def mean(self, x: Tensor) -> Tensor:
         """(n, width): the mean of `forward` over the sequence; the last matmul follows the mean."""
         x = self.attn(x, residual=x, norm=self.norm1)
-        return x.mean(dim=1) + self.mlp.mean(normalized(x, self.norm2))
+        return x.mean(dim=1) + self.mlp.mean(apply_norm(x, self.norm2))
 
 
 class Transformer(nn.Module):
@@ -627,7 +627,7 @@ class AttentionPool(nn.Module):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
         attended = (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(n, width)
         y = linear(attended, self.out.weight, self.out.bias)
-        return y + self.mlp(normalized(y, self.norm))
+        return y + self.mlp(apply_norm(y, self.norm))
 
     @torch.no_grad()
     def initialize(self) -> None:

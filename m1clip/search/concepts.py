@@ -170,7 +170,7 @@ class Concepts:
                 np.frombuffer(vector, np.float16).astype(np.float32)
             )
         return {
-            name: (_stacked(positive), _stacked(negative))
+            name: (_stack(positive), _stack(negative))
             for name, (positive, negative) in examples.items()
         }
 
@@ -180,7 +180,7 @@ def _key(name: str) -> str:
     return " ".join(name.split()).lower()
 
 
-def _stacked(vectors: list[np.ndarray]) -> np.ndarray:
+def _stack(vectors: list[np.ndarray]) -> np.ndarray:
     return np.stack(vectors) if vectors else np.zeros((0, 1), np.float32)
 
 

@@ -394,7 +394,7 @@ def _model_files(path: str | Path) -> list[str]:
     )
 
 
-def _resolved(model: str | Path) -> str:
+def _resolve(model: str | Path) -> str:
     """The name of a model, or the absolute path of a model folder or file: best/ or model/ of a
     run.
     """
@@ -419,7 +419,7 @@ def _choose_model(
     It is the one that is searched from now on, or with `when_done` from `_use_model` on.
     """
     last = db.execute("SELECT path FROM models ORDER BY used DESC").fetchone()
-    path = requested or (str(last[0]) if last else _resolved(default_model()))
+    path = requested or (str(last[0]) if last else _resolve(default_model()))
     stamp = model_stamp(path)
     row = db.execute("SELECT id FROM models WHERE path = ? AND stamp = ?", (path, stamp)).fetchone()
     if row is None:
@@ -543,9 +543,9 @@ def update_index(
     for index_folder in filter(os.path.lexists, folders):
         check_index_folder(index_folder, write=True)
     # Chosen before anything is created: a missing model leaves no empty index.
-    path = None if model is None else _resolved(model)
+    path = None if model is None else _resolve(model)
     if path is None and not any(map(_has_database, folders)):
-        path = _resolved(default_model())
+        path = _resolve(default_model())
     report = Report(first_writable(folders, "index", "make one of them writable"), root)
     # A soft lock would outlive a killed process.
     lock = FileLock(report.folder / LOCK, fallback_to_soft=False)

@@ -27,7 +27,7 @@ from m1clip.data.caption_table import (
     CaptionFile,
     clean_caption,
     lock_captions,
-    normalized,
+    normalize_name,
     read_captions,
 )
 from m1clip.data.sources import splits
@@ -114,7 +114,7 @@ def split_by_content(sha256: bytes) -> str:
 
 def can_be_named(path: str) -> bool:
     """Whether a table can name a file."""
-    return path.isprintable() and path == path.strip() and normalized(path) == path
+    return path.isprintable() and path == path.strip() and normalize_name(path) == path
 
 
 class Labels:
@@ -145,7 +145,7 @@ class Labels:
 
         A change whose result is there already (a repeated request) is no conflict.
         """
-        cleaned = [tuple(_cleaned(change.captions)) for change in changes]
+        cleaned = [tuple(_clean(change.captions)) for change in changes]
         for change in changes:
             if not can_be_named(change.path):
                 name = one_line(change.path)
@@ -348,7 +348,7 @@ def _replace(table: CaptionFile, name: str, captions: Sequence[str], split: str)
     table.replace(name, remaining, PERSON, split)
 
 
-def _cleaned(captions: Sequence[str]) -> list[str]:
+def _clean(captions: Sequence[str]) -> list[str]:
     """Captions without duplicates and empty ones; UserError for one that cannot be saved."""
     cleaned = list(dict.fromkeys(filter(None, map(clean_caption, captions))))
     if len(cleaned) > MAX_CAPTIONS:

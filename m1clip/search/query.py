@@ -415,11 +415,11 @@ class Index:
         texts = [text] if isinstance(text, str) else list(text)
         single = texts[0] if len(texts) == 1 and not like and not exclude else None
         parts, taught = self._parts(text, like, exclude)
-        query = self._combined(parts)
+        query = self._combine(parts)
         # Probabilities are only fitted for single texts.
         calibrated = single is not None and not taught
         filtered = (where or Filter()).sql()
-        marks = self.concepts.marks(_weighted(single)[0]) if single is not None else {}
+        marks = self.concepts.marks(_parse_weight(single)[0]) if single is not None else {}
         with self._reading() as db:
             positive, negative = self._marked_rows(db, marks, filtered)
             rows, searched = self._rows(filtered) if filtered[0] else (None, self._files(db))
@@ -492,7 +492,7 @@ class Index:
         them.
         """
         filtered = (where or Filter()).sql()
-        marks = self.concepts.marks(_weighted(text)[0])
+        marks = self.concepts.marks(_parse_weight(text)[0])
         with self._reading() as db:
             _, rows = self._marked_rows(db, marks, filtered)
             return self._results(rows, np.zeros(len(rows)), None, filtered, False)
@@ -784,7 +784,7 @@ class Index:
 
         None removes the mark.
         """
-        name, _ = _weighted(text)
+        name, _ = _parse_weight(text)
         if positive is None:
             self.concepts.remove(name, self.sha256(id_))
         else:
@@ -792,7 +792,7 @@ class Index:
 
     def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
         """Which of some images are marked as right or wrong for a text."""
-        marked = self.concepts.marks(_weighted(text)[0])
+        marked = self.concepts.marks(_parse_weight(text)[0])
         return (
             {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked}
             if marked
@@ -841,7 +841,7 @@ class Index:
         except BadImage as error:
             raise UserError(str(error)) from None
 
-    def _combined(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+    def _combine(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
         """(dim,) unit vector. In a sum, each part is divided by the spread of its scores over the
         library.
 
@@ -861,7 +861,7 @@ def _weights(text: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
     """Texts with their weights; UserError for a weight that has no meaning."""
     if isinstance(text, str):
         return {text: 1.0}
-    weights = dict(text if isinstance(text, Mapping) else map(_weighted, text))
+    weights = dict(text if isinstance(text, Mapping) else map(_parse_weight, text))
     for phrase, weight in weights.items():
         if not 0 < abs(weight) <= MAX_WEIGHT:
             name = one_line(phrase[:40])
@@ -871,7 +871,7 @@ def _weights(text: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
     return weights
 
 
-def _weighted(text: str) -> tuple[str, float]:
+def _parse_weight(text: str) -> tuple[str, float]:
     """A text with its weight: 2*dog counts twice as much as beach."""
     match = WEIGHTED.fullmatch(text)
     return (match[2], float(match[1])) if match else (text, 1.0)

@@ -164,7 +164,7 @@ class Ranks:
             gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)
         ]
         parts = [
-            torch.cat(list(map(_padded, rows, max_counts))) for rows in zip(*split, strict=True)
+            torch.cat(list(map(_pad_rows, rows, max_counts))) for rows in zip(*split, strict=True)
         ]
         sent = [self.to_host(part) for part in parts]
         received = torch.empty_like(sent[0])
@@ -188,7 +188,7 @@ class Ranks:
         `sizes` are the rows of each tensor by rank.
         """
         max_rows = [max(lengths) for lengths in sizes]
-        gathered = self.gather(torch.cat(list(map(_padded, tensors, max_rows)))).split(
+        gathered = self.gather(torch.cat(list(map(_pad_rows, tensors, max_rows)))).split(
             max_rows, dim=1
         )
         return [
@@ -469,7 +469,7 @@ class GradientExchange:
         self._begin()
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
+def _pad_rows(rows: Tensor, size: int) -> Tensor:
     if len(rows) == size:
         return rows
     return torch.cat([rows, rows.new_zeros((size - len(rows), *rows.shape[1:]))])

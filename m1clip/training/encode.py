@@ -325,14 +325,14 @@ def split(rows: slice, size: int) -> list[slice]:
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
     """(n, 3, size, size): the input of the image tower."""
     if batch.boxes is None:
-        return _rendered(batch, preprocess, rows)
+        return _render(batch, preprocess, rows)
     start, stop, _ = rows.indices(len(batch))
     wide = with_partners(rows, len(batch))
-    pasted = paste_boxes(_rendered(batch, preprocess, wide), batch.boxes[wide])
+    pasted = paste_boxes(_render(batch, preprocess, wide), batch.boxes[wide])
     return pasted[start - wide.start : stop - wide.start]
 
 
-def _rendered(batch: Batch, preprocess: Preprocess, rows: slice) -> Tensor:
+def _render(batch: Batch, preprocess: Preprocess, rows: slice) -> Tensor:
     views = None if batch.views is None else batch.views[rows]
     return render(batch.pixels(rows), views, preprocess)
 

@@ -79,7 +79,7 @@ def _settings(
         config = load_config(run / "config.toml")
         # The trained model has seen these captions: the curve begins where its training began.
         initial = model or config.transfer.init or NEW_HEADS
-        return config.changed(captions=captions), initial
+        return config.with_values(captions=captions), initial
     return Config(
         data=DataConfig(source=tuple(map(str, sources)), captions=captions)
     ), model or GENERAL

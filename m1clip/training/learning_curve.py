@@ -187,7 +187,7 @@ class Pairs(NamedTuple):
         return rows, positions[self.image_index[rows]]
 
 
-def _standardized(features: np.ndarray) -> torch.Tensor:
+def _standardize(features: np.ndarray) -> torch.Tensor:
     deviation = features.std(axis=0)
     scale = np.where(deviation < 0.01 * np.median(deviation), np.median(deviation), deviation)
     rows = (features - features.mean(axis=0)) / np.maximum(scale, 1e-12)
@@ -199,7 +199,7 @@ def _coordinates(features: np.ndarray) -> torch.Tensor:
 
     With fewer photos than features, this is smaller, and ridge CCA is the same in any basis.
     """
-    rows = _standardized(features)
+    rows = _standardize(features)
     if len(rows) >= rows.shape[1]:
         return rows
     values, vectors = torch.linalg.eigh(rows @ rows.T)

@@ -293,13 +293,13 @@ def measure(
             if not rejection:
                 steps[option] = step
         except RuntimeError as error:  # also out of memory
-            results[option] = _failed(option, error)
+            results[option] = _failed_candidate(option, error)
     # After all gradients: candidates of one device train the same model.
     for option, step in list(steps.items()):
         try:
             step.run(work, 0)
         except RuntimeError as error:
-            results[option] = _failed(option, error)
+            results[option] = _failed_candidate(option, error)
             del steps[option]
     rounds = Rounds[Option]({})
     if len(steps) > 1:
@@ -320,7 +320,7 @@ def measure(
     return Measured(tuple(results[option] for option in options), batch, rounds.others)
 
 
-def _failed(option: Option, error: RuntimeError) -> Candidate:
+def _failed_candidate(option: Option, error: RuntimeError) -> Candidate:
     is_memory = isinstance(error, torch.OutOfMemoryError)
     return Candidate(
         *option, rejected="does not fit in its memory" if is_memory else first_line(error)
@@ -347,7 +347,7 @@ def _step(
     precision: Precision,
     batch: int,
 ) -> TrainStep:
-    eager = config.changed(compile=False, batch_size=config.train.batch_size_or(batch))
+    eager = config.with_values(compile=False, batch_size=config.train.batch_size_or(batch))
     preprocess = Preprocess(image_size=model_init.config.image_size)
     parts = make_parts(model, eager, device, precision, preprocess)
     # Cached blocks would fragment the heap before the run starts.

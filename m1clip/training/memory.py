@@ -146,7 +146,7 @@ class MemoryEstimate:
         )
         contrast = float(captions > 1) if contrast is None else contrast  # any weight above 0
         # The compiler does not support fake tensors.
-        eager = self.config.changed(
+        eager = self.config.with_values(
             compile=False, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast
         )
         # Fake tensors cannot be on a missing device, and the shapes are the same.

@@ -161,14 +161,14 @@ class Muon(SkippableOptimizer):
         own, matrices = parts[ranks.rank], dict[int, Tensor]()
         if self.full_rows:
             rows = [m.to(self.dtype) for m in nesterov(range(len(weights)))]
-            matrices = self._collected(ranks, rows, parts, shapes)
+            matrices = self._gather_matrices(ranks, rows, parts, shapes)
         updates_by_index = {
             index: x
             for stack, updates in orthogonal(own, matrices)
             for index, x in zip(stack, updates, strict=True)
         }
         if self.full_rows:
-            add(range(len(weights)), self._scattered(ranks, updates_by_index, parts, shapes))
+            add(range(len(weights)), self._scatter_rows(ranks, updates_by_index, parts, shapes))
             return
         sizes = [sum(math.prod(shapes[index]) for index in part) for part in parts]
         flat = torch.zeros(max(sizes), dtype=self.dtype, device=weights[0].device)
@@ -177,7 +177,7 @@ class Muon(SkippableOptimizer):
         for part, received in zip(parts, ranks.gather(flat), strict=True):
             add(part, _views(received, [shapes[index] for index in part]))
 
-    def _collected(
+    def _gather_matrices(
         self, ranks: Ranks, rows: list[Tensor], parts: list[list[int]], shapes: list[Shape]
     ) -> dict[int, Tensor]:
         """The complete matrices that this rank orthogonalizes, from the rows of all ranks."""
@@ -197,7 +197,7 @@ class Muon(SkippableOptimizer):
             for index, rows_of_matrix in zip(own, zip(*views, strict=True), strict=True)
         }
 
-    def _scattered(
+    def _scatter_rows(
         self,
         ranks: Ranks,
         updates_by_index: dict[int, Tensor],

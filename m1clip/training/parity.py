@@ -211,7 +211,7 @@ def on_cpu(
     check: GradientCheck, facts: MachineInfo, precision: Precision = "fp32"
 ) -> GradientCheck:
     """The same step on the CPU, with a copy of the model."""
-    eager = check.parts.config.changed(compile=False)
+    eager = check.parts.config.with_values(compile=False)
     model = copy_to_cpu(check.parts.model)
     parts = make_parts(
         model, eager, Device("cpu", facts), precision, check.parts.encoder.preprocess

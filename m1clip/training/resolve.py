@@ -172,7 +172,7 @@ class Draft:
         """
         changed = [name for name, value in values.items() if setting(self.config, name) != value]
         self.chosen_by |= dict.fromkeys(changed, origin)
-        self.config = self.config.changed(**values)
+        self.config = self.config.with_values(**values)
 
 
 def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
@@ -242,7 +242,7 @@ def with_recipe(
     recipe, reason = choose_recipe(settings, dataset, is_installed)
     others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
     console.print(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
-    decided = settings.changed(recipe=recipe)
+    decided = settings.with_values(recipe=recipe)
     decided.chosen_by["recipe"] = "rule"
     return decided
 
@@ -253,7 +253,7 @@ def _with_tuning(
     """The settings with what is trained of a model to start from, by its options or by the rule."""
     option = next((name for name in FINETUNE_OPTIONS if name in settings.specified), None)
     if option is not None:
-        chosen = settings.changed(recipe="finetune")
+        chosen = settings.with_values(recipe="finetune")
         chosen.chosen_by["recipe"] = "rule"
         return chosen
     data = dataset()
@@ -261,7 +261,7 @@ def _with_tuning(
     if data.streamed:  # features of all images cannot be cached
         choice = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
     else:
-        optimizer = OPTIMIZERS[settings.changed(recipe="finetune").config.optim.optimizer]
+        optimizer = OPTIMIZERS[settings.with_values(recipe="finetune").config.optim.optimizer]
         choice = choose_tuning(
             data.images, config.train.minutes, *tuning(config), optimizer.trained_bytes
         )
@@ -270,7 +270,7 @@ def _with_tuning(
         f"recipe     {choice.recipe}, {choice.trained_part}: {choice.reason} (to choose otherwise:"
         f" {other}, --lora or --unfreeze-image and --unfreeze-text)"
     )
-    decided = settings.changed(recipe=choice.recipe, **choice.settings)
+    decided = settings.with_values(recipe=choice.recipe, **choice.settings)
     decided.chosen_by.update(dict.fromkeys(("recipe", *choice.settings), "rule"))
     return decided
 

@@ -190,7 +190,7 @@ def resume(
         }
         if changed:
             # Everything else is decided already, so it stays as it is.
-            spec = workbench.resolve(saved.as_settings().changed(**changed))
+            spec = workbench.resolve(saved.as_settings().with_values(**changed))
             inputs = workbench.inputs(spec)
         else:
             spec = saved

@@ -237,7 +237,7 @@ class Settings:
         """The flat names of the settings in the options, the file or the preset."""
         return {name for name, value in self.flat.items() if value is not None}
 
-    def changed(self, **options: Any) -> Settings:
+    def with_values(self, **options: Any) -> Settings:
         return dataclasses.replace(self, options={**self.options, **options})
 
 
@@ -266,9 +266,9 @@ class DecidedSettings(Settings):
     def specified(self) -> set[str]:
         return set(self.chosen_by)
 
-    def changed(self, **options: Any) -> Settings:
+    def with_values(self, **options: Any) -> Settings:
         origins = {**self.chosen_by, **dict.fromkeys(options, "user")}
-        return DecidedSettings(complete=self.complete.changed(**options), origins=origins)  # type: ignore[arg-type]
+        return DecidedSettings(complete=self.complete.with_values(**options), origins=origins)  # type: ignore[arg-type]
 
 
 def chosen_names(values: Mapping[str, Any]) -> set[str]:
@@ -327,7 +327,7 @@ class RunSpec:
 
     def with_plan(self, plan: StepPlan) -> RunSpec:
         """The spec with another number of steps, which the clock of --minutes has corrected."""
-        config = self.config.changed(**plan.as_settings())
+        config = self.config.with_values(**plan.as_settings())
         chosen_by: dict[str, Origin] = {
             **self.chosen_by,
             "steps": "measurement",

@@ -334,7 +334,7 @@ def load_teacher(
     return Teacher(images.array, images.rows, texts.array, texts.rows[first], scale)
 
 
-def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
+def interpolate_tensors(old: Tensors, new: Tensors, weight: float) -> Tensors:
     """WiSE-FT: linear interpolation of each weight from old (0) to new (1)."""
     return {
         name: old[name].to(tensor).lerp(tensor, weight) if tensor.is_floating_point() else tensor
@@ -353,7 +353,7 @@ def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., An
     scores: list[tuple[float, float]] = []
     shown = ""
     for weight in WISE_FT_GRID if setting == "search" else (float(setting),):
-        best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
+        best.clip.load_state_dict(interpolate_tensors(inputs.model.init.weights, new, weight))
         metric = None
         if val is not None:
             metric = selection_metric(
@@ -367,6 +367,6 @@ def interpolate_weights(inputs: RunInputs, folder: Path, write: Callable[..., An
         )
         shown = "" if metric is None else f": validation {metric.label} {100 * max(scores)[0]:.1f}%"
     weight = max(scores)[1]
-    best.clip.load_state_dict(interpolated(inputs.model.init.weights, new, weight))
+    best.clip.load_state_dict(interpolate_tensors(inputs.model.init.weights, new, weight))
     console.print(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
     best.save(folder / "best")

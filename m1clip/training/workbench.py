@@ -398,7 +398,9 @@ class Workbench:
         assert config.train.minutes is not None
         budget = self.budget or TimeBudget(60 * config.train.minutes)
         # The steps are what is measured: until then, any number that is more than the warmup.
-        unmeasured = config.changed(minutes=None, steps=UNMEASURED_STEPS + int(config.optim.warmup))
+        unmeasured = config.with_values(
+            minutes=None, steps=UNMEASURED_STEPS + int(config.optim.warmup)
+        )
         inputs = self.inputs(RunSpec(DecidedConfig.of(unmeasured)))
         calibration = calibrate(inputs, budget)
         steps, evaluations, self.costs = self.ranks.on_rank0(
@@ -431,7 +433,7 @@ class Workbench:
                 "adapter": candidate.adapter or "auto",
                 "heads": candidate.start or "auto",
             }
-            settings = config.changed(
+            settings = config.with_values(
                 **values, steps=steps, epochs=None, minutes=None, batch_size=batch, warmup=0.1,
                 fsdp="off", teacher=None, micro_batch=0,
             )  # fmt: skip
@@ -519,7 +521,7 @@ class Workbench:
         device = self._device(config)
         train = splits["train"]
         model = self.model if model is None else model
-        model_init = self._fitted(self._load_model_init(config), train, config, model)
+        model_init = self._fit_init(self._load_model_init(config), train, config, model)
         teacher = None
         if config.transfer.teacher is not None:
             precision = choose_precision(config.train.precision, device.name, self.facts)
@@ -548,7 +550,7 @@ class Workbench:
             self.ranks.check_same({"the hash of their captions": source.fingerprint(train.samples)})
         return inputs.for_rank(self.ranks)
 
-    def _fitted(
+    def _fit_init(
         self, model_init: ModelInit, train: Split, config: DecidedConfig, model: CLIP | None
     ) -> ModelInit:
         """The initial model with heads or a stem that are fitted to the training images, or with

@@ -252,7 +252,7 @@ class LabelPage:
 
     def save(self, data: bytes) -> dict[str, Any]:
         """Save the captions of some photos, or that they were skipped."""
-        versions, captions, skip, page = _parsed(data)
+        versions, captions, skip, page = _parse_request(data)
         index = self._refresh()
         with self._lock:
             assert self._labels is not None
@@ -398,7 +398,7 @@ def _number(text: str, default: int, high: int) -> int:
     return min(int(text), high) if text.isascii() and text.isdigit() and len(text) < 19 else default
 
 
-def _parsed(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, str]:
+def _parse_request(data: bytes) -> tuple[list[tuple[int, str]], tuple[str, ...], bool, str]:
     """(photos with the version of their label, captions, whether to skip, key of the page) of a
     request.
     """

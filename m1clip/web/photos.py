@@ -239,7 +239,7 @@ class Photos:
         image.thumbnail((PREVIEW, PREVIEW))
         return {
             "upload": key,
-            "preview": "data:image/jpeg;base64," + base64.b64encode(_encoded(image)).decode(),
+            "preview": "data:image/jpeg;base64," + base64.b64encode(_encode_jpeg(image)).decode(),
         }
 
     def _mark(self, data: bytes) -> dict[str, Any]:
@@ -297,10 +297,10 @@ def _inode(index_folder: Path) -> int:
 def _jpeg(data: bytes, side: int, where: str) -> bytes:
     image = decode(data, side, where)
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return _encoded(image)
+    return _encode_jpeg(image)
 
 
-def _encoded(image: Image.Image) -> bytes:
+def _encode_jpeg(image: Image.Image) -> bytes:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=82)
     return stream.getvalue()

@@ -39,12 +39,12 @@ def sweep_results(
     cpu_rate: float = 1e12, gpu_rate: float = 1e14, gpu_fixed: float = 0.02
 ) -> list[Result]:
     """Steps that follow a cost model: the GPU has a fixed cost and is faster."""
-    found = []
+    results = []
     for model in ("tiny", "original", "ViT-B-32"):
         for batch_size in (1, 4, 16, 64, 256):
             work = FLOPS_PER_IMAGE[model] * batch_size
-            found.append(result(configuration(model, batch_size, "cpu"), work / cpu_rate + 1e-4))
-            found.append(
+            results.append(result(configuration(model, batch_size, "cpu"), work / cpu_rate + 1e-4))
+            results.append(
                 result(configuration(model, batch_size, "cuda"), gpu_fixed + work / gpu_rate)
             )
-    return found
+    return results

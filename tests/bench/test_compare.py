@@ -78,27 +78,27 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
 def test_threads_are_all_cores_performance_cores_and_half() -> None:
     assert thread_counts(M1) == [8, 2]  # the default is 4, one per performance core
     assert thread_counts(H200) == [24]  # all cores are the default
-    found = configurations(M1, CompareOptions(), ["cpu"])
-    assert {c.threads for c in found} == {0, 8, 2}
+    candidates = configurations(M1, CompareOptions(), ["cpu"])
+    assert {c.threads for c in candidates} == {0, 8, 2}
 
 
 def test_mlx_is_measured_without_torchs_variants() -> None:
-    found = configurations(
+    candidates = configurations(
         dataclasses.replace(M1, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"]
     )
-    variants = {c.variant for c in found if c.device == "mlx"}
+    variants = {c.variant for c in candidates if c.device == "mlx"}
     assert variants == {"mlx bf16", "mlx fp32", "mlx bf16 gradient checkpointing"}
 
 
 def test_several_models_are_ordered_by_precision_then_size() -> None:
     options = CompareOptions(models=("tiny", "original"), batch_sizes=(64, 1))
-    found = configurations(M1, options, ["mps", "cpu"])
-    order = dict.fromkeys((c.model, c.batch_size) for c in found[:8])
+    candidates = configurations(M1, options, ["mps", "cpu"])
+    order = dict.fromkeys((c.model, c.batch_size) for c in candidates[:8])
     assert list(order) == [("tiny", 1), ("tiny", 64), ("original", 1), ("original", 64)]
-    assert [c.variant for c in found[:8]] == ["mps bf16", "cpu bf16"] * 4
-    assert [c.precision for c in found[8:]] == ["fp32"] * 8 + ["fp16"] * 8
-    assert len(found) == 24
-    assert second_round(found) == found[::-1]
+    assert [c.variant for c in candidates[:8]] == ["mps bf16", "cpu bf16"] * 4
+    assert [c.precision for c in candidates[8:]] == ["fp32"] * 8 + ["fp16"] * 8
+    assert len(candidates) == 24
+    assert second_round(candidates) == candidates[::-1]
 
 
 class FixedClock(module.CompareClock):
@@ -220,21 +220,23 @@ def test_failures_are_rows_of_the_table_and_the_comparison_goes_on(
     }
     reasons = {key.replace("measure C", "measure (C"): value for key, value in reasons.items()}
     monkeypatch.setattr(fake_workers, "fails", reasons)
-    found = m1clip.compare("tiny", [4, 8], ["cuda", "cpu"], out=tmp_path / "out")
-    assert {r.configuration.label for r in found.results} >= {
+    comparison = m1clip.compare("tiny", [4, 8], ["cuda", "cpu"], out=tmp_path / "out")
+    assert {r.configuration.label for r in comparison.results} >= {
         "tiny, batch 4, cuda fp32 CUDA graph",
         "tiny, batch 8, cpu bf16",
     }
-    assert all(r.seconds.n == 6 for r in found.results if not r.configuration.compile), "two rounds"
-    assert found.skipped["cuda bf16"] == "bf16 is not supported on cuda"
-    assert found.skipped["tiny, batch 8, cuda fp32 CUDA graph"] == "out of memory (CUDA)"
-    assert found.skipped["cuda: overhead"].startswith("the worker process ended")
-    assert found.skipped["tiny, cpu fp16: stability"] == "out of memory (bad_alloc)"
-    assert found.stability["tiny, cpu fp32"].skipped == 1
-    (line,) = [row for row in str(found).splitlines() if row.startswith("cuda: overhead")]
+    assert all(r.seconds.n == 6 for r in comparison.results if not r.configuration.compile), (
+        "two rounds"
+    )
+    assert comparison.skipped["cuda bf16"] == "bf16 is not supported on cuda"
+    assert comparison.skipped["tiny, batch 8, cuda fp32 CUDA graph"] == "out of memory (CUDA)"
+    assert comparison.skipped["cuda: overhead"].startswith("the worker process ended")
+    assert comparison.skipped["tiny, cpu fp16: stability"] == "out of memory (bad_alloc)"
+    assert comparison.stability["tiny, cpu fp32"].skipped == 1
+    (line,) = [row for row in str(comparison).splitlines() if row.startswith("cuda: overhead")]
     assert line.endswith("not measured: the worker process ended, probably out of memory")
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert written["skipped"] == dict(found.skipped)
+    assert written["skipped"] == dict(comparison.skipped)
     page = (tmp_path / "out" / "comparison.html").read_text()
     assert "tiny, batch 8, cuda fp32 CUDA graph: out of memory (CUDA)" in page
 
@@ -251,9 +253,9 @@ class SlowMachine:
 
     def work(self, seconds: float) -> float:
         """Spend time; returns how much."""
-        taken = seconds * self.random.uniform(1.0, self.spread)
-        self.now += taken
-        return taken
+        seconds_taken = seconds * self.random.uniform(1.0, self.spread)
+        self.now += seconds_taken
+        return seconds_taken
 
     def step(self, c: Configuration) -> float:
         """The seconds of a step without other programs."""
@@ -292,9 +294,9 @@ class TimedWorker(FakeWorker):
                 machine.work(max(5 * step, min(50 * step, arguments[3])))
             else:
                 count = max(3, min(100, int(arguments[1] / step)))
-                taken = [machine.work(step) for _ in range(count)]
+                step_times = [machine.work(step) for _ in range(count)]
                 machine.work((4 + 4 * arguments[3]) * step)  # warmup, gradient and stages
-                answer = dataclasses.replace(answer, seconds=taken)
+                answer = dataclasses.replace(answer, seconds=step_times)
         if machine.now - begin > timeout:
             machine.now = begin + timeout
             raise MeasurementError(f"timed out after {timeout:.0f} s")
@@ -336,8 +338,8 @@ def test_comparison_ends_with_its_time(
     used_by_imports = 3.0
     measured: list[Result] = []
     try:
-        found = run_comparison(options, tmp_path, lambda text, used: None, used_by_imports)
-        measured += found.results
+        comparison = run_comparison(options, tmp_path, lambda text, used: None, used_by_imports)
+        measured += comparison.results
     except UserError:
         if minutes > 0.5:
             raise  # in half a minute, starting one worker may take all of the time
@@ -377,35 +379,37 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_models")
 def test_gradients_and_stages_of_a_step_are_measured() -> None:
-    one = configuration(batch_size=2)
-    found = worker.measure(one, 0.0, 2, True)
-    assert len(found.seconds) == 2
-    assert found.peak_bytes > 1e7
-    assert 0 < found.gradient_difference < 0.15
+    c = configuration(batch_size=2)
+    measurement = worker.measure(c, 0.0, 2, True)
+    assert len(measurement.seconds) == 2
+    assert measurement.peak_bytes > 1e7
+    assert 0 < measurement.gradient_difference < 0.15
     # Another batch size in another precision in the same process.
-    found = worker.measure(dataclasses.replace(one, batch_size=1, precision="fp32"), 0.0, 1, True)
-    assert found.gradient_difference < 1e-4
-    assert found.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
-    assert found.stages_problem == ""
+    measurement = worker.measure(
+        dataclasses.replace(c, batch_size=1, precision="fp32"), 0.0, 1, True
+    )
+    assert measurement.gradient_difference < 1e-4
+    assert measurement.stages.keys() >= {"copy", "forward", "backward", "optimizer"}
+    assert measurement.stages_problem == ""
 
 
 @pytest.mark.slow
 def test_worker_process_measures_reports_errors_and_is_killed_when_late(tmp_path: Path) -> None:
-    one = dataclasses.replace(configuration(batch_size=1), threads=1)
+    c = dataclasses.replace(configuration(batch_size=1), threads=1)
     process = Worker(tmp_path / "log")
     try:
-        found = process.call("measure", TIMEOUT, one, 0.0, 1, False)
-        assert len(found.seconds) == 1
-        assert found.gradient_difference is None
+        measurement = process.call("measure", TIMEOUT, c, 0.0, 1, False)
+        assert len(measurement.seconds) == 1
+        assert measurement.gradient_difference is None
         with pytest.raises(MeasurementError, match="unknown model preset"):
-            process.call("measure", TIMEOUT, dataclasses.replace(one, model="none"), 0.0, 1, False)
+            process.call("measure", TIMEOUT, dataclasses.replace(c, model="none"), 0.0, 1, False)
         assert process.alive
         with pytest.raises(MeasurementError, match="timed out after"):
-            process.call("measure", 0.0, one, 0.0, 1, False)
+            process.call("measure", 0.0, c, 0.0, 1, False)
     finally:
         process.close()
     with pytest.raises(MeasurementError, match="worker process"):
-        process.call("measure", TIMEOUT, one, 0.0, 1, False)
+        process.call("measure", TIMEOUT, c, 0.0, 1, False)
 
 
 @dataclasses.dataclass
@@ -422,15 +426,15 @@ class Killer:
 def test_worker_that_is_killed_within_a_measurement_is_replaced(tmp_path: Path) -> None:
     """As the system does when memory is short, or a driver when its device is lost."""
     session = session_with(tmp_path, remaining=TIMEOUT)
-    one = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
-    victim = session.workers.get(one.variant)
+    c = dataclasses.replace(configuration(batch_size=1, precision="fp32"), threads=1)
+    victim = session.workers.get(c.variant)
     with pytest.raises(MeasurementError, match="worker process ended, probably out of memory"):
         victim.call("measure", TIMEOUT, Killer(victim.pid))
     assert not victim.alive
-    session.measure(one, 0.0)
+    session.measure(c, 0.0)
     session.workers.close()
     assert session.skipped == {}
-    assert [r.configuration for r in session.steps.results] == [one]
+    assert [r.configuration for r in session.steps.results] == [c]
 
 
 @pytest.mark.usefixtures("small_models")
@@ -439,23 +443,23 @@ def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Results of a busy machine are not saved otherwise.
     monkeypatch.setattr(steps, "MAX_OTHERS", 1.0)
     monkeypatch.setattr(worker, "Worker", InThisProcess)
-    one = configuration(precision="fp32", batch_size=2)
-    monkeypatch.setattr(module, "configurations", lambda *values: [one])
+    c = configuration(precision="fp32", batch_size=2)
+    monkeypatch.setattr(module, "configurations", lambda *values: [c])
     monkeypatch.setattr(module, "measure_loading", lambda facts, seconds: [])
     monkeypatch.setattr(module, "STABILITY_STEPS", 6)
     monkeypatch.setattr(module, "COMPARED_SECONDS", 0.0)
     shown: list[str] = []
     options = CompareOptions(batch_sizes=(2,), devices=("cpu",), precisions=("fp32",), minutes=10.0)
-    found = run_comparison(options, tmp_path / "out", lambda text, used: shown.append(text))
-    (one,) = found.results
-    assert one.seconds.n >= 6, "two passes"
-    assert one.gradient_difference is not None
-    assert one.gradient_difference < 1e-3
-    assert shown[-1] == one.configuration.label
-    assert "tiny, cpu fp32" in found.stability
-    assert "memory bandwidth" in {overhead.operation for overhead in found.overheads["cpu"]}
+    comparison = run_comparison(options, tmp_path / "out", lambda text, used: shown.append(text))
+    (c,) = comparison.results
+    assert c.seconds.n >= 6, "two passes"
+    assert c.gradient_difference is not None
+    assert c.gradient_difference < 1e-3
+    assert shown[-1] == c.configuration.label
+    assert "tiny, cpu fp32" in comparison.stability
+    assert "memory bandwidth" in {overhead.operation for overhead in comparison.overheads["cpu"]}
     assert (tmp_path / "out" / "comparison.html").stat().st_size > 10_000
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert written["complete"]
     assert "the fastest of 1" in written["verdict"][0]
-    assert load_measured(read_machine_info()) == [one]
+    assert load_measured(read_machine_info()) == [c]

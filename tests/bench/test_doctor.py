@@ -141,11 +141,11 @@ def test_wrong_kernel_is_detected(
 
         Only in the first call, which is that of the device.
         """
-        (found,) = grad(*arguments)
+        (gradients,) = grad(*arguments)
         if not calls:
-            found[5, 7] *= 1 + error
+            gradients[5, 7] *= 1 + error
         calls.append(True)
-        return (found,)
+        return (gradients,)
 
     monkeypatch.setattr(torch.autograd, "grad", device_grad)
     assert try_kernel(Device("cpu", read_machine_info())) == reported
@@ -162,10 +162,10 @@ def test_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_known_errors_are_all_right_on_this_machine() -> None:
     for kind in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        found = find_errors(kind)
-        assert len(found) == len(KNOWN_ERRORS)
-        assert set(found.values()) == {""}
-        (finding,) = check_known_errors(kind, found)
+        errors = find_errors(kind)
+        assert len(errors) == len(KNOWN_ERRORS)
+        assert set(errors.values()) == {""}
+        (finding,) = check_known_errors(kind, errors)
         assert finding.level == "ok"
 
 
@@ -184,9 +184,9 @@ def test_known_errors_are_found_where_kernels_are_wrong(monkeypatch: pytest.Monk
         return linear(x, weight, None if sum(calls) % 2 else bias)
 
     monkeypatch.setattr(F, "linear", without_bias)
-    wrong = {name.split(",")[0] for name, what in find_errors("cpu").items() if what}
-    assert "pytorch#195910" in wrong
-    assert wrong & {"pytorch#189495", "pytorch#188438"}
+    wrong_kernels = {name.split(",")[0] for name, outcome in find_errors("cpu").items() if outcome}
+    assert "pytorch#195910" in wrong_kernels
+    assert wrong_kernels & {"pytorch#189495", "pytorch#188438"}
 
 
 ABORTING = [number for number, error in enumerate(KNOWN_ERRORS) if error.aborts]
@@ -225,13 +225,13 @@ def test_reproduction_in_a_process_of_its_own_has_its_exit_code() -> None:
 
 
 def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:
-    found = dict.fromkeys((error.title for error in KNOWN_ERRORS), "")
-    found[KNOWN_ERRORS[2].title] = "wrong"
-    finding = by_name(dataclasses.replace(M1, known_errors={"mps": found}))["mps error"]
+    outcomes = dict.fromkeys((error.title for error in KNOWN_ERRORS), "")
+    outcomes[KNOWN_ERRORS[2].title] = "wrong"
+    finding = by_name(dataclasses.replace(M1, known_errors={"mps": outcomes}))["mps error"]
     assert finding.level == "warning"
     assert finding.text == "pytorch#195163, bmm with a reduction of 40,000: wrong"
     assert "no call is that long" in finding.hint
-    finding = by_name(dataclasses.replace(AMX, known_errors={"cpu": found}))["cpu error"]
+    finding = by_name(dataclasses.replace(AMX, known_errors={"cpu": outcomes}))["cpu error"]
     assert finding.level == "problem"
 
 

@@ -46,8 +46,8 @@ def test_page_is_self_contained_and_has_every_section() -> None:
 
 
 def test_page_of_a_cpu_says_what_was_not_measured() -> None:
-    found = Comparison(facts=M1, results=[result(configuration(), 1.0)])
-    page = comparison_page(found).decode()
+    comparison = Comparison(facts=M1, results=[result(configuration(), 1.0)])
+    page = comparison_page(comparison).decode()
     assert "Only the CPU was measured: there is no crossover" in page
     assert "no energy counter can be read" in page
     assert "<h2>Overhead</h2>" not in page

@@ -51,7 +51,7 @@ class OneProcess(Ranks):
 @pytest.fixture(params=[XEON, H200], ids=["XEON", "H200"])
 def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MachineInfo:
     """A machine on which measurements have fixed results: the first candidate is the fastest."""
-    found: MachineInfo = request.param
+    machine: MachineInfo = request.param
 
     def choose(config: Any, model_init: Any, facts: MachineInfo, tokens: int) -> measure.Choice:
         options = measure.candidates(config.train.device, config.train.precision, facts)
@@ -67,15 +67,15 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ma
     monkeypatch.setattr(measure, "choose", choose)
     monkeypatch.setattr(MemoryEstimate, "peak", peak)
     for module in (workbench, plans):
-        monkeypatch.setattr(module, "read_machine_info", lambda: found)
+        monkeypatch.setattr(module, "read_machine_info", lambda: machine)
     for module in (workbench, decide):
         monkeypatch.setattr(module, "memory_limit", memory_limit)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
     monkeypatch.setattr(plans, "process_bytes", lambda facts: 10**9)
-    monkeypatch.setattr(plans, "step_time", lambda *given: (0.5, "as the test says"))
+    monkeypatch.setattr(plans, "step_time", lambda *arguments: (0.5, "as the test says"))
     monkeypatch.setattr(Device, "total_bytes", lambda device: int(3.2e9))
     monkeypatch.setattr(Workbench, "_readable_images", lambda self, config: IMAGES)
-    return found
+    return machine
 
 
 def spec_of_train(options: dict[str, Any], ranks: int) -> RunSpec:

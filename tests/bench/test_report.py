@@ -25,9 +25,9 @@ def test_fastest_is_named_with_its_interval() -> None:
 
 def test_configuration_with_wrong_gradients_is_excluded() -> None:
     wrong = result(configuration(device="cuda"), 0.1, gradient=0.9)
-    found = "\n".join(verdict([result(configuration(device="cpu"), 4.0), wrong]))
-    assert "cuda bf16 CUDA graph: gradients differ from the CPU's in fp32 by 90.0%" in found
-    assert "tiny, batch 8: cpu bf16 is the fastest of 1" in found
+    sentences = "\n".join(verdict([result(configuration(device="cpu"), 4.0), wrong]))
+    assert "cuda bf16 CUDA graph: gradients differ from the CPU's in fp32 by 90.0%" in sentences
+    assert "tiny, batch 8: cpu bf16 is the fastest of 1" in sentences
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def test_crossover_in_words(seconds: tuple[float, float], message: str) -> None:
 
 
 def test_crossover_lies_between_measured_batch_sizes() -> None:
-    found = "\n".join(verdict(sweep_results()))
+    sentences = "\n".join(verdict(sweep_results()))
     assert (
         "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts"
-        " equal" in found
+        " equal" in sentences
     )
     # 66 ms against 21 ms.
-    assert "original in bf16: cuda is faster than the CPU at every batch size measured" in found
+    assert "original in bf16: cuda is faster than the CPU at every batch size measured" in sentences
 
 
 def test_shared_results_have_no_names_or_paths() -> None:
-    found = shared(M1, sweep_results())
-    assert set(found) == {
+    document = shared(M1, sweep_results())
+    assert set(document) == {
         "chip",
         "cores",
         "memory_gib",
@@ -67,17 +67,17 @@ def test_shared_results_have_no_names_or_paths() -> None:
         "mlx",
         "results",
     }
-    assert (found["chip"], found["system"]) == (
+    assert (document["chip"], document["system"]) == (
         M1.cpu,
         f"macOS {M1.macos}" if M1.macos else M1.system,
     )
-    assert {key for row in found["results"] for key in row} == {
+    assert {key for row in document["results"] for key in row} == {
         "configuration",
         "images_per_second",
         "n",
         "gradient_difference",
     }
-    written = json.dumps(found)
+    written = json.dumps(document)
     assert str(Path.home()) not in written
     assert platform.node() not in written
 
@@ -125,8 +125,8 @@ def test_threads_are_compared_with_the_default() -> None:
     default = configuration(device="cpu")
     times = {0: 1.0, 8: 1.5, 2: 1.8}
     results = [result(replace(default, threads=n), seconds) for n, seconds in times.items()]
-    found = [(row[0], row[-1]) for row in thread_rows(M1, results)]
-    assert found == [
+    cells = [(row[0], row[-1]) for row in thread_rows(M1, results)]
+    assert cells == [
         ("4 (performance cores, default)", "1.00"),
         ("8 (all cores)", "1.50"),
         ("2 (half)", "1.80"),

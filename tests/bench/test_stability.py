@@ -22,6 +22,6 @@ def test_spikes_and_losses_that_are_not_finite_are_counted() -> None:
 
 
 def test_updates_without_a_finite_gradient_were_skipped() -> None:
-    found = summarize("tiny", 8, [2.0, 1.0, 0.5], [math.inf, 1.0, math.nan])
-    assert (found.skipped, found.steps, found.spikes) == (2, 3, 0)
-    assert str(found) == "0 spikes and 2 skipped updates in 3 steps (loss 2 to 0.5)"
+    stability = summarize("tiny", 8, [2.0, 1.0, 0.5], [math.inf, 1.0, math.nan])
+    assert (stability.skipped, stability.steps, stability.spikes) == (2, 3, 0)
+    assert str(stability) == "0 spikes and 2 skipped updates in 3 steps (loss 2 to 0.5)"

@@ -33,18 +33,18 @@ def test_fit_recovers_the_coefficients() -> None:
         for name in ("tiny", "original", "ViT-B-32")
         for b in (1, 4, 16, 64)
     ]
-    found = fit(measured)
-    assert found is not None
-    assert (found.fixed, found.per_parameter, found.per_flop) == pytest.approx(
+    costs = fit(measured)
+    assert costs is not None
+    assert (costs.fixed, costs.per_parameter, costs.per_flop) == pytest.approx(
         (0.01, 1e-10, 1e-12), rel=1e-6
     )
 
 
 def test_fit_has_no_negative_coefficient() -> None:
     odd = [result(configuration(batch_size=b), s) for b, s in ((1, 5.0), (8, 1.0), (64, 0.5))]
-    found = fit(odd)
-    assert found is not None
-    assert min(found.fixed, found.per_parameter, found.per_flop) >= 0
+    costs = fit(odd)
+    assert costs is not None
+    assert min(costs.fixed, costs.per_parameter, costs.per_flop) >= 0
     assert fit(odd[:2]) is None
 
 
@@ -77,9 +77,9 @@ def test_measurements_beside_other_programs_are_not_saved(tmp_path: Path) -> Non
     ("model", "vocabulary", "tokens"), [("original", 33, 77), ("ViT-B-32", 49408, 24)]
 )
 def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> None:
-    shape, found = model_shape(model)
+    shape, token_count = model_shape(model)
     assert shape.vocab_size == vocabulary
-    assert abs(found - tokens) <= 8
+    assert abs(token_count - tokens) <= 8
 
 
 @pytest.fixture
@@ -114,15 +114,17 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ": fits in 4 GB" in plan_text(plan)
 
     for name in ("peak", "largest"):
-        monkeypatch.setattr(MemoryEstimate, name, lambda *given: 10**9)
+        monkeypatch.setattr(MemoryEstimate, name, lambda *arguments: 10**9)
     more = make_plan(SMALL_PLAN, 1600, ranks=4, bandwidth="1MB")
-    found, sent = (
+    run_plan, sent = (
         more["ranks"],
         0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim),
     )
-    assert (found["batch_size"], found["sent_bytes"], found["fsdp"]) == (4, sent, "off")
+    assert (run_plan["batch_size"], run_plan["sent_bytes"], run_plan["fsdp"]) == (4, sent, "off")
     assert more["step_seconds"] == pytest.approx(plan["step_seconds"] / 4 + sent / 1e6)
-    assert found["efficiency"] == pytest.approx(plan["step_seconds"] / (4 * more["step_seconds"]))
+    assert run_plan["efficiency"] == pytest.approx(
+        plan["step_seconds"] / (4 * more["step_seconds"])
+    )
     assert "ranks      4, PREDICTED: " in plan_text(more)
     assert "at 1 MB/s (as given)" in plan_text(more)
     with pytest.raises(UserError, match="--ranks 4 needs --bandwidth, such as 10GB"):
@@ -139,15 +141,15 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shallow_model_and_own_cache")
 def test_plan_uses_the_cost_model_or_the_speed_of_matrix_products() -> None:
     facts = read_machine_info()
-    one, device = configuration("200M", precision="fp32"), Device("cpu", facts)
-    seconds, source = step_time(one, facts, device)
+    c, device = configuration("200M", precision="fp32"), Device("cpu", facts)
+    seconds, source = step_time(c, facts, device)
     assert seconds > 0
     assert "measured on this machine; m1clip compare measures the step itself" in source
     others = {"tiny": 0.02, "original": 0.6, "ViT-B-32": 0.3}
     save_measured(
         facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()]
     )
-    seconds, source = step_time(one, facts, device)
+    seconds, source = step_time(c, facts, device)
     assert source == "cost model of 3 measured steps on this machine"
     assert seconds > 0.6
 

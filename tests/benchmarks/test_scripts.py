@@ -146,12 +146,14 @@ def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float
 def test_ratios_compare_steps_of_same_round() -> None:
     # The machine was twice as slow in the second round: ratios of medians would blur, paired ones
     # do not.
-    found = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
-    assert found["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
-    assert found["gemm_fraction"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100
-    assert found["limit_seconds"]["median"] == pytest.approx(0.75)
-    assert found["tokens"] == {"m1clip": 32, "default": 16}
-    assert found["samples"] == {"m1clip": 8, "default": 40}
+    summary = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
+    assert summary["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
+    assert summary["gemm_fraction"]["median"] == pytest.approx(
+        0.5
+    )  # 100 / 1 / 200 and 100 / 2 / 100
+    assert summary["limit_seconds"]["median"] == pytest.approx(0.75)
+    assert summary["tokens"] == {"m1clip": 32, "default": 16}
+    assert summary["samples"] == {"m1clip": 8, "default": 40}
 
 
 def test_speedrun_entry_reads_the_log_of_m1clip() -> None:
@@ -179,10 +181,10 @@ def test_speedrun_entry_reads_the_log_of_m1clip() -> None:
         },
         {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", **better},
     ]
-    found = entry.summary(records, begin=1000.0)
-    assert found["images_seen"] == 20 * 64
-    assert found["images_per_second"] == 110.0
-    assert found["curve"] == [[21.0, pytest.approx(0.15)], [31.0, pytest.approx(0.35)]]
+    summary = entry.summary(records, begin=1000.0)
+    assert summary["images_seen"] == 20 * 64
+    assert summary["images_per_second"] == 110.0
+    assert summary["curve"] == [[21.0, pytest.approx(0.15)], [31.0, pytest.approx(0.35)]]
     with pytest.raises(SystemExit, match="no evaluation"):
         entry.summary(records[:2], begin=1000.0)
 
@@ -318,13 +320,13 @@ def test_frozen_rows_join_seeds_of_a_split() -> None:
 def test_class_of_an_image_is_the_only_word_in_its_captions() -> None:
     zeroshot = script("zeroshot")
     captions = ["A dog .", "A dog in the snow", "A dogged man", "Dog, on a chair"]
-    kept, labels = zeroshot.labeled(
+    labelled, labels = zeroshot.labeled(
         [Sample(FileImage(f"{i}.jpg"), (text,), str(i)) for i, text in enumerate(captions)]
     )
-    assert [sample.id for sample in kept] == ["0", "3"]
+    assert [sample.id for sample in labelled] == ["0", "3"]
     assert labels.tolist() == [zeroshot.WORDS.index("dog")] * 2
-    got = zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
-    assert (got["top1"], got["per_class"], got["n"]) == (0.75, 0.75, 4)
+    accuracy = zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
+    assert (accuracy["top1"], accuracy["per_class"], accuracy["n"]) == (0.75, 0.75, 4)
     assert (
         zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 0]], torch.tensor([0, 0, 0, 1]))["per_class"]
         == 0.5

@@ -93,8 +93,10 @@ def test_class_has_its_everyday_names_and_held_out_folders_are_not_read(
     imagenet = ["Cat", "dog", "bird", "fish", "cow"]
     images, labels, named, names = tool.read_classes([tmp_path / "classes"], imagenet, towers)
     vocabulary = ["animal", "bird", "cat", "cow", "dog", "fish", "pet", "red fox"]
-    found = [[name for name, yes in zip(vocabulary, row, strict=True) if yes] for row in named]
-    assert found == [
+    names_of_classes = [
+        [name for name, yes in zip(vocabulary, row, strict=True) if yes] for row in named
+    ]
+    assert names_of_classes == [
         ["animal", "cat", "pet"],
         ["animal", "dog", "pet"],
         ["animal", "bird"],

@@ -28,10 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def images(tmp_path: Path) -> Path:
     for number, name in enumerate(("red", "green")):
         (tmp_path / "set" / name).mkdir(parents=True)
-        for each in range(3):
-            color = np.full((20, 24, 3), 40 * each, np.uint8)
+        for image_number in range(3):
+            color = np.full((20, 24, 3), 40 * image_number, np.uint8)
             color[..., number] = 250
-            Image.fromarray(color).save(tmp_path / "set" / name / f"{each}.png")
+            Image.fromarray(color).save(tmp_path / "set" / name / f"{image_number}.png")
     return tmp_path / "set"
 
 
@@ -82,14 +82,12 @@ def test_classify_many_images_and_folders(
     assert len(lines) == 3 * len(paths)  # a block per image: its path and a line per label
 
     code, out, _ = run_command(capsys, "classify", images, *options, "--json")
-    found = json.loads(out)
+    rows = json.loads(out)
     assert code == 0
-    assert [each["image"] for each in found] == [
-        str(path) for path in sorted(images.rglob("*.png"))
-    ]
-    expected = m1clip.load(model).classify(found[0]["image"], ["red", "green"])[0]
-    assert [each["label"] for each in found[0]["labels"]] == [name for name, _ in expected]
-    assert [each["probability"] for each in found[0]["labels"]] == pytest.approx(
+    assert [row["image"] for row in rows] == [str(path) for path in sorted(images.rglob("*.png"))]
+    expected = m1clip.load(model).classify(rows[0]["image"], ["red", "green"])[0]
+    assert [row["label"] for row in rows[0]["labels"]] == [name for name, _ in expected]
+    assert [row["probability"] for row in rows[0]["labels"]] == pytest.approx(
         [p for _, p in expected], abs=1e-5
     )
 
@@ -134,8 +132,10 @@ def test_zero_shot(
     assert mistakes, "this model must confuse classes, or the rest checks nothing"
     _, listed = out.split("taken for")
     rows = [line.split() for line in listed.splitlines()[1:] if line.strip()]
-    found = {(true, taken): int(count) for true, taken, count in rows if true in classes}
-    assert found == mistakes
+    confusions = {
+        (true, predicted): int(count) for true, predicted, count in rows if true in classes
+    }
+    assert confusions == mistakes
 
 
 def test_default_model_is_newest_run(tmp_path: Path) -> None:

@@ -95,14 +95,14 @@ def test_help_describes_every_optimizer(
     assert f"always {MUON_WEIGHT_DECAY}" in shown_options(monkeypatch, capsys)["muon_lr"]
 
 
-def given(words: list[str]) -> dict[str, Any]:
+def parse_options(words: list[str]) -> dict[str, Any]:
     """The arguments that the command is called with."""
     _, bound, _ = app.parse_args(["train", *words], exit_on_error=False, print_error=False)
     return dict(bound.arguments)
 
 
 def test_command_gets_what_was_typed_and_nothing_else() -> None:
-    assert given([]) == {}
+    assert parse_options([]) == {}
     words = [
         "photos",
         "more",
@@ -121,19 +121,21 @@ def test_command_gets_what_was_typed_and_nothing_else() -> None:
         "lr": 5e-4,
         "steps": 2.5,
     }
-    assert given(words) == {**expected, "seed": -1}, "defaults too; the settings check the values"
-    assert given(["--wise-ft", "0.5", "--save-every", "30s"]) == {
+    assert parse_options(words) == {**expected, "seed": -1}, (
+        "defaults too; the settings check the values"
+    )
+    assert parse_options(["--wise-ft", "0.5", "--save-every", "30s"]) == {
         "wise_ft": "0.5",
         "save_every": "30s",
     }
-    assert given(["--weight-decay", "1", "--data", "a", "--data", "b"]) == {
+    assert parse_options(["--weight-decay", "1", "--data", "a", "--data", "b"]) == {
         "wd": 1,
         "data": ["a", "b"],
     }
 
 
 def test_words_of_a_background_run_give_the_same_arguments() -> None:
-    options = given(
+    options = parse_options(
         [
             "photos",
             "x.jpg",
@@ -145,7 +147,7 @@ def test_words_of_a_background_run_give_the_same_arguments() -> None:
             "--seed=-1",
         ]
     )
-    assert given(command_words(options)) == options
+    assert parse_options(command_words(options)) == options
     assert command_words({"preset": None, "out": Path("a b")}) == ["--out=a b"]
 
 
@@ -154,8 +156,8 @@ def test_torchrun_passes_every_option_on() -> None:
 
     names = [*NAMES, "out", "resume", "config", "preset", "background"]
     words = [f"--{name.replace('_', '-')}" for name in names]
-    found = parse_args(["--nproc-per-node", "2", "-m", "m1clip", "train", "photos", *words])
-    assert found.training_script_args == ["train", "photos", *words]
+    parsed = parse_args(["--nproc-per-node", "2", "-m", "m1clip", "train", "photos", *words])
+    assert parsed.training_script_args == ["train", "photos", *words]
     with pytest.raises(SystemExit):
         # Ambiguous: an option of torchrun begins like it.
         parse_args(["-m", "m1clip", "train", "--run", "x"])
@@ -163,7 +165,7 @@ def test_torchrun_passes_every_option_on() -> None:
 
 def test_config_has_the_defaults_of_scratch() -> None:
     scratch = make_config({"recipe": "scratch"})
-    assert scratch == Config().changed(recipe="scratch", epochs=scratch.train.epochs)
+    assert scratch == Config().with_values(recipe="scratch", epochs=scratch.train.epochs)
 
 
 def test_help_of_train_shows_ten_common_options(

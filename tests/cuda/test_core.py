@@ -33,13 +33,13 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 @needs_cuda
 @pytest.mark.parametrize("changes", [{}, {"train.micro_batch": 5}])
 def test_cuda_and_cpu_together_give_the_gradient_of_the_cpu(changes: dict[str, Any]) -> None:
-    found = []
+    results = []
     for device in ("cpu", "cuda+cpu"):
         inputs = prepared(small_config({**changes, "train.device": device}))
         step = inputs.make_step()
         loss = compute_gradients(step.parts, inputs.training[0], 0)
-        found.append((loss.cpu(), flat_gradient(step.model)))
-    (loss, gradient), (same_loss, same_gradient) = found
+        results.append((loss.cpu(), flat_gradient(step.model)))
+    (loss, gradient), (same_loss, same_gradient) = results
     torch.testing.assert_close(same_loss, loss, rtol=1e-4, atol=0)
     assert relative_difference(same_gradient, gradient) < 1e-3
 

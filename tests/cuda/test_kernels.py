@@ -26,8 +26,8 @@ def drawn(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=draw, device="cuda")).bfloat16()
 
 
-def distance(found: Tensor, right: Tensor) -> float:
-    return float((found.float() - right).detach().norm() / right.detach().norm())
+def distance(actual: Tensor, right: Tensor) -> float:
+    return float((actual.float() - right).detach().norm() / right.detach().norm())
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (37, 300), (2100, 256), (513, 3072)])
@@ -66,9 +66,9 @@ def test_attention_and_its_gradient(length: int, dim: int, causal: bool) -> None
     right, own = torch_attention(wide, n, heads, causal), torch_attention(narrow, n, heads, causal)
     (dright,) = torch.autograd.grad(right, wide, grad.float())
     (down,) = torch.autograd.grad(own, narrow, grad)
-    found = kernels.attention(qkv, n, heads, causal)
+    outputs = kernels.attention(qkv, n, heads, causal)
     dqkv, sums = kernels.attention_backward(grad, qkv, n, heads, causal)
-    assert distance(found, right) <= SLACK * distance(own, right) + 1e-4
+    assert distance(outputs, right) <= SLACK * distance(own, right) + 1e-4
     assert distance(dqkv, dright) <= SLACK * distance(down, dright) + 1e-4
     torch.testing.assert_close(
         sums, dright.sum(0), rtol=2e-2, atol=0.02 * float(dright.sum(0).abs().max())
@@ -98,10 +98,12 @@ def test_training_with_triton_kernels_matches_torch(way: Callable[[Any], Any]) -
     right = gradients(copy.deepcopy(model), inputs, bf16=False)
     own = gradients(copy.deepcopy(model), inputs, bf16=True)
     model.use_triton()
-    found = gradients(model, inputs, bf16=True, way=way)
-    assert found.keys() == right.keys()
+    actual_gradients = gradients(model, inputs, bf16=True, way=way)
+    assert actual_gradients.keys() == right.keys()
     for name, value in right.items():
-        assert distance(found[name], value) <= 1.5 * distance(own[name], value) + 1e-3, name
+        assert distance(actual_gradients[name], value) <= 1.5 * distance(own[name], value) + 1e-3, (
+            name
+        )
 
 
 def test_compiled_step_does_not_recompile_for_each_batch() -> None:

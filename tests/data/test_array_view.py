@@ -15,14 +15,14 @@ HOST = torch.device("cpu")
 def test_images_go_to_the_device_if_they_leave_room() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
     for rows in (None, np.array([5, 0, 3])):
-        images, wanted = (
+        images, expected = (
             array_view.ArrayView(pixels, rows),
             pixels if rows is None else pixels[rows],
         )
-        there = images.to_device(HOST, 4 * wanted.nbytes)
+        there = images.to_device(HOST, 4 * expected.nbytes)
         assert there is not None
-        assert np.array_equal(there.numpy(), wanted)
-        assert images.to_device(HOST, 4 * wanted.nbytes - 4) is None
+        assert np.array_equal(there.numpy(), expected)
+        assert images.to_device(HOST, 4 * expected.nbytes - 4) is None
     assert decoding.LazyImages([], 4).to_device(HOST, 10**9) is None
 
 

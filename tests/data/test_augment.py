@@ -41,9 +41,9 @@ def as_image(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1) * 255
 
 
-@pytest.mark.parametrize("given", [None, views(3)])
-def test_full_view_at_the_same_size_has_the_same_pixels(given: Tensor | None) -> None:
-    shown = render(images(), given, PLAIN)
+@pytest.mark.parametrize("view", [None, views(3)])
+def test_full_view_at_the_same_size_has_the_same_pixels(view: Tensor | None) -> None:
+    shown = render(images(), view, PLAIN)
     torch.testing.assert_close(shown, images().permute(0, 3, 1, 2).float() / 255, atol=1e-7, rtol=0)
 
 
@@ -55,12 +55,12 @@ def test_views_match_pillow(seed: int, side: int, flip: bool) -> None:
     )
     pixels = images(1, side)
     box = (left * side, top * side, right * side, bottom * side)
-    wanted = Image.fromarray(pixels[0].numpy()).resize((16, 16), Image.Resampling.BILINEAR, box)
+    expected = Image.fromarray(pixels[0].numpy()).resize((16, 16), Image.Resampling.BILINEAR, box)
     shown = as_image(
         render(pixels, views(1, (left, top, right - left, bottom - top), flip), PLAIN)
     )[0].numpy()
     # Pillow rounds to 8 bits after each direction.
-    np.testing.assert_allclose(shown[:, ::-1] if flip else shown, wanted, atol=1.5)
+    np.testing.assert_allclose(shown[:, ::-1] if flip else shown, expected, atol=1.5)
 
 
 def test_larger_image_is_resized_in_full_without_views() -> None:
@@ -117,18 +117,18 @@ def test_kept_patches_are_distinct_sorted_and_reproducible(
     count: int, dropout: float, epoch: int
 ) -> None:
     samples = np.array([3, 9, 4])
-    kept = draw_patches(dropout, count, 1, epoch, samples)
-    assert kept.shape == (3, max(1, round(count * (1 - dropout))))
-    assert ((kept >= 0) & (kept < count)).all()
-    assert (np.diff(kept, axis=1) > 0).all()
-    assert (draw_patches(dropout, count, 1, epoch, samples[::-1]) == kept[::-1]).all()
+    patches = draw_patches(dropout, count, 1, epoch, samples)
+    assert patches.shape == (3, max(1, round(count * (1 - dropout))))
+    assert ((patches >= 0) & (patches < count)).all()
+    assert (np.diff(patches, axis=1) > 0).all()
+    assert (draw_patches(dropout, count, 1, epoch, samples[::-1]) == patches[::-1]).all()
 
 
 def test_patches_are_kept_equally_often() -> None:
-    kept = draw_patches(0.5, 16, 0, 0, np.arange(4000))
-    counts = np.bincount(kept.ravel(), minlength=16)
+    patches = draw_patches(0.5, 16, 0, 0, np.arange(4000))
+    counts = np.bincount(patches.ravel(), minlength=16)
     assert (np.abs(counts - 2000) < 5 * np.sqrt(1000)).all()
-    assert (draw_patches(0.5, 16, 0, 1, np.arange(4000)) != kept).any()
+    assert (draw_patches(0.5, 16, 0, 1, np.arange(4000)) != patches).any()
 
 
 def test_boxes_are_a_function_of_seed_epoch_and_sample() -> None:
@@ -151,13 +151,13 @@ def test_boxes_show_the_partner(count: int) -> None:
     shown = torch.arange(count).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8).contiguous()
     boxes = torch.tensor([[0.25, 0.5, 1.0, 1.0]]).repeat(count, 1)
     boxes[0] = torch.tensor([0.3, 0.3, 0.3, 0.3])  # empty
-    found = paste_boxes(shown, boxes)
-    assert torch.equal(found[0], shown[0])
+    mixed_images = paste_boxes(shown, boxes)
+    assert torch.equal(mixed_images[0], shown[0])
     for row in range(1, count):
         partner = min(row ^ 1, count - 1)
-        assert (found[row, :, 4:, 2:] == partner).all()
-        assert (found[row, :, :4] == row).all()
-        assert (found[row, :, :, :2] == row).all()
-        pasted = (found[row, 0] == partner).float().mean()
+        assert (mixed_images[row, :, 4:, 2:] == partner).all()
+        assert (mixed_images[row, :, :4] == row).all()
+        assert (mixed_images[row, :, :, :2] == row).all()
+        pasted = (mixed_images[row, 0] == partner).float().mean()
         if partner != row:
             assert float(pasted) == pytest.approx(float(box_areas(boxes)[row]))

@@ -25,29 +25,29 @@ def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) 
 
     Interrupted after `stop_after` blocks.
     """
-    asked: list[str] = []
+    computed: list[str] = []
 
     def compute(
-        wanted: list[int], failed: dict[int, str], writer: cache.RowWriter
+        missing: list[int], failed: dict[int, str], writer: cache.RowWriter
     ) -> Iterator[list[int]]:
-        for number, start in enumerate(range(0, len(wanted), 2)):
+        for number, start in enumerate(range(0, len(missing), 2)):
             if number == stop_after:
                 raise KeyboardInterrupt
-            block = [words[item] for item in wanted[start : start + 2]]
-            asked.extend(block)
-            places = list(range(start, start + len(block)))
-            writer.write(places, np.stack([row(word) for word in block]))
-            yield places
+            block = [words[item] for item in missing[start : start + 2]]
+            computed.extend(block)
+            indices = list(range(start, start + len(block)))
+            writer.write(indices, np.stack([row(word) for word in block]))
+            yield indices
 
     try:
         at, _ = rows.fill([cache.row_key(word) for word in words], compute)
     except KeyboardInterrupt:
-        return asked
+        return computed
     view = rows.view(at)
     np.testing.assert_array_equal(
         view.read(np.arange(len(words))), np.stack([row(word) for word in words])
     )
-    return asked
+    return computed
 
 
 def row_cache(folder: Path, key: str = "a") -> cache.RowCache:

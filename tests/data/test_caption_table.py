@@ -32,7 +32,7 @@ def test_new_table_has_the_columns_of_the_data_docs(tmp_path: Path) -> None:
         Caption("a dog", split="test"),
         Caption("dog, beach", split="test"),
     ]
-    assert [each.text for each in again.of("b.jpg")] == ['ein Hund; «am Strand», "müde"']
+    assert [caption.text for caption in again.of("b.jpg")] == ['ein Hund; «am Strand», "müde"']
     again.write()
     assert made.path.read_bytes() == data
 
@@ -56,7 +56,7 @@ def test_rows_columns_and_captions_of_others_stay(tmp_path: Path) -> None:
     ]
     changed = read_captions(path)
     changed.replace("b.jpg", [])
-    assert [each.source for each in changed.of("b.jpg")] == ["model:x"]
+    assert [caption.source for caption in changed.of("b.jpg")] == ["model:x"]
 
 
 def test_template_rows_are_filled_and_stay_when_a_caption_is_removed(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_full_disk_keeps_the_old_table(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="not saved: the disk is full"):
         changed.write()
     assert changed.path.read_text(encoding="utf-8") == "image,caption\na.jpg,a dog\n"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["captions.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["captions.csv"]
 
 
 def test_writers_at_the_same_time_lose_nothing(
@@ -142,7 +142,7 @@ def test_writers_at_the_same_time_lose_nothing(
                 changed.replace(f"{writer}-{number}.jpg", ["a dog"])
                 changed.write()
 
-    threads = [threading.Thread(target=write, args=(each,)) for each in range(4)]
+    threads = [threading.Thread(target=write, args=(writer_number,)) for writer_number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -164,10 +164,10 @@ def test_any_text_is_read_back(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "captions.csv"
     made = read_captions(path)
-    cleaned = [text for each in captions if (text := clean_caption(each))]
+    cleaned = [text for caption in captions if (text := clean_caption(caption))]
     made.replace("a.jpg", cleaned)
     made.replace("b.jpg", ["last"])
     made.write()
     again = read_captions(path)
-    assert [each.text for each in again.of("a.jpg")] == list(dict.fromkeys(cleaned))
-    assert [each.text for each in again.of("b.jpg")] == ["last"]
+    assert [caption.text for caption in again.of("a.jpg")] == list(dict.fromkeys(cleaned))
+    assert [caption.text for caption in again.of("b.jpg")] == ["last"]

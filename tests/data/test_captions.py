@@ -65,10 +65,10 @@ def test_choice_of_an_image_does_not_depend_on_the_others_of_its_batch() -> None
     draws = rnd.bits(0, 0, np.arange(6), rnd.CAPTION)
     for count in (1, 2, 3):
         rows, chosen = captions.pick(images, draws, count)
-        for place in range(6):
-            here = slice(place, place + 1)
-            alone = captions.pick(images[here], draws[here], count)[1]
-            assert chosen[rows == place].tolist() == alone.tolist()
+        for index in range(6):
+            one_row = slice(index, index + 1)
+            alone = captions.pick(images[one_row], draws[one_row], count)[1]
+            assert chosen[rows == index].tolist() == alone.tolist()
 
 
 def test_subset_has_the_captions_of_its_images_in_its_order() -> None:
@@ -126,12 +126,12 @@ def test_dropped_tokens_leave_no_gap(data: st.DataObject, words: list[list[int]]
         st.lists(st.booleans(), min_size=len(rows) * context, max_size=len(rows) * context)
     )
     gone = np.array(flags).reshape(len(rows), context)
-    found, new_lengths = drop_tokens(tokens, lengths, gone, pad)
-    for row, inner, length, which in zip(found, words, new_lengths, gone, strict=True):
-        kept = [
+    shortened, new_lengths = drop_tokens(tokens, lengths, gone, pad)
+    for row, inner, length, which in zip(shortened, words, new_lengths, gone, strict=True):
+        remaining = [
             token for token, out in zip(inner, which[1 : len(inner) + 1], strict=True) if not out
         ]
-        kept = kept or inner[:1]  # one word always stays
-        assert row[:length].tolist() == [start, *kept, end]
+        remaining = remaining or inner[:1]  # one word always stays
+        assert row[:length].tolist() == [start, *remaining, end]
         assert (row[length:] == pad).all()
     assert (tokens == np.array(rows)).all(), "the table itself is unchanged"

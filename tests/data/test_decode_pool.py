@@ -61,10 +61,14 @@ def expected(refs: list[ImageRef]) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """No test may leave a process."""
-    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
-    left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
-    assert [each for each in left if "decode_worker" in " ".join(each.cmdline())] == []
+    left = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in before
+    ]
+    assert [process for process in left if "decode_worker" in " ".join(process.cmdline())] == []
 
 
 def test_processes_pay_only_for_many_images() -> None:
@@ -80,8 +84,8 @@ def test_process_imports_neither_torch_nor_the_command() -> None:
         "print([name for name in ('torch', 'datasets', 'pyarrow', 'cyclopts') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.stdout.strip() == "[]", found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 def test_processes_decode_in_order_what_threads_decode(
@@ -91,10 +95,10 @@ def test_processes_decode_in_order_what_threads_decode(
     blocks = list(
         decoding.decode_images(refs, SIDE, "shortest", bad, decoding.DecodeMethod(processes=2))
     )
-    places = [place for items, _ in blocks for place in items]
-    assert places == [place for place in range(IMAGES) if place not in (7, 70)]
+    indices = [index for items, _ in blocks for index in items]
+    assert indices == [index for index in range(IMAGES) if index not in (7, 70)]
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), expected)
-    assert {place: reason.split(":")[0] for place, reason in bad.items()} == dict.fromkeys(
+    assert {index: reason.split(":")[0] for index, reason in bad.items()} == dict.fromkeys(
         (7, 70), "truncated"
     )
 
@@ -104,8 +108,8 @@ def fill_cache(folder: Path, refs: list[ImageRef], processes: int) -> tuple[np.n
     cache = RowCache(folder, "images", "test", (SIDE, SIDE, 3), np.uint8)
     options = decoding.DecodeOptions(1, 2**30, processes)
 
-    def compute(wanted, failed, writer):
-        chosen = [refs[place] for place in wanted]
+    def compute(missing, failed, writer):
+        chosen = [refs[index] for index in missing]
         return decoding.decode_to_rows(chosen, SIDE, "shortest", failed, writer, options)
 
     rows, bad = cache.fill([row_key(str(ref)) for ref in refs], compute)
@@ -133,10 +137,10 @@ def test_rows_of_an_interrupted_fill_are_kept_and_free_ones_used(
 ) -> None:
     cache = RowCache(tmp_path, "images", "test", (SIDE, SIDE, 3), np.uint8)
 
-    def interrupted(wanted, failed, writer):
-        for place in (90, 3):  # neither in order nor without gaps
-            writer.write([place], expected[place - 2 : place - 1])
-            yield [place]
+    def interrupted(missing, failed, writer):
+        for index in (90, 3):  # neither in order nor without gaps
+            writer.write([index], expected[index - 2 : index - 1])
+            yield [index]
         raise KeyboardInterrupt
 
     keys = [row_key(str(ref)) for ref in refs]
@@ -162,13 +166,13 @@ def decode_while_killing(
     answers, killed = 0, 0
     due = sorted(draw.sample(range(1, 2 + len(refs) // 2), kills))
 
-    def kill_sometimes(pool: DecodePool, each):
+    def kill_sometimes(pool: DecodePool, worker):
         nonlocal answers, killed
         answers += 1
         if killed < kills and answers >= due[killed]:
             killed += 1
             os.kill(draw.choice(pool.processes).process.pid, signal.SIGKILL)
-        return receive(pool, each)
+        return receive(pool, worker)
 
     monkeypatch.setattr(DecodePool, "_receive", kill_sometimes)
     monkeypatch.setattr(decoding, "IMAGES_PER_BLOCK", 2)

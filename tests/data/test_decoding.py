@@ -29,7 +29,7 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
 
 def test_threads_decode_in_order(refs: list[FileImage]) -> None:
     shown: list[tuple[int, int]] = []
-    with console.on_progress(lambda *each: shown.append(each)):
+    with console.on_progress(lambda *values: shown.append(values)):
         blocks = list(decoding.decode_images(refs, 16, "shortest", {}, decoding.DecodeMethod(2)))
     assert [item for items, _ in blocks for item in items] == list(range(300))
     lazy = decoding.LazyImages(refs, 16).read(np.arange(300))
@@ -44,7 +44,7 @@ class Absurd:
 
     error: type[Exception]
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         raise self.error
 
     def stamp(self) -> str:

@@ -88,14 +88,14 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 # Pytest resets m1clip's filter.
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("size", [(120, 90), (160, 125), (200, 128)])
-@pytest.mark.parametrize(("want", "expected"), [(20, 20), (None, 60)])
+@pytest.mark.parametrize(("min_side", "expected"), [(20, 20), (None, 60)])
 def test_large_jpeg_is_decoded_smaller(
-    size: tuple[int, int], want: int | None, expected: int
+    size: tuple[int, int], min_side: int | None, expected: int
 ) -> None:
     data = encoded(Image.new("RGB", size, (200, 30, 30)), "JPEG")
     with images.open_header(data, "x") as header:
         assert header.size == size
-    image = decode(data, want, "x")
+    image = decode(data, min_side, "x")
     assert image.width * image.height <= 6_400
     assert min(image.size) >= min(expected, size[1] // 2)
     assert np.abs(np.asarray(image)[5, 5].astype(int) - (200, 30, 30)).max() <= 12

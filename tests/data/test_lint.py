@@ -47,11 +47,11 @@ def check(
 
 
 def counts(report: LintReport) -> dict[str, int]:
-    return {found.code: found.count for found in report.findings}
+    return {finding.code: finding.count for finding in report.findings}
 
 
 def of(report: LintReport, code: str) -> tuple[str, ...]:
-    return next(found.examples for found in report.findings if found.code == code)
+    return next(finding.examples for finding in report.findings if finding.code == code)
 
 
 def test_clean_dataset_is_ok_in_any_image_mode(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_caption_findings(tmp_path: Path) -> None:
     assert of(report, "skipped-empty-caption")[0].startswith("captions.jsonl row 16")
     assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
     assert "captions over 10 tokens (10 tokens cut off)" in [
-        found.message for found in report.findings
+        finding.message for finding in report.findings
     ]
     assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
 
@@ -162,7 +162,7 @@ def test_every_kind_of_problem_is_reported(tmp_path: Path) -> None:
         source.problems += [Problem(f"{kind}.csv row {row}", "odd", kind) for row in range(5)]
     report = lint(source, 1)
     assert counts(report) == {f"skipped-{kind}": 5 for kind in PROBLEM_KINDS}
-    assert {len(found.examples) for found in report.findings} == {5}
+    assert {len(finding.examples) for finding in report.findings} == {5}
     shown = report.to_text().splitlines()
     more = f"           ... and {5 - EXAMPLES_SHOWN} more; --json lists up to {EXAMPLES_IN_JSON}"
     assert shown.count(more) == len(PROBLEM_KINDS)

@@ -42,10 +42,12 @@ def test_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -> N
     members = [plan.members(step) for step in steps]
     assert {number for number, _ in members} == {epoch}
     assert all(len(chosen) == plan.batch for _, chosen in members)
-    seen = np.concatenate([chosen for _, chosen in members])
-    assert len(np.unique(seen)) == len(seen) == plan.images // plan.batch * plan.batch
-    assert seen.min() >= 0
-    assert seen.max() < plan.images
+    members_seen = np.concatenate([chosen for _, chosen in members])
+    assert (
+        len(np.unique(members_seen)) == len(members_seen) == plan.images // plan.batch * plan.batch
+    )
+    assert members_seen.min() >= 0
+    assert members_seen.max() < plan.images
 
 
 def training_set(full_length: bool = False) -> TrainingSet:
@@ -187,17 +189,19 @@ def test_error_in_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> None:
 def test_killed_worker_is_restarted_and_the_batches_are_the_same(
     method: str, tmp_path: Path
 ) -> None:
-    data, warnings, seen = training_set(), list[str](), list[Batch]()
+    data, warnings, batches_seen = training_set(), list[str](), list[Batch]()
     data.images = mapped(data.images, tmp_path)
     others = set(multiprocessing.active_children())  # of earlier tests
     for batch in batches(data, 0, 9, 2, method, False, warnings.append):
-        seen.append(batch)
-        if len(seen) == 3:
-            victim = next(each for each in multiprocessing.active_children() if each not in others)
+        batches_seen.append(batch)
+        if len(batches_seen) == 3:
+            victim = next(
+                process for process in multiprocessing.active_children() if process not in others
+            )
             victim.kill()
             victim.join()  # an exception here, outside of the loader, would be torch's handler
     for step in range(9):
-        assert_same_batch(seen[step], data[step])
+        assert_same_batch(batches_seen[step], data[step])
     assert len(warnings) == 1
     assert "was killed (exit code -9)" in warnings[0]
     assert set(multiprocessing.active_children()) <= others
@@ -262,25 +266,25 @@ def test_batches_are_the_same_with_decoding_processes(
     part: tuple[int, int], tmp_path: Path
 ) -> None:
     """The batches of two epochs; a process is killed in the middle, and an image is broken."""
-    data, warnings, seen = training_set(), list[str](), list[Batch]()
+    data, warnings, batches_seen = training_set(), list[str](), list[Batch]()
     data.images = photos(tmp_path)
     data.plan = replace(data.plan, part=part)
-    others = {each.pid for each in psutil.Process().children()}
+    others = {process.pid for process in psutil.Process().children()}
     for batch in batches(data, 1, 9, 2, "spawn", False, warnings.append):
-        seen.append(batch)
-        if len(seen) == 2:
+        batches_seen.append(batch)
+        if len(batches_seen) == 2:
             children = psutil.Process().children()
-            victims = [each for each in children if each.pid not in others]
+            victims = [process for process in children if process.pid not in others]
             assert len(victims) == 2
             victims[0].kill()
             victims[0].wait()
-    for step, batch in enumerate(seen, start=1):
+    for step, batch in enumerate(batches_seen, start=1):
         assert_same_batch(batch, data[step])
         assert batch.failed == data[step].failed
-    assert len(seen) == 8
-    assert any(batch.failed for batch in seen)
+    assert len(batches_seen) == 8
+    assert any(batch.failed for batch in batches_seen)
     assert all("was killed" in warning for warning in warnings)
-    assert {each.pid for each in psutil.Process().children()} <= others
+    assert {process.pid for process in psutil.Process().children()} <= others
 
 
 def test_decoding_processes_can_be_left_and_interrupted(tmp_path: Path) -> None:
@@ -296,10 +300,10 @@ def test_decoding_processes_can_be_left_and_interrupted(tmp_path: Path) -> None:
 
     feed = batches(data, 0, 1000, 2, "spawn", False, interruptible=interruptible)
     assert_same_batch(next(feed), data[0])
-    for each in psutil.Process().children():
-        if "decode_worker" in " ".join(each.cmdline()):
-            each.suspend()
-            stopped.append(each.pid)
+    for process in psutil.Process().children():
+        if "decode_worker" in " ".join(process.cmdline()):
+            process.suspend()
+            stopped.append(process.pid)
     with pytest.raises(KeyboardInterrupt):
         collections.deque(feed, maxlen=0)
     assert not any(map(psutil.pid_exists, stopped))
@@ -382,10 +386,10 @@ def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     assert torch.equal(some[0].tokens, again[0].tokens)
     assert list(some[0].lengths) == sorted(some[0].lengths)
     assert some[0].tokens.shape[1] < full[0].tokens.shape[1], "dropped words are not padding"
-    kept = (
+    kept_fraction = (
         sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(full[0].lengths) - 12) / 40
     )
-    assert abs(kept - 0.7) < 0.03
+    assert abs(kept_fraction - 0.7) < 0.03
     rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
     assert len(rows) > 12, "another epoch drops other words"
 

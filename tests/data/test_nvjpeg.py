@@ -68,8 +68,8 @@ def test_squares_differ_from_those_of_pillow_by_rounding(resize: str) -> None:
         coarse = Image.fromarray(draw.integers(0, 256, (5, 5, 3), np.uint8))
         images.append(coarse.resize(size, Image.Resampling.BICUBIC))
     tensors = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in images]
-    found = squares(tensors, SIDE, resize).numpy().astype(int)
-    for made, image in zip(found, images, strict=True):
+    decoded = squares(tensors, SIDE, resize).numpy().astype(int)
+    for made, image in zip(decoded, images, strict=True):
         difference = np.abs(made - to_square(image, SIDE, resize))
         assert difference.max() <= 2
         assert difference.mean() < 0.3
@@ -112,8 +112,8 @@ def test_gpu_and_cpu_decode_each_image_once_in_order(
         )
     )
     expected = list(decoding.decode_images(refs, SIDE, "shortest", on_cpu))
-    places = [place for items, _ in blocks for place in items]
-    assert places == [place for items, _ in expected for place in items]
+    indices = [index for items, _ in blocks for index in items]
+    assert indices == [index for items, _ in expected for index in items]
     assert bad == on_cpu
     assert sorted(bad) == [7, 8]
     assert max(sent) == 2
@@ -138,9 +138,9 @@ def test_rows_decoded_on_the_gpu_are_written_to_their_places(
     cache = RowCache(tmp_path / "cache", "images", "test", (SIDE, SIDE, 3), np.uint8)
     options = decoding.DecodeOptions(1, 2**30)
 
-    def compute(wanted: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
+    def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:
         writer.rows = [*writer.rows[10:], *writer.rows[:10]]
-        chosen = [refs[place] for place in wanted]
+        chosen = [refs[index] for index in missing]
         return decoding.decode_to_rows(
             chosen, SIDE, "shortest", failed, writer, options, gpu=on_host
         )
@@ -148,10 +148,10 @@ def test_rows_decoded_on_the_gpu_are_written_to_their_places(
     rows, bad = cache.fill([row_key(str(ref)) for ref in refs], compute)
     assert set(bad) == {7}
     assert rows.tolist() == [*range(10, 17), -1, 18, 19, *range(10)]
-    places = np.array([place for place in range(20) if place != 7])
-    found = cache.view(rows[places]).read(np.arange(19)).astype(int)
-    for made, place in zip(found, places.tolist(), strict=True):
-        assert np.abs(made - to_square(decode(refs[place].path), SIDE)).max() <= 2
+    indices = np.array([index for index in range(20) if index != 7])
+    decoded = cache.view(rows[indices]).read(np.arange(19)).astype(int)
+    for made, index in zip(decoded, indices.tolist(), strict=True):
+        assert np.abs(made - to_square(decode(refs[index].path), SIDE)).max() <= 2
 
 
 class Hanging(ImageRef):

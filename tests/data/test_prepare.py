@@ -124,7 +124,11 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     assert quick_check(source, 4)["findings"] != report["findings"]
     assert warnings[2] == "data: 1 more finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
-    assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
+    assert {finding["code"] for finding in report["findings"]} == {
+        "missing",
+        "empty",
+        "not-an-image",
+    }
     json.dumps(report)
 
 

@@ -35,8 +35,8 @@ def test_hash_is_splitmix64() -> None:
     with np.errstate(over="ignore"):
         golden = np.uint64(0x9E3779B97F4A7C15)
         states = np.arange(3, dtype=np.uint64) * golden
-        found = rnd._splitmix(states)
-    assert [hex(value) for value in found] == [
+        hashes = rnd._splitmix(states)
+    assert [hex(value) for value in hashes] == [
         "0xe220a8397b1dcdaf",
         "0x6e789e6aa1b965f4",
         "0x6c45d188009454f",
@@ -79,8 +79,8 @@ def test_windowed_order_differs_by_epoch_and_spreads_neighbours() -> None:
     blocks = np.full(400, 1000)
     orders = [rnd.windowed_order(0, epoch, blocks, 0, 400_000) for epoch in (0, 1)]
     assert (orders[0] == orders[1]).mean() < 0.001
-    place = np.argsort(orders[0])
-    assert abs(np.corrcoef(place, np.arange(400_000))[0, 1]) < 0.2  # 400 blocks in random order
+    positions = np.argsort(orders[0])
+    assert abs(np.corrcoef(positions, np.arange(400_000))[0, 1]) < 0.2  # 400 blocks in random order
     batch = orders[0][:4096] // 1000
     assert len(np.unique(batch)) == 66, "from all blocks of the first window"
 

@@ -29,7 +29,9 @@ TEXTS = [
 def draw(
     path: Path, query: str = "a blue square", marks: tuple[tuple[bool, ...], ...] = ((False, True),)
 ) -> Image.Image:
-    rows = [{"caption": query, "correct": each, "scores": [0.9, 0.8], "rank": 2} for each in marks]
+    rows = [
+        {"caption": query, "correct": correct, "scores": [0.9, 0.8], "rank": 2} for correct in marks
+    ]
     draw_grid(rows, [np.full((2, 32, 32, 3), BLUE, np.uint8)] * len(marks), path, query)
     with Image.open(path) as opened:
         return opened.convert("RGB")
@@ -78,8 +80,8 @@ def test_snapshots_are_thinned_out(tmp_path: Path) -> None:
     for step in range(1, 200):
         (tmp_path / f"step-{step:08d}.json").touch()
         thin_out(tmp_path, step)
-    kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
-    assert len(kept) <= MAX_SNAPSHOTS
-    assert {1, 199} <= set(kept)  # the first and the last
+    steps = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
+    assert len(steps) <= MAX_SNAPSHOTS
+    assert {1, 199} <= set(steps)  # the first and the last
     thin_out(tmp_path, 100)  # resumed from a checkpoint at 100
     assert max(int(path.stem[5:]) for path in tmp_path.glob("*.json")) <= 100

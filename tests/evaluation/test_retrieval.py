@@ -77,18 +77,18 @@ def test_ranks_match_reference(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("m1clip.evaluation.retrieval.MAX_SCORES", max_scores)
-        found = ranks(*features)
+        result = ranks(*features)
     to_image, to_text = reference_ranks(*features)
-    assert found.text_to_image.tolist() == to_image
-    assert found.image_to_text[found.captioned].tolist() == to_text
+    assert result.text_to_image.tolist() == to_image
+    assert result.image_to_text[result.captioned].tolist() == to_text
 
 
 def test_recall_and_median_rank_known_values() -> None:
     image, text = from_scores([[0.9, 0.1, 0.2], [0.5, 0.4, 0.3], [0.8, 0.7, 0.6], [0.3, 0.9, 0.1]])
     image_index = np.array([0, 0, 1, 2])
-    found = ranks(image, text, image_index)
-    assert found.text_to_image.tolist() == [1, 1, 2, 3]
-    assert found.image_to_text.tolist() == [1, 2, 4]
+    result = ranks(image, text, image_index)
+    assert result.text_to_image.tolist() == [1, 1, 2, 3]
+    assert result.image_to_text.tolist() == [1, 2, 4]
     assert dict(retrieval(image, text, image_index)) == pytest.approx(
         {
             "mean_recall": (2 / 4 + 1 + 1 + 1 / 3 + 1 + 1) / 6,
@@ -136,9 +136,9 @@ def test_complete_similarity_matrix_is_never_in_memory(monkeypatch: pytest.Monke
 def test_nan_is_a_miss_for_its_caption_only() -> None:
     image, text = from_scores([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9]])
     text[1] = np.nan
-    found = ranks(image, text, np.array([0, 0, 1]))
-    assert found.text_to_image.tolist() == [1, 3, 1]
-    assert found.image_to_text.tolist() == [1, 1]
+    result = ranks(image, text, np.array([0, 0, 1]))
+    assert result.text_to_image.tolist() == [1, 3, 1]
+    assert result.image_to_text.tolist() == [1, 1]
     scores = retrieval(image, text[1:], np.array([0, 1]))
     for direction in ("text_to_image", "image_to_text"):
         assert scores[f"{direction}/recall@10"].value == 0.5, (
@@ -200,7 +200,7 @@ def test_other_image_with_same_caption_is_not_a_confusion() -> None:
         np.array([[1.0, 0], [1.0, 0], [0, 1.0]]),
     )
     keys, image_index = np.array([0, 0, 1]), np.arange(3)
-    assert [each.caption for each in confusions(image, text, image_index, limit=5)] == [0]
+    assert [confusion.caption for confusion in confusions(image, text, image_index, limit=5)] == [0]
     assert confusions(image, text, image_index, keys, limit=5) == []
     compared = difficulty_by_similarity(image, text, image_index, keys)
     assert sum(rate["n"] for rate in compared.values()) == 4

@@ -36,9 +36,9 @@ def test_geometry_of_the_embedding_space() -> None:
     def features(text: np.ndarray) -> SplitFeatures:
         return SplitFeatures(EYE, text, IMAGE_INDEX, IMAGE_INDEX, None)
 
-    found = analyze(features(EYE))
-    assert (found["alignment"], found["modality_gap"]) == (0.0, 0.0)
-    assert found["uniformity_image"] == pytest.approx(-4.0)  # all squared distances are 2
+    analysis = analyze(features(EYE))
+    assert (analysis["alignment"], analysis["modality_gap"]) == (0.0, 0.0)
+    assert analysis["uniformity_image"] == pytest.approx(-4.0)  # all squared distances are 2
     assert analyze(features(np.roll(EYE, 1, 0)))["alignment"] == pytest.approx(2.0)
     moved = analyze(features(EYE + np.array([3.0, 4.0, 0.0, 0.0])))
     assert moved["modality_gap"] == pytest.approx(5.0)
@@ -55,11 +55,11 @@ def test_difficulty_by_caption_similarity() -> None:
     centers = random_units(20, 32)
     text = units(np.concatenate([centers, centers + 0.01 * random_units(20, 32, 1)]))
     image = np.roll(text, 20, 0)  # each image is closest to the other caption of its pair
-    found = difficulty_by_similarity(image, text, np.arange(40))
-    assert found["easy"]["value"] == 1.0
-    assert found["hard"]["low"] < found["hard"]["value"] < 0.8 < found["hard"]["high"]
-    assert sum(rate["n"] for rate in found.values()) == 40 * 39
-    assert {rate["chance"] for rate in found.values()} == {0.5}
+    levels = difficulty_by_similarity(image, text, np.arange(40))
+    assert levels["easy"]["value"] == 1.0
+    assert levels["hard"]["low"] < levels["hard"]["value"] < 0.8 < levels["hard"]["high"]
+    assert sum(rate["n"] for rate in levels.values()) == 40 * 39
+    assert {rate["chance"] for rate in levels.values()} == {0.5}
     perfect = difficulty_by_similarity(text, text, np.arange(40))
     assert {rate["value"] for rate in perfect.values()} == {1.0}
     assert difficulty_by_similarity(EYE[:1], EYE[:1], np.zeros(1, int)) == {}
@@ -101,13 +101,13 @@ def test_recall_by_category_is_among_all_images() -> None:
     text = images.copy()
     text[10:] = np.roll(images[10:], 1, 0)
     features = SplitFeatures(images, text, np.arange(20), np.arange(20), None)
-    found = recall_by_group(features, ["food"] * 10 + ["urban"] * 9 + [""])
-    assert list(found) == ["food", "urban"]
-    assert (found["food"].value, found["food"].n) == (1.0, 10)
-    assert found["urban"].value < 0.8
-    assert found["urban"].n == 9
+    by_category = recall_by_group(features, ["food"] * 10 + ["urban"] * 9 + [""])
+    assert list(by_category) == ["food", "urban"]
+    assert (by_category["food"].value, by_category["food"].n) == (1.0, 10)
+    assert by_category["urban"].value < 0.8
+    assert by_category["urban"].n == 9
     everything = retrieval(*features)["mean_recall"]
-    assert found["food"].chance == pytest.approx(everything.chance)
+    assert by_category["food"].chance == pytest.approx(everything.chance)
     whole = recall_by_group(features, ["all"] * 20)["all"]
     assert (whole.value, whole.interval) == (everything.value, everything.interval)
     # The last five images have no captions: they are candidates, and a group of them has no recall.
@@ -128,10 +128,13 @@ def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:
         )
     )
     image_index = np.array([0, 1, 1, 2])
-    found = confusions(EYE, text, image_index, limit=5)
-    assert [(each.caption, each.retrieved, each.right) for each in found] == [(2, 0, 1), (3, 3, 2)]
-    assert found[0].margin > found[1].margin > 0
-    assert confusions(EYE, text, image_index, limit=1) == found[:1]
+    pairs = confusions(EYE, text, image_index, limit=5)
+    assert [(confusion.caption, confusion.retrieved, confusion.right) for confusion in pairs] == [
+        (2, 0, 1),
+        (3, 3, 2),
+    ]
+    assert pairs[0].margin > pairs[1].margin > 0
+    assert confusions(EYE, text, image_index, limit=1) == pairs[:1]
     assert confusions(EYE, EYE, IMAGE_INDEX, limit=5) == []
 
 
@@ -153,7 +156,7 @@ def test_negatives_accuracy_known_values() -> None:
         [case[2] for case in cases],
     )
     expected = {"negatives": (2 / 5, 5)}
-    expected |= {f"negatives/changed_{name}": found for name, found in CHANGED.items()}
+    expected |= {f"negatives/changed_{name}": rate for name, rate in CHANGED.items()}
     assert {metric.name: (metric.value, metric.n) for metric in result.metrics} == expected
     assert all(metric.chance == 0.5 for metric in result.metrics)
 
@@ -163,8 +166,8 @@ CHANGED = {"color": (1 / 2, 2), "count": (0, 1), "object": (1 / 2, 2)}
 
 def test_negatives_of_one_image_count_once_in_the_interval() -> None:
     true, negative = np.eye(3)[[0, 0, 0, 0]], np.zeros((4, 3))
-    found = negatives_accuracy(np.eye(3), true, negative, np.zeros(4, int), ["color"] * 4)
-    assert (found["negatives"].interval, found["negatives"].n) == (wilson(1.0, 1), 4)
+    metrics = negatives_accuracy(np.eye(3), true, negative, np.zeros(4, int), ["color"] * 4)
+    assert (metrics["negatives"].interval, metrics["negatives"].n) == (wilson(1.0, 1), 4)
 
 
 def test_even_indices_are_spread_and_distinct() -> None:

@@ -67,8 +67,8 @@ def folder(tmp_path: Path) -> Path:
 def test_top_k_accuracy_known_values() -> None:
     scores = np.zeros((4, 6))
     scores[:, :3] = np.array([[0.9, 0.1, 0.2], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.1, 0.6, 0.4]])
-    found = top_k_accuracy(scores, np.array([0, 1, 1, 2]), "zero_shot")
-    assert [(metric.name, metric.value, metric.chance, metric.n) for metric in found.metrics] == [
+    result = top_k_accuracy(scores, np.array([0, 1, 1, 2]), "zero_shot")
+    assert [(metric.name, metric.value, metric.chance, metric.n) for metric in result.metrics] == [
         ("zero_shot/top1", 0.5, 1 / 6, 4),
         ("zero_shot/top5", 1.0, 5 / 6, 4),
     ]

@@ -22,9 +22,9 @@ MODEL = (FOLDER / "ClipModel.swift").read_text(encoding="utf-8")
 
 def constant(name: str) -> str:
     """The value of `static let NAME = "..."` or `#"..."#`."""
-    found = re.search(rf'static let {name} = #?"(.*)"#?$', TOKENIZER, re.MULTILINE)
-    assert found, name
-    return found[1]
+    match = re.search(rf'static let {name} = #?"(.*)"#?$', TOKENIZER, re.MULTILINE)
+    assert match, name
+    return match[1]
 
 
 def test_tokens_and_pattern_are_those_of_the_tokenizers() -> None:
@@ -41,9 +41,9 @@ def test_tokens_and_pattern_are_those_of_the_tokenizers() -> None:
     assert full["model"]["type"] == "BPE"
     assert {constant("start"), constant("end")} <= set(full["model"]["vocab"])
     quotes = {
-        (each["pattern"]["String"], each["content"])
-        for each in full["normalizer"]["normalizers"]
-        if each["type"] == "Replace"
+        (item["pattern"]["String"], item["content"])
+        for item in full["normalizer"]["normalizers"]
+        if item["type"] == "Replace"
     }
     swift = re.findall(r'\("([“”‘’])", "(\\"|\')"\)', TOKENIZER)
     assert {(curly, straight.replace("\\", "")) for curly, straight in swift} == quotes

@@ -52,11 +52,11 @@ def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path
     said = output.getvalue().splitlines()
     assert " ".join(sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))) == FILES[to]
     ours, theirs = m1clip.load(model, precision="fp32"), m1clip.load(out, precision="fp32")
-    for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
-        wanted, found = getattr(ours, what)(inputs), getattr(theirs, what)(inputs)
-        np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=2e-6)
-        assert found.shape[1] == (min(IMMICH_NAMES) if to == "immich" else wanted.shape[1])
-        assert not found[:, wanted.shape[1] :].any()
+    for method, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
+        expected, actual = getattr(ours, method)(inputs), getattr(theirs, method)(inputs)
+        np.testing.assert_allclose(actual[:, : expected.shape[1]], expected, atol=2e-6)
+        assert actual.shape[1] == (min(IMMICH_NAMES) if to == "immich" else expected.shape[1])
+        assert not actual[:, expected.shape[1] :].any()
     assert any("clip/ViT-B-32__openai" in line for line in said) == (to == "immich")
 
 
@@ -72,7 +72,10 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
 
     def compare(runtimes: dict[str, Any], *rest: Any) -> dict[str, Any]:
         vectors.update(
-            {name: np.asarray(each.model.encode_image(NOISE)) for name, each in runtimes.items()}
+            {
+                name: np.asarray(runtime.model.encode_image(NOISE))
+                for name, runtime in runtimes.items()
+            }
         )
         return {"failures": []}
 
@@ -91,17 +94,24 @@ def test_transformers_js_folder_has_a_graph_of_both_towers(
     }
     model = m1clip.load(out)
     session = onnxruntime.InferenceSession(str(out / "onnx" / f"model{ending}.onnx"))
-    assert {each.name for each in session.get_inputs()} == {"input_ids", "pixel_values"}
+    assert {graph_input.name for graph_input in session.get_inputs()} == {
+        "input_ids",
+        "pixel_values",
+    }
     inputs = {"pixel_values": model.encoder.graph_input(NOISE), "input_ids": model.tokenizer(TEXTS)}
-    found = dict(
-        zip([each.name for each in session.get_outputs()], session.run(None, inputs), strict=True)
+    outputs = dict(
+        zip(
+            [output.name for output in session.get_outputs()],
+            session.run(None, inputs),
+            strict=True,
+        )
     )
     images, texts = model.encode_image(NOISE), model.encode_text(TEXTS)
-    np.testing.assert_allclose(found["image_embeds"], images, atol=1e-3)
-    np.testing.assert_allclose(found["text_embeds"], texts, atol=1e-3)
-    logits = model.encoder.logit_scale * found["image_embeds"] @ found["text_embeds"].T
-    np.testing.assert_allclose(found["logits_per_image"], logits, rtol=1e-4, atol=1e-3)
-    np.testing.assert_array_equal(found["logits_per_text"], found["logits_per_image"].T)
+    np.testing.assert_allclose(outputs["image_embeds"], images, atol=1e-3)
+    np.testing.assert_allclose(outputs["text_embeds"], texts, atol=1e-3)
+    logits = model.encoder.logit_scale * outputs["image_embeds"] @ outputs["text_embeds"].T
+    np.testing.assert_allclose(outputs["logits_per_image"], logits, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(outputs["logits_per_text"], outputs["logits_per_image"].T)
 
 
 def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_path: Path) -> None:
@@ -113,9 +123,9 @@ def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_pa
     assert "trust_remote_code" in said[-1]
     functions = runpy.run_path(str(out / "m1clip_module.py"))
     module = functions["OnnxClip"].load(str(out))
-    found = module(module.preprocess(TEXTS))["sentence_embedding"]
+    actual = module(module.preprocess(TEXTS))["sentence_embedding"]
     np.testing.assert_allclose(
-        found, m1clip.load(model, precision="fp32").encode_text(TEXTS), atol=2e-6
+        actual, m1clip.load(model, precision="fp32").encode_text(TEXTS), atol=2e-6
     )
 
 

@@ -144,9 +144,9 @@ def test_onnx_example_runs_without_torch_and_m1clip(
         " run_name='__main__')"
     )
     out = without("torch m1clip onnx", code, tmp_path / "photo.png", *TEXTS[:2])
-    found = [float(line.split()[0]) for line in out.splitlines()]
+    similarities = [float(line.split()[0]) for line in out.splitlines()]
     np.testing.assert_allclose(
-        found, m1clip.load(trained).similarity(NOISE[0], TEXTS[:2])[0], atol=6e-4
+        similarities, m1clip.load(trained).similarity(NOISE[0], TEXTS[:2])[0], atol=6e-4
     )
 
 
@@ -205,9 +205,9 @@ def test_exported_tokenizer_matches_m1clip(kind: str) -> None:
 
     @given(st.text(st.sampled_from("abdgo zé日7’“\t\n!.,'&A"), max_size=30))
     def check(text: str) -> None:
-        found = library.encode(text).ids  # from here as example.py does it
-        found = found if parts is None else [part for token in found for part in parts[token]]
-        assert found == [ours.sot_id, *ours.encode(text), ours.eot_id]
+        ids = library.encode(text).ids  # from here as example.py does it
+        ids = ids if parts is None else [part for token in ids for part in parts[token]]
+        assert ids == [ours.sot_id, *ours.encode(text), ours.eot_id]
 
     check()
 
@@ -309,8 +309,8 @@ def test_interrupted_export_leaves_no_folder(
 
 def check_close(folder: Path, float_folder: Path, least_cosine: float) -> None:
     one, other = m1clip.load(float_folder), m1clip.load(folder)
-    for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
-        before, after = getattr(one, what)(inputs), getattr(other, what)(inputs)
+    for method, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
+        before, after = getattr(one, method)(inputs), getattr(other, method)(inputs)
         assert (before * after).sum(axis=1).min() > least_cosine
         assert not np.array_equal(before, after)
     for name in ("image.onnx", "text.onnx"):
@@ -388,16 +388,16 @@ def test_rounding_the_weights_does_not_change_the_mean_output(groups: int, tmp_p
         graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
     )
     means = quantize._mean_inputs(model, tmp_path / "graph.onnx", np.array_split(inputs, 2))
-    found = [
-        onnx.numpy_helper.to_array(each)
-        for each in quantize._correct_biases(model, means, []).graph.initializer
+    biases = [
+        onnx.numpy_helper.to_array(tensor)
+        for tensor in quantize._correct_biases(model, means, []).graph.initializer
     ]
     scale = np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127
     exact, rounded = (
-        torch.nn.functional.conv2d(*map(torch.tensor, (inputs, *each)), groups=groups).mean(
+        torch.nn.functional.conv2d(*map(torch.tensor, (inputs, *parts)), groups=groups).mean(
             dim=(0, 2, 3)
         )
-        for each in ((weight, bias), (np.round(weight / scale) * scale, found[1]))
+        for parts in ((weight, bias), (np.round(weight / scale) * scale, biases[1]))
     )
     torch.testing.assert_close(rounded, exact, atol=1e-5, rtol=1e-5)
     same = quantize._correct_biases(model, means, ["layer"]).graph.initializer[1]

@@ -94,7 +94,7 @@ def test_the_interval_of_a_change_in_recall_is_that_of_the_bootstrap(
     features: SplitFeatures,
 ) -> None:
     after = noisy(features, 0.1)
-    found = recall_changes(features, after)["recall@1"]
+    metric = recall_changes(features, after)["recall@1"]
     hits = []
     for image, text, *_ in (features, after):
         scores = text @ image.T
@@ -106,13 +106,13 @@ def test_the_interval_of_a_change_in_recall_is_that_of_the_bootstrap(
     difference = hits[1] - hits[0]
     drawn = np.random.default_rng(0).integers(0, 200, (4000, 200))
     low, high = np.quantile(difference[drawn].mean(axis=1), (0.025, 0.975))
-    assert found["change"] == pytest.approx(difference.mean())
-    assert (found["low"], found["high"]) == pytest.approx((low, high), abs=0.01)
+    assert metric["change"] == pytest.approx(difference.mean())
+    assert (metric["low"], metric["high"]) == pytest.approx((low, high), abs=0.01)
 
 
 def test_recall_below_the_interval_of_the_original_fails(features: SplitFeatures) -> None:
     assert recall_failures(features, features) == []
     assert recall_failures(features, noisy(features, 0.02)) == []
-    found = recall_failures(features, noisy(features, 1.0))
-    assert len(found) == 4
-    assert "below the 95% interval of the original's" in found[0]
+    failures = recall_failures(features, noisy(features, 1.0))
+    assert len(failures) == 4
+    assert "below the 95% interval of the original's" in failures[0]

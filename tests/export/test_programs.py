@@ -88,17 +88,17 @@ def test_transformers_js_gives_the_same_vectors(
     model: Path, photo: Path, precision: str, dtype: str
 ) -> None:
     folder = exported(model, "transformers.js", precision)
-    found, ours = (
+    result, ours = (
         run("node", PROGRAMS / "transformers_js.mjs", folder, dtype, photo, *TEXTS),
         m1clip.load(folder),
     )
     tokens = ours.tokenizer(TEXTS)
-    assert found["ids"] == tokens[:, : len(found["ids"][0])].tolist()
+    assert result["ids"] == tokens[:, : len(result["ids"][0])].tolist()
     # One text at a time, as int8 scales each batch by what it contains.
-    assert cosine(found["text"], ours.encode_text(TEXTS)).min() > (
+    assert cosine(result["text"], ours.encode_text(TEXTS)).min() > (
         0.99999 if precision == "fp32" else 0.98
     )
-    similarity = cosine(found["image"], ours.encode_image(photo))[0]
+    similarity = cosine(result["image"], ours.encode_image(photo))[0]
     print(f"transformers.js {precision}: image cosine {similarity:.5f}")
     assert similarity > 0.98  # sharp resizes differently from Pillow
 
@@ -109,12 +109,12 @@ def test_transformers_js_gives_the_same_vectors(
 @pytest.mark.parametrize("precision", ["fp32", "int8", "fp16"])
 def test_pipeline_of_transformers_js_classifies(model: Path, photo: Path, precision: str) -> None:
     folder = exported(model, "transformers.js", precision)
-    found = run("node", PROGRAMS / "transformers_js_pipeline.mjs", folder, photo, *TEXTS)["scores"]
-    wanted = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
-    assert found.keys() == wanted.keys()
-    for label, score in found.items():
+    result = run("node", PROGRAMS / "transformers_js_pipeline.mjs", folder, photo, *TEXTS)["scores"]
+    expected = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
+    assert result.keys() == expected.keys()
+    for label, score in result.items():
         # Sharp resizes differently from Pillow.
-        assert score == pytest.approx(wanted[label], abs=0.1)
+        assert score == pytest.approx(expected[label], abs=0.1)
 
 
 @pytest.mark.skipif(
@@ -123,13 +123,13 @@ def test_pipeline_of_transformers_js_classifies(model: Path, photo: Path, precis
 )
 def test_immich_gives_the_same_vectors(model: Path, photo: Path) -> None:
     folder = exported(model, "immich")
-    found = run(
+    result = run(
         IMMICH_PYTHON, PROGRAMS / "immich.py", IMMICH, folder, IMMICH_NAMES[512], photo, *TEXTS
     )
     ours = m1clip.load(folder)
-    assert len(found["image"]) == 512
-    assert np.abs(np.array(found["text"]) - ours.encode_text(TEXTS)).max() < 1e-5
-    assert np.abs(np.array(found["image"]) - ours.encode_image(Image.open(photo))[0]).max() < 1e-4
+    assert len(result["image"]) == 512
+    assert np.abs(np.array(result["text"]) - ours.encode_text(TEXTS)).max() < 1e-5
+    assert np.abs(np.array(result["image"]) - ours.encode_image(Image.open(photo))[0]).max() < 1e-4
 
 
 @pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_sentence_transformers_gives_the_same_vectors(
         model = tmp_path / "model"
         tiny_model("char", TEXTS).save(model)
     export(model, "sentence-transformers", tmp_path / "out")
-    found = run(
+    result = run(
         SENTENCE_TRANSFORMERS,
         PROGRAMS / "sentence_transformers_folder.py",
         tmp_path / "out",
@@ -151,12 +151,12 @@ def test_sentence_transformers_gives_the_same_vectors(
         *TEXTS,
     )
     ours = m1clip.load(model, precision="fp32")
-    assert found["custom"] is (custom or bool(os.environ.get("MODEL")))
-    assert found["cosine"] == pytest.approx(1)
-    assert np.abs(np.array(found["text"]) - np.asarray(ours.encode_text(TEXTS))).max() < 1e-5
-    assert cosine(found["image"], ours.encode_image(Image.open(photo)))[0] > 0.9999
+    assert result["custom"] is (custom or bool(os.environ.get("MODEL")))
+    assert result["cosine"] == pytest.approx(1)
+    assert np.abs(np.array(result["text"]) - np.asarray(ours.encode_text(TEXTS))).max() < 1e-5
+    assert cosine(result["image"], ours.encode_image(Image.open(photo)))[0] > 0.9999
     prompted = np.asarray(ours.encode_text([f"{TEXTS[0]} {text}" for text in TEXTS[1:]]))
-    assert np.abs(np.array(found["prompted"]) - prompted).max() < 1e-5
+    assert np.abs(np.array(result["prompted"]) - prompted).max() < 1e-5
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -174,7 +174,7 @@ def test_a_page_in_chromium_classifies_without_a_network(
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    here = f"http://127.0.0.1:{server.server_port}"
+    origin = f"http://127.0.0.1:{server.server_port}"
     query = urlencode(
         [("image", "/photo.jpg"), ("dtype", "q8"), *(("label", text) for text in TEXTS)]
     )
@@ -185,22 +185,22 @@ def test_a_page_in_chromium_classifies_without_a_network(
             )
             page = browser.new_page(viewport={"width": 800, "height": 450})
             page.route(
-                lambda url: not url.startswith((here, "blob:", "data:")),
+                lambda url: not url.startswith((origin, "blob:", "data:")),
                 lambda route: route.abort(),
             )
-            page.goto(f"{here}/page.html?{query}", timeout=120_000)
+            page.goto(f"{origin}/page.html?{query}", timeout=120_000)
             page.wait_for_function("window.result || window.failure", timeout=300_000)
             assert page.evaluate("window.failure") is None
-            found = page.evaluate("window.result")
+            result = page.evaluate("window.result")
             if SCREENSHOT:
                 page.screenshot(path=SCREENSHOT)
             browser.close()
     finally:
         server.shutdown()
-    wanted = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
-    assert {row["label"] for row in found} == set(TEXTS)
-    for row in found:
-        assert row["probability"] == pytest.approx(wanted[row["label"]], abs=0.1)
+    expected = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
+    assert {row["label"] for row in result} == set(TEXTS)
+    for row in result:
+        assert row["probability"] == pytest.approx(expected[row["label"]], abs=0.1)
 
 
 def test_coreml_packages_have_an_image_input_and_half_precision(
@@ -215,10 +215,10 @@ def test_coreml_packages_have_an_image_input_and_half_precision(
         ).get_spec()
         blocks = spec.mlProgram.functions["main"].block_specializations.values()
         types = {
-            each.type.tensorType.dataType
+            output.type.tensorType.dataType
             for block in blocks
             for op in block.operations
-            for each in op.outputs
+            for output in op.outputs
         }
         assert FLOAT16 in types
         assert spec.description.output[0].type.multiArrayType.shape[1] == saved.config.embed_dim

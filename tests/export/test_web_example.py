@@ -63,9 +63,9 @@ def test_prepared_page_has_vectors_thumbnails_and_no_image_tower(site: Path) -> 
     library = json.loads((site / "images.json").read_text())
     vectors = np.fromfile(site / "vectors.f16", "<f2").reshape(-1, library["dim"])
     query, cosines = expected(site)
-    found = dict(zip([each["name"] for each in library["images"]], vectors @ query, strict=True))
-    assert found == pytest.approx(cosines, abs=2e-3)  # float16
-    assert all((site / each["thumbnail"]).is_file() for each in library["images"])
+    result = dict(zip([image["name"] for image in library["images"]], vectors @ query, strict=True))
+    assert result == pytest.approx(cosines, abs=2e-3)  # float16
+    assert all((site / image["thumbnail"]).is_file() for image in library["images"])
     assert (site / "model" / "text.onnx").is_file()
     assert not list(site.rglob("image.onnx"))
     assert not list(site.parent.glob("site-export"))
@@ -99,9 +99,9 @@ def test_page_in_chromium_finds_what_python_finds(site: Path, address: str) -> N
         page = browser.new_page(viewport={"width": 900, "height": 520})
         page.on(
             "request",
-            lambda each: (
-                foreign.append(each.url)
-                if not each.url.startswith((address, "blob:", "data:"))
+            lambda request: (
+                foreign.append(request.url)
+                if not request.url.startswith((address, "blob:", "data:"))
                 else None
             ),
         )
@@ -111,7 +111,7 @@ def test_page_in_chromium_finds_what_python_finds(site: Path, address: str) -> N
         page.fill("#query", QUERY)
         page.press("#query", "Enter")
         page.wait_for_function("window.result", timeout=120_000)
-        found = page.evaluate("window.result")
+        result = page.evaluate("window.result")
         shown = page.locator("#results img").count()
         if os.environ.get("SCREENSHOT"):
             page.screenshot(path=os.environ["SCREENSHOT"])
@@ -119,9 +119,9 @@ def test_page_in_chromium_finds_what_python_finds(site: Path, address: str) -> N
     query, cosines = expected(site)
     model = m1clip.load(site.parent / "model")
     ids = model.tokenizer.tokenize([QUERY], 16)[0]
-    assert found["ids"] == ids[: len(found["ids"])].tolist()
-    assert np.abs(np.array(found["vector"]) - query).max() < 1e-5
-    assert {each["name"]: each["cosine"] for each in found["results"]} == pytest.approx(
+    assert result["ids"] == ids[: len(result["ids"])].tolist()
+    assert np.abs(np.array(result["vector"]) - query).max() < 1e-5
+    assert {image["name"]: image["cosine"] for image in result["results"]} == pytest.approx(
         cosines, abs=2e-3
     )
     assert shown == len(cosines)

@@ -44,7 +44,9 @@ def measured(
 ) -> tuple[str, Rounds[str]]:
     clock = SimulatedTime(slowdown)
     clock.install(monkeypatch, choices)
-    calls = {name: (lambda taken=taken: clock.work(taken)) for name, taken in seconds.items()}
+    calls = {
+        name: (lambda duration=duration: clock.work(duration)) for name, duration in seconds.items()
+    }
     rounds = time_rounds(calls, default, limit, FixedLoad(0.0))  # type: ignore[arg-type]
     return fastest(rounds.seconds, default), rounds
 

@@ -10,12 +10,12 @@ from m1clip.hardware import energy
 from m1clip.hardware.energy import EnergyMeter, idle_watts, meter_obstacle, open_meter, open_rapl
 
 
-def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:
-    place = folder / name
-    place.mkdir(parents=True)
-    (place / "energy_uj").write_text(f"{microjoules}\n")
-    (place / "max_energy_range_uj").write_text(f"{most}\n")
-    return place / "energy_uj"
+def zone(folder: Path, name: str, microjoules: int, max_energy: int = 1_000_000_000) -> Path:
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "energy_uj").write_text(f"{microjoules}\n")
+    (path / "max_energy_range_uj").write_text(f"{max_energy}\n")
+    return path / "energy_uj"
 
 
 def test_meter_starts_at_zero() -> None:
@@ -37,7 +37,7 @@ def test_rapl_sums_packages_without_their_parts(tmp_path: Path) -> None:
 
 
 def test_rapl_counter_wraps_around(tmp_path: Path) -> None:
-    counter = zone(tmp_path, "intel-rapl:0", 900_000_000, most=1_000_000_000)
+    counter = zone(tmp_path, "intel-rapl:0", 900_000_000, max_energy=1_000_000_000)
     meter = open_rapl(tmp_path)
     assert meter is not None
     for value, joules in (("950000000", 50), ("20000000", 120), ("10000000", 1110)):

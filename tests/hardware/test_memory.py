@@ -32,8 +32,8 @@ def test_freed_memory_is_reused_until_it_is_returned() -> None:
     result = subprocess.run(
         [sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True
     )
-    kept, again, returned, after = result.stdout.split()
-    if kept == "False":
+    freed, again, returned, after = result.stdout.split()
+    if freed == "False":
         pytest.skip("this C library has no mallopt")
     pages = (16 << 20) // os.sysconf("SC_PAGE_SIZE")
     # If memory were returned each time, it would be nine times the pages.

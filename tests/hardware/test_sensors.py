@@ -21,8 +21,8 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 
 
 def host(sys: Path, battery: float | None = None, **values: Any) -> Host:
-    given = {"system": "Linux", "machine": "x86_64", **values}
-    return Host(sys=sys, battery=lambda: battery, **given)
+    values_of_host = {"system": "Linux", "machine": "x86_64", **values}
+    return Host(sys=sys, battery=lambda: battery, **values_of_host)
 
 
 def test_linux_sensors_are_read_from_the_files_of_sys(tmp_path: Path) -> None:

@@ -168,10 +168,10 @@ def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
     tolerance = {"atol": ROUNDING[model.encoder.precision], "rtol": 0}
     torch.set_num_threads(threads)
     try:
-        found = model.encode_text([SOME_TEXTS[place] for place in texts], batch)
-        torch.testing.assert_close(found, text[texts], **tolerance)
-        found = model.encode_image([SOME_IMAGES[place] for place in images], batch)
-        torch.testing.assert_close(found, image[images], **tolerance)
+        vectors = model.encode_text([SOME_TEXTS[index] for index in texts], batch)
+        torch.testing.assert_close(vectors, text[texts], **tolerance)
+        vectors = model.encode_image([SOME_IMAGES[index] for index in images], batch)
+        torch.testing.assert_close(vectors, image[images], **tolerance)
     finally:
         torch.set_num_threads(1)
 
@@ -207,7 +207,7 @@ def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) 
     texts = [" ".join(["night ball"] * (1 + number % 20)) for number in range(60)]
     torch.set_num_threads(2)
     try:
-        wanted = pretrained_model.encode_text(texts), pretrained_model.encode_image(images)
+        expected = pretrained_model.encode_text(texts), pretrained_model.encode_image(images)
         with ThreadPoolExecutor(4) as pool:
             calls = [
                 pool.submit(encode, values)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) 
                 )
             ]
             for number, call in enumerate(calls):
-                torch.testing.assert_close(call.result(), wanted[number % 2], atol=1e-5, rtol=0)
+                torch.testing.assert_close(call.result(), expected[number % 2], atol=1e-5, rtol=0)
         assert torch.get_num_threads() == 2
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(torch.get_num_threads).result() == 2  # a new thread, too
@@ -311,10 +311,10 @@ def test_changed_weights_give_other_vectors(
 
 
 def test_equal_texts_are_encoded_once() -> None:
-    seen = []
+    tokenized = []
 
     def tower(tokens: torch.Tensor) -> torch.Tensor:
-        seen.extend(tokens.tolist())
+        tokenized.extend(tokens.tolist())
         return tokens.float()
 
     tokens = np.array(
@@ -322,7 +322,7 @@ def test_equal_texts_are_encoded_once() -> None:
     )
     runner = TowerRunner(tower, tower, Preprocess(image_size=8), torch.device("cpu"))
     assert in_order(runner.tokens(tokens, np.array([3, 2, 3, 2, 3]))).tolist() == tokens.tolist()
-    assert sorted(seen) == sorted(map(list, {tuple(row) for row in tokens.tolist()}))
+    assert sorted(tokenized) == sorted(map(list, {tuple(row) for row in tokens.tolist()}))
 
 
 def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path]) -> None:
@@ -348,7 +348,7 @@ def test_run_loads_its_best_model(model: Model, folder: Path) -> None:
 
 def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> None:
     path = images[0]
-    wanted = model.encode_image([path])
+    expected = model.encode_image([path])
     image = Image.open(path).convert("RGB")
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy())
@@ -364,8 +364,8 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
         tensor.permute(2, 0, 1),
     ]
     for value in one:
-        assert torch.equal(model.encode_image(value), wanted), type(value)
-        assert torch.equal(model.encode_image([value]), wanted), type(value)
+        assert torch.equal(model.encode_image(value), expected), type(value)
+        assert torch.equal(model.encode_image([value]), expected), type(value)
     both = torch.stack([tensor, tensor])
     many = [
         np.stack([array, array]),
@@ -376,7 +376,7 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
     ]
     for value in (*many, np.array([str(path), str(path)])):
         torch.testing.assert_close(
-            model.encode_image(value), torch.cat([wanted, wanted]), atol=1e-6, rtol=0
+            model.encode_image(value), torch.cat([expected, expected]), atol=1e-6, rtol=0
         )
     assert torch.equal(model.encode_image(one), model.encode_image([path] * len(one)))
 
@@ -426,9 +426,9 @@ def test_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None
 
 
 def test_one_or_many_texts(model: Model) -> None:
-    wanted = model.encode_text(["night"])
+    expected = model.encode_text(["night"])
     for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
-        assert torch.equal(model.encode_text(value), wanted)
+        assert torch.equal(model.encode_text(value), expected)
     for wrong in (
         None,
         3,
@@ -461,9 +461,9 @@ def config(keys: str, value: object) -> Damage:
 
 def weights(name: str, tensor: torch.Tensor | None) -> Damage:
     def change(folder: Path) -> None:
-        found = {**load_file(folder / "model.safetensors"), name: tensor}
+        changed = {**load_file(folder / "model.safetensors"), name: tensor}
         save_file(
-            {key: value for key, value in found.items() if value is not None},
+            {key: value for key, value in changed.items() if value is not None},
             folder / "model.safetensors",
         )
 
@@ -554,11 +554,11 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
     labels = ["night", "a red ball", "house"]
     cosines = model.similarity(images, labels)
     torch.testing.assert_close(cosines, model.encode_image(images) @ model.encode_text(labels).T)
-    for row, found in zip(cosines, model.classify(images, labels), strict=True):
-        assert [label for label, _ in found] == [
-            labels[place] for place in row.argsort(descending=True).tolist()
+    for row, scores in zip(cosines, model.classify(images, labels), strict=True):
+        assert [label for label, _ in scores] == [
+            labels[index] for index in row.argsort(descending=True).tolist()
         ]
-        assert sum(probability for _, probability in found) == pytest.approx(1.0)
+        assert sum(probability for _, probability in scores) == pytest.approx(1.0)
     averaged = model.classify(images[0], labels, templates=["a {}", "the {}"])[0]
     assert {label for label, _ in averaged} == set(labels)
     assert model.classify(images, labels, templates="{}") == model.classify(

@@ -42,8 +42,10 @@ def class_folders(folder: Path) -> Path:
                 continue
             (folder / split / name).mkdir(parents=True)
             for number in range(count):
-                seen = tuple(value + draw.randrange(-30, 30) for value in color)
-                Image.new("RGB", (32, 32), seen).save(folder / split / name / f"{number}.png")
+                noisy_color = tuple(value + draw.randrange(-30, 30) for value in color)
+                Image.new("RGB", (32, 32), noisy_color).save(
+                    folder / split / name / f"{number}.png"
+                )
     return folder
 
 
@@ -135,6 +137,6 @@ def assert_one_name(run: Path, printed: str, label: str, best: float) -> None:
     assert f"{label} {value}" in as_table(list_runs(run.parent), run.parent)
     assert label in write_report([run], run.parent / "report.html").read_text()
     (summary,) = (
-        each for each in Store([run.parent]).update({})["runs"] if each["id"] == key_of(run)
+        listed for listed in Store([run.parent]).update({})["runs"] if listed["id"] == key_of(run)
     )
     assert (summary["metric"], summary["best"]) == (label, best)

@@ -57,20 +57,20 @@ def test_same_batches_for_any_number_of_workers(broken_set: Path) -> None:
 
 def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
     data = lazy_set(broken_set)
-    seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
-    assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(
+    epoch = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
+    assert {failure.index for batch in epoch for failure in batch.failed} >= BROKEN - set(
         _left_over(data)
     )
-    for batch in seen:
-        for place, image in enumerate(batch.sample_ids.tolist()):
+    for batch in epoch:
+        for index, image in enumerate(batch.sample_ids.tolist()):
             assert image not in BROKEN
             np.testing.assert_array_equal(
-                batch.images[place].numpy(), data.images.read(np.array([image]))[0]
+                batch.images[index].numpy(), data.images.read(np.array([image]))[0]
             )
             own = range(data.captions.first[image], data.captions.first[image + 1])
-            given = batch.caption_ids[batch.image_index == place].tolist()
-            assert len(given) == 1
-            assert given[0] in {int(data.captions.caption_ids[caption]) for caption in own}
+            captions = batch.caption_ids[batch.image_index == index].tolist()
+            assert len(captions) == 1
+            assert captions[0] in {int(data.captions.caption_ids[caption]) for caption in own}
 
 
 def _left_over(data: TrainingSet) -> list[int]:

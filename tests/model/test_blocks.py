@@ -47,9 +47,9 @@ def test_layers_of_pretrained_towers() -> None:
     assert "tokens.weight" in names(bert.input)
     assert "norm.weight" in names(bert.input)  # of the embeddings, before the first block
     assert names(bert.output) == set()
-    found = find_blocks(EfficientNetLite())
-    assert found is not None
-    assert found[0] == "stages"
+    layers = find_blocks(EfficientNetLite())
+    assert layers is not None
+    assert layers[0] == "stages"
     lite = tower_layers(EfficientNetLite())
     assert names(lite.input) == {"stem.weight", "stem.bias"}
     assert names(lite.output) == {"head.weight", "head.bias"}
@@ -105,9 +105,9 @@ def test_layer_decay_lowers_learning_rates_of_early_layers() -> None:
         optimizer = Optimizer(model, config, BuildOptions())
         optimizer.set_lr(0.5)
         peak = {part.name: getattr(config, part.lr_setting) for part in OPTIMIZERS[kind].parts}
-        seen = {}
+        rates = {}
         for part, inner in optimizer.parts.items():
             for group in inner.param_groups:
-                seen |= dict.fromkeys(group["param_names"], (group["lr"], peak[part]))
-        assert seen.keys() == factors.keys()
-        assert all(abs(lr - 0.5 * top * factors[name]) < 1e-12 for name, (lr, top) in seen.items())
+                rates |= dict.fromkeys(group["param_names"], (group["lr"], peak[part]))
+        assert rates.keys() == factors.keys()
+        assert all(abs(lr - 0.5 * top * factors[name]) < 1e-12 for name, (lr, top) in rates.items())

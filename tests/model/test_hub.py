@@ -98,13 +98,13 @@ def test_what_m1clip_downloads_is_found_by_huggingface_hub(fake_hub: FakeHub) ->
     from huggingface_hub import hf_hub_download
 
     folder = download("someone/model")
-    found = hf_hub_download(
+    downloaded = hf_hub_download(
         "someone/model",
         "model.safetensors",
         cache_dir=os.environ["HF_HUB_CACHE"],
         local_files_only=True,
     )
-    assert Path(found) == folder / "model.safetensors"
+    assert Path(downloaded) == folder / "model.safetensors"
 
 
 def test_what_huggingface_hub_downloads_is_found_without_a_request(fake_hub: FakeHub) -> None:

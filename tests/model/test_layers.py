@@ -18,12 +18,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     length, dim = q.shape[2:]
     rows = []
     for i in range(length):
-        seen = i + 1 if causal else length
+        visible = i + 1 if causal else length
         scores = (
-            torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) for j in range(seen)], -1) / dim**0.5
+            torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) for j in range(visible)], -1) / dim**0.5
         )
         weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-        rows.append(sum(weights[..., j, None] * v[:, :, j] for j in range(seen)))
+        rows.append(sum(weights[..., j, None] * v[:, :, j] for j in range(visible)))
     return torch.stack(rows, dim=2)  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ def test_merged_weights_are_those_of_a_plain_model() -> None:
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_activation_checkpointing_gives_the_same_gradient(precision: torch.dtype) -> None:
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         model = lora_clip()
         randomize(model)
@@ -77,14 +77,14 @@ def test_activation_checkpointing_gives_the_same_gradient(precision: torch.dtype
         with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
             image, text, *_ = model(*inputs())
         (image @ text.T).trace().backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    for name, gradient in found[0].items():
-        other = found[1][name]
+    for name, gradient in gradients[0].items():
+        other = gradients[1][name]
         assert gradient is None or torch.equal(gradient, other), name
     assert (
         float(
-            found[0]["image_tower.transformer.blocks.0.attn.qkv.parametrizations.weight.0.up"]
+            gradients[0]["image_tower.transformer.blocks.0.attn.qkv.parametrizations.weight.0.up"]
             .abs()
             .max()
         )

@@ -146,8 +146,8 @@ def test_bf16_training_of_tanh_gelu_on_the_cpu_is_close_to_fp32(folder: Path) ->
         clip.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             clip.encode_image(pixels)[:, 0].sum().backward()
-        found = [p.grad.flatten() for p in clip.image_tower.parameters() if p.grad is not None]
-        return torch.cat(found)
+        gradients = [p.grad.flatten() for p in clip.image_tower.parameters() if p.grad is not None]
+        return torch.cat(gradients)
 
     exact, rounded = gradient(False), gradient(True)
     assert float((rounded - exact).norm() / exact.norm()) < 0.03
@@ -193,13 +193,17 @@ def test_projection_for_the_frozen_recipe_begins_as_the_identity(folder: Path) -
 
 
 def test_bilinear_resizing_is_that_of_pillow(folder: Path) -> None:
-    seen = read_model(folder).preprocess
-    assert (seen.resize, seen.squashes, seen.bilinear) == ("squash-bilinear", True, True)
+    preprocess = read_model(folder).preprocess
+    assert (preprocess.resize, preprocess.squashes, preprocess.bilinear) == (
+        "squash-bilinear",
+        True,
+        True,
+    )
     from PIL import Image
 
     image = Image.fromarray(IMAGE)
-    wanted = np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR))
-    assert np.array_equal(to_square(image, 32, seen.resize), wanted)
+    expected = np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR))
+    assert np.array_equal(to_square(image, 32, preprocess.resize), expected)
     assert not Preprocess(image_size=32).bilinear
 
 

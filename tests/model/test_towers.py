@@ -60,13 +60,13 @@ def test_patch_matmul_matches_convolution() -> None:
 def test_dropped_patches_have_no_effect(pooling: str, positions: str) -> None:
     model = clip(pooling=pooling, positions=positions, init="clip")
     chosen = torch.tensor([[0, 2, 3], [5, 6, 7], [1, 9, 15]])
-    seen = model.encode_image(pixels(), chosen)
+    vectors = model.encode_image(pixels(), chosen)
     other = pixels()
-    for row, kept in enumerate(chosen.tolist()):
-        for patch in set(range(16)) - set(kept):
+    for row, patches_of_row in enumerate(chosen.tolist()):
+        for patch in set(range(16)) - set(patches_of_row):
             top, left = 8 * (patch // 4), 8 * (patch % 4)
             other[row, :, top : top + 8, left : left + 8] = 9.0
-    torch.testing.assert_close(model.encode_image(other, chosen), seen)
+    torch.testing.assert_close(model.encode_image(other, chosen), vectors)
     assert not torch.allclose(model.encode_image(other), model.encode_image(pixels()), atol=1e-3)
     every = torch.arange(16).expand(3, -1)
     torch.testing.assert_close(model.encode_image(pixels(), every), model.encode_image(pixels()))
@@ -142,11 +142,11 @@ def test_zero_init_makes_every_residual_branch_zero() -> None:
 def test_temperature_is_clamped() -> None:
     model = clip()
     assert model(pixels(), ids()).scale.item() == pytest.approx(1 / 0.07)
-    for value, kept in ((10.0, MAX_LOGIT_SCALE), (-3.0, 0.0), (2.0, 2.0)):
+    for value, clamped in ((10.0, MAX_LOGIT_SCALE), (-3.0, 0.0), (2.0, 2.0)):
         model.logit_scale.data.fill_(value)
         assert model(pixels(), ids()).scale.item() <= 100.0 * (1 + 1e-6)
         model.clamp_scale()
-        assert model.logit_scale.item() == pytest.approx(kept)
+        assert model.logit_scale.item() == pytest.approx(clamped)
 
 
 def test_sigmoid_loss_has_siglip_bias_and_temperature() -> None:
@@ -210,20 +210,20 @@ def test_conv_stem_matches_reference() -> None:
     for norm in stem.group_norms:
         nn.init.normal_(norm.weight)  # type: ignore[arg-type]
     x = torch.randn(3, 3, 32, 32)
-    wanted = x
+    expected = x
     for conv, norm in zip(stem.convs, [*stem.group_norms, None], strict=True):
-        wanted = conv(wanted)
+        expected = conv(expected)
         if norm is not None:
-            groups = wanted.view(3, wanted.shape[1] // 2, -1)  # 4 and 8 channels in groups of 2
+            groups = expected.view(3, expected.shape[1] // 2, -1)  # 4 and 8 channels in groups of 2
             mean, variance = (
                 groups.mean(dim=2, keepdim=True),
                 groups.var(dim=2, unbiased=False, keepdim=True),
             )
-            wanted = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(
-                wanted
+            expected = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(
+                expected
             ) * norm.weight.view(1, -1, 1, 1)
-            wanted = nn.functional.gelu(wanted)
-    torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+            expected = nn.functional.gelu(expected)
+    torch.testing.assert_close(stem(x), expected.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_stem_groups_divide_any_number_of_channels() -> None:

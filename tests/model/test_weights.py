@@ -14,9 +14,9 @@ from m1clip.model.weights import TYPE_NAMES, write_tensors
 
 def test_every_type_and_shape_is_read_back(tmp_path: Path) -> None:
     tensors = {
-        f"{str(dtype).removeprefix('torch.')}.{place}": torch.arange(12).to(dtype)[:count]
+        f"{str(dtype).removeprefix('torch.')}.{index}": torch.arange(12).to(dtype)[:count]
         for dtype in TYPE_NAMES
-        for place, count in enumerate((12, 1, 0))
+        for index, count in enumerate((12, 1, 0))
     }
     tensors["scalar"] = torch.tensor(3.5)
     tensors["strided"] = torch.arange(12.0).reshape(3, 4).t()
@@ -24,11 +24,11 @@ def test_every_type_and_shape_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     digest = write_tensors(path, tensors, {"format": "pt"})
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
+    read_back = load_file(path)
+    assert read_back.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert read_back[name].dtype == tensor.dtype
+        assert torch.equal(read_back[name], tensor), name
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -54,9 +54,9 @@ def test_unwritable_file_is_an_error_of_the_system(tmp_path: Path) -> None:
 def test_tensors_that_are_mapped_from_a_file_can_replace_it(tmp_path: Path) -> None:
     """Truncating a mapped file would end the process with SIGBUS."""
     path = tmp_path / "weights.safetensors"
-    wanted = {"a": torch.arange(100_000.0), "b": torch.ones(3, dtype=torch.int64)}
-    write_tensors(path, wanted)
+    expected = {"a": torch.arange(100_000.0), "b": torch.ones(3, dtype=torch.int64)}
+    write_tensors(path, expected)
     mapped = load_file(path)
     assert write_tensors(path, mapped) == hashlib.sha256(path.read_bytes()).hexdigest()
     for name, tensor in load_file(path).items():
-        assert torch.equal(tensor, wanted[name])
+        assert torch.equal(tensor, expected[name])

@@ -75,8 +75,8 @@ def evaluation(
         "held_out_batch_accuracy": {"val": rate(recall / 2, 24, chance=1 / 12)},
         "category_recall": {"animals": rate(recall, 250, chance=0.01), "food": rate(0.2, 250)},
     }
-    given = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
-    return line("eval", step=number, **{**given, **figures, **values})
+    usual = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
+    return line("eval", step=number, **{**usual, **figures, **values})
 
 
 LAYERS = ("image/input", "image/block 1", "image/block 2", "image/head", "text/block 1", "scale")
@@ -92,9 +92,9 @@ def analysis(number: int, norm: float = 0.1, **layers: Any) -> dict[str, Any]:
 def ended(number: int, recall: float) -> dict[str, Any]:
     """The last line of a finished run."""
     record = evaluation(number, recall)
-    kept = {key: value for key, value in record.items() if key not in ("analysis", "kind")}
+    scores = {key: value for key, value in record.items() if key not in ("analysis", "kind")}
     return {
-        **kept,
+        **scores,
         "kind": "end",
         "split": "test",
         "peak_bytes": 2_000_000_000,

@@ -109,12 +109,12 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readers_survive_damaged_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     log = (run / "run.jsonl").read_bytes()
-    lines = [each for record in RECORDS for each in damaged(record)]
-    for number, each in enumerate(random.Random(0).sample(lines, 30)):
+    lines = [damaged_line for record in RECORDS for damaged_line in damaged(record)]
+    for number, damaged_line in enumerate(random.Random(0).sample(lines, 30)):
         monkeypatch.setattr(
             "m1clip.monitor.report.has_matplotlib", lambda drawn=number == 0: drawn and INSTALLED
         )
-        (run / "run.jsonl").write_bytes(log + each.encode() + b"\n")
+        (run / "run.jsonl").write_bytes(log + damaged_line.encode() + b"\n")
         read_everything(run)
 
 
@@ -138,7 +138,7 @@ def test_invalid_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         before.last_time,
     )
     assert "6 invalid lines of run.jsonl skipped" in [
-        each.message for each in diagnose(history, 0.0, "finished")
+        diagnosis.message for diagnosis in diagnose(history, 0.0, "finished")
     ]
     read_everything(run)
 
@@ -165,9 +165,9 @@ def test_damaged_snapshots_are_ignored(tmp_path: Path) -> None:
         "matrix",
         "step",
     ]
-    for each in needed:
-        path.write_text(json.dumps(snapshot).replace(f'"{each}":', '"other":'))
-        assert read_snapshot(run, 100) is None, each
+    for field in needed:
+        path.write_text(json.dumps(snapshot).replace(f'"{field}":', '"other":'))
+        assert read_snapshot(run, 100) is None, field
     for text in damaged(snapshot):
         path.write_text(text)
         json.dumps(read_snapshot(run, 100), allow_nan=False).encode()
@@ -267,8 +267,8 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
         "class='wide'" in page or not page,
         read_snapshot(run, 100),
     )
-    found = dict(zip(READ, (*read, read_thumbnail(run, 1)), strict=True))
-    assert [each for each in READ if not found[each]] == [name] * (name in READ)
+    content_of = dict(zip(READ, (*read, read_thumbnail(run, 1)), strict=True))
+    assert [name_ for name_ in READ if not content_of[name_]] == [name] * (name in READ)
     assert ("20211" in page) == (name not in ("config.toml", "run.jsonl"))
     assert bool(history.files.environment) == (name != "environment.json")
 
@@ -297,10 +297,10 @@ def test_run_is_shown_in_ascii_locale(tmp_path: Path) -> None:
         assert "gr??e" in done.stdout
 
 
-@pytest.mark.parametrize("place", ["folder.html", "file/report.html", "/proc/report.html"])
-def test_report_write_error_names_file(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("report_name", ["folder.html", "file/report.html", "/proc/report.html"])
+def test_report_write_error_names_file(tmp_path: Path, report_name: str) -> None:
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:  # noqa: PT011
-        write_report([full_run(tmp_path / "one")], tmp_path / place)
+        write_report([full_run(tmp_path / "one")], tmp_path / report_name)
     assert ".partial" not in str(caught.value)

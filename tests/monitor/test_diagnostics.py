@@ -22,7 +22,7 @@ def messages(
     config: str = "",
 ) -> str:
     history = History(make_run(folder, records, config)).poll()
-    return "\n".join(each.message for each in diagnose(history, BEGIN + after, state))
+    return "\n".join(diagnosis.message for diagnosis in diagnose(history, BEGIN + after, state))
 
 
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
@@ -99,7 +99,7 @@ def test_diagnostic_conditions(tmp_path: Path, name: str) -> None:
 
 def test_steady_run_has_only_good_diagnostics(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [*STEADY, evaluation(39, 0.5)])).poll()
-    assert [each.level for each in diagnose(history, BEGIN + 21, "running")] == ["good"]
+    assert [diagnosis.level for diagnosis in diagnose(history, BEGIN + 21, "running")] == ["good"]
 
 
 def test_empty_log_has_no_diagnostics(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_plots_of_extreme_values() -> None:
     assert {"0.0", "\N{MINUS SIGN}1.0", "2.0"} <= set(labels)
     single = plot("$x^{$", [("$", [(1, 2.0)]), ("huge", [(1, 1e100), (2, 1e-100)])], log=True)
     many = plot("x", [("a", [(n, 1.0 + n % 7) for n in range(2000)])])
-    assert all(500 < len(each) < 300_000 for each in (single, many))
+    assert all(500 < len(drawing) < 300_000 for drawing in (single, many))
 
 
 HOSTILE = "run\x1b[2J\x9b31m\u202egpj\r"

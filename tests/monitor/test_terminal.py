@@ -51,7 +51,7 @@ def test_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], encoding
     history = History(full_run(tmp_path / "a run", finished=False)).poll()
     lines = screen_of(history, size=size, encoding=encoding)
     assert len(lines) == size[1]
-    assert {cell_len(each) for each in lines} == {size[0]}
+    assert {cell_len(row) for row in lines} == {size[0]}
     if encoding == "ascii":
         assert "".join(lines).replace("°", "").replace("…", "").isascii()
 
@@ -112,7 +112,7 @@ def test_control_characters_in_log_are_not_printed(tmp_path: Path) -> None:
     )
     lines = screen_of(History(run).poll())
     assert "\x1b" not in "".join(lines)
-    assert {cell_len(each) for each in lines} == {80}
+    assert {cell_len(row) for row in lines} == {80}
 
 
 def test_plot_spans_minimum_to_maximum() -> None:

@@ -113,9 +113,13 @@ def write_openclip(name: str, folder: Path) -> dict[str, np.ndarray]:
         shape = RobertaConfig(**{**BERT, "pad_token_id": 0, "max_position_embeddings": 64})
         shape.save_pretrained(folder)
         config["text_cfg"]["hf_model_name"] = str(folder)
-    seen = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "interpolation": "bilinear"}
+    preprocess_config = {
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1.0, 1.0, 1.0),
+        "interpolation": "bilinear",
+    }
     (folder / "open_clip_config.json").write_text(
-        json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+        json.dumps({"model_cfg": config, "preprocess_cfg": preprocess_config})
     )
     built = {key: value for key, value in config.items() if key != "custom_text"}
     for part in ("text_cfg", "vision_cfg"):
@@ -124,7 +128,7 @@ def write_openclip(name: str, folder: Path) -> dict[str, np.ndarray]:
         built["text_cfg"]["hf_model_pretrained"] = False
         config["text_cfg"]["hf_model_pretrained"] = False
         (folder / "open_clip_config.json").write_text(
-            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+            json.dumps({"model_cfg": config, "preprocess_cfg": preprocess_config})
         )
     kind = open_clip.CustomTextCLIP
     if not config.get("custom_text") and "hf_model_name" not in config["text_cfg"]:
@@ -196,17 +200,19 @@ def largest(one: Any, other: Any) -> float:
 
 def differences(model: Model, theirs: dict[str, np.ndarray]) -> dict[str, float]:
     """How far m1clip is from the library."""
-    seen, eot = model.preprocess, model.tokenizer.eot_id
-    squares = [to_square(image, seen.image_size, seen.resize) for image in inputs.images()]
+    preprocess, eot = model.preprocess, model.tokenizer.eot_id
+    squares = [
+        to_square(image, preprocess.image_size, preprocess.resize) for image in inputs.images()
+    ]
     ids = model.tokenizer.tokenize(inputs.TEXTS, model.context_length)
-    wrong = 0
+    mismatches = 0
     for ours, row in zip(ids.tolist(), theirs["ids"].tolist(), strict=True):
         end = ours.index(eot) + 1
-        wrong += ours[:end] != row[:end]
+        mismatches += ours[:end] != row[:end]
     return {
-        "ids": float(wrong),
+        "ids": float(mismatches),
         "pixels": largest(
-            render(torch.from_numpy(np.stack(squares)), None, seen), theirs["pixels"]
+            render(torch.from_numpy(np.stack(squares)), None, preprocess), theirs["pixels"]
         ),
         "image": largest(model.encode_image(inputs.images()), theirs["image"]),
         "text": largest(model.encode_text(inputs.TEXTS), theirs["text"]),
@@ -226,20 +232,20 @@ def rows(kind: str, name: str, work: Path) -> list[dict[str, Any]]:
     """The rows of a model: as loaded, as saved and loaded again, and as exported to ONNX."""
     theirs = made(kind, name, work / "theirs")
     model = m1clip.load(work / "theirs", precision="fp32")
-    found = {f"{kind} -> m1clip, by adapter": differences(model, theirs)}
+    differences_of = {f"{kind} -> m1clip, by adapter": differences(model, theirs)}
     model.save(work / "ours")
     again = m1clip.load(work / "ours", precision="fp32")
-    found["saved by m1clip, by adapter"] = differences(again, theirs)
+    differences_of["saved by m1clip, by adapter"] = differences(again, theirs)
     convert(read_model(work / "ours"), "onnx", work / "onnx")
     graphs = m1clip.load(work / "onnx")
     exported = {"ids": 0.0, "pixels": 0.0, "scale": 0.0}
     for side, values in (("image", inputs.images()), ("text", inputs.TEXTS)):
-        one = np.asarray(getattr(model, f"encode_{side}")(values))
-        exported[side] = largest(one, getattr(graphs, f"encode_{side}")(values))
-    found["m1clip -> ONNX, by adapter"] = exported
+        own_vectors = np.asarray(getattr(model, f"encode_{side}")(values))
+        exported[side] = largest(own_vectors, getattr(graphs, f"encode_{side}")(values))
+    differences_of["m1clip -> ONNX, by adapter"] = exported
     return [
         {"model": name, "version": str(theirs["version"]), "direction": direction, **row}
-        for direction, row in found.items()
+        for direction, row in differences_of.items()
     ]
 
 

@@ -153,10 +153,10 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
         for row in side["ids"]
     ]
     count = len(ids) // 2
-    found = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}
+    largest_of = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}
     for name in (*COMPARED, *({"bias"} & set(theirs))):
-        found[name] = float(np.abs(ours[name].astype(np.float64) - theirs[name]).max())
-    return found
+        largest_of[name] = float(np.abs(ours[name].astype(np.float64) - theirs[name]).max())
+    return largest_of
 
 
 def with_inputs_weights(model: CLIP) -> CLIP:
@@ -224,25 +224,25 @@ def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]
     """Both directions of one model and one library."""
     shape = MODELS[name]
     theirs = their_model(python, kind, shape, work / "theirs")
-    found = {
+    differences_of = {
         f"{kind} -> m1clip": differences(
             ours_encoded(load(work / "theirs", precision="fp32")), theirs
         )
     }
     if kind == "openclip":
-        found["openclip .pt -> m1clip"] = differences(
+        differences_of["openclip .pt -> m1clip"] = differences(
             ours_encoded(load(work / "theirs" / "epoch_1.pt", precision="fp32")), theirs
         )
     ours = filled(shape, kind)
     ours.save(work / "ours")
     convert(read_model(work / "ours"), kind, work / "export")  # type: ignore[arg-type]
-    found[f"m1clip -> {kind}"] = differences(
+    differences_of[f"m1clip -> {kind}"] = differences(
         ours_encoded(ours), encoded(python, kind, work / "export")
     )
     version = str(theirs["version"])
     return [
         {"model": name, "version": version, "direction": direction, **row}
-        for direction, row in found.items()
+        for direction, row in differences_of.items()
     ]
 
 
@@ -272,17 +272,17 @@ def check_siglip(python: str, name: str, kind: str, work: Path) -> list[dict[str
     make_siglip(python, kind, name, folder)
     theirs = encoded(python, kind, folder)
     ours = load(folder, precision="fp32")
-    found = {f"{library} -> m1clip": differences(ours_encoded(ours), theirs)}
+    differences_of = {f"{library} -> m1clip": differences(ours_encoded(ours), theirs)}
     with_inputs_weights(ours.clip)
     ours.save(work / "ours")
     convert(read_model(work / "ours"), library, work / "export")  # type: ignore[arg-type]
-    found[f"m1clip -> {library}"] = differences(
+    differences_of[f"m1clip -> {library}"] = differences(
         ours_encoded(ours), encoded(python, kind, work / "export")
     )
     version = str(theirs["version"])
     return [
         {"model": name, "version": version, "direction": direction, **row}
-        for direction, row in found.items()
+        for direction, row in differences_of.items()
     ]
 
 
@@ -339,8 +339,8 @@ def adapter_rows(python: str) -> list[dict[str, Any]]:
         command = [python, str(PEER.with_name("adapters.py")), str(path)]
         environment = {**os.environ, "PYTHONPATH": str(PEER.parents[2])}
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
-        found: list[dict[str, Any]] = json.loads(path.read_text())
-        return found
+        rows_of_adapters: list[dict[str, Any]] = json.loads(path.read_text())
+        return rows_of_adapters
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -348,8 +348,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     compared = {row["model"] for row in rows}
-    kept = [row for row in before if row["model"] not in compared]
-    path.write_text(json.dumps({"tolerance": TOLERANCE, "rows": kept + rows}, indent=2) + "\n")
+    others = [row for row in before if row["model"] not in compared]
+    path.write_text(json.dumps({"tolerance": TOLERANCE, "rows": others + rows}, indent=2) + "\n")
 
 
 def main() -> None:
@@ -361,30 +361,32 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=every)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", type=Path)
-    asked = parser.parse_args()
-    if asked.record:
-        record(asked.peers, asked.record)
+    options = parser.parse_args()
+    if options.record:
+        record(options.peers, options.record)
         return
     rows: list[dict[str, Any]] = []
     print(
         f"{'model':30} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9}"
         f" {'scale':>9}"
     )
-    for name in asked.models:
+    for name in options.models:
         for kind in ("openclip", "hf") if name != ADAPTERS else ():
             with tempfile.TemporaryDirectory() as folder:
                 if name in SIGLIP_MODELS:
-                    found = check_siglip(asked.peers, name, f"{kind}-siglip", Path(folder))
+                    differences_of = check_siglip(
+                        options.peers, name, f"{kind}-siglip", Path(folder)
+                    )
                 else:
-                    found = check(asked.peers, name, kind, Path(folder))
-            for row in found:
+                    differences_of = check(options.peers, name, kind, Path(folder))
+            for row in differences_of:
                 numbers = " ".join(f"{row[key]:9.1e}" for key in COMPARED)
                 print(f"{name:30} {row['direction']:24} {row['ids']:4.0f} {numbers}", flush=True)
-            rows += found
-    if ADAPTERS in asked.models:
-        rows += adapter_rows(asked.peers)
-    if asked.json:
-        write_rows(asked.json, rows)
+            rows += differences_of
+    if ADAPTERS in options.models:
+        rows += adapter_rows(options.peers)
+    if options.json:
+        write_rows(options.json, rows)
     worst = max(
         max(row["ids"], *(row[key] / TOLERANCE for key in (*COMPARED, "bias") if key in row))
         for row in rows

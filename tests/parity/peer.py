@@ -49,9 +49,9 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
             folder / "epoch_1.pt",
         )
         save_file(state, folder / "open_clip_model.safetensors")
-        seen = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
+        preprocess = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
         (folder / "open_clip_config.json").write_text(
-            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+            json.dumps({"model_cfg": config, "preprocess_cfg": preprocess})
         )
     else:
         from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
@@ -84,9 +84,9 @@ def make_siglip(kind: str, config: dict[str, Any], folder: Path) -> None:
         )
         fill(model)
         save_file(dict(model.state_dict()), folder / "open_clip_model.safetensors")
-        seen = {**SQUASHED, "interpolation": "bilinear" if gemma else "bicubic"}
+        preprocess = {**SQUASHED, "interpolation": "bilinear" if gemma else "bicubic"}
         (folder / "open_clip_config.json").write_text(
-            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
+            json.dumps({"model_cfg": config, "preprocess_cfg": preprocess})
         )
     else:
         from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
@@ -156,7 +156,7 @@ def encode_hf(folder: Path) -> dict[str, Any]:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     model = CLIPModel.from_pretrained(folder).eval()
-    found: dict[str, Any] = {"version": transformers.__version__}
+    answer: dict[str, Any] = {"version": transformers.__version__}
     if (folder / "vocab.json").exists():
         length = model.config.text_config.max_position_embeddings
         made = CLIPTokenizer.from_pretrained(folder)(
@@ -175,7 +175,7 @@ def encode_hf(folder: Path) -> dict[str, Any]:
     image = model.visual_projection(model.vision_model(pixels).pooler_output)
     text = model.text_projection(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize
-    return found | {
+    return answer | {
         "pixels": pixels,
         "ids": ids,
         "image": unit(image, dim=-1),
@@ -200,12 +200,12 @@ def encode_hf_siglip(folder: Path) -> dict[str, Any]:
     pixels = SiglipImageProcessorPil.from_pretrained(folder)(
         images=inputs.images(), return_tensors="pt"
     )["pixel_values"]
-    found = model(input_ids=ids, pixel_values=pixels)
+    output = model(input_ids=ids, pixel_values=pixels)
     return {
         "pixels": pixels,
         "ids": ids,
-        "image": found.image_embeds,
-        "text": found.text_embeds,
+        "image": output.image_embeds,
+        "text": output.text_embeds,
         "scale": model.logit_scale.exp()[0],
         "bias": model.logit_bias[0],
         "version": transformers.__version__,

@@ -116,8 +116,8 @@ def test_conversion_round_trip_is_bit_identical(kind: str, other: str, tmp_path:
         FIXTURE[other]["tensors"]
     )
     convert(read_model(tmp_path / "other"), to_kind, tmp_path / "back")  # type: ignore[arg-type]
-    back, wanted = load_file(tmp_path / "back" / WEIGHTS[kind]), tensors(kind)
-    assert back.keys() == wanted.keys()
-    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    back, expected = load_file(tmp_path / "back" / WEIGHTS[kind]), tensors(kind)
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], expected[name]) for name in expected)
     if "-siglip" in kind:
         check_same(m1clip.load(tmp_path / "back", precision="fp32"), kind)

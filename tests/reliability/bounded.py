@@ -24,12 +24,12 @@ def bounded(function: Callable[[], Any], room: int = ROOM, seconds: int = SECOND
 
     Memory and time are limited.
     """
-    here, there = FORK.Pipe(duplex=False)
+    own_end, there = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_run, args=(function, there, room, seconds))
     process.start()
     there.close()
     try:
-        outcome = str(here.recv()) if here.poll(seconds + 10) else "hangs"
+        outcome = str(own_end.recv()) if own_end.poll(seconds + 10) else "hangs"
     except EOFError:
         outcome = "crashed"
     process.join(5)
@@ -69,6 +69,6 @@ class Bomb:
         return Path.touch, (self.proof,)
 
 
-def files_under(place: Path) -> set[str]:
+def files_under(folder: Path) -> set[str]:
     """All paths under a folder, to detect new files."""
-    return {str(path.relative_to(place)) for path in place.rglob("*")}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}

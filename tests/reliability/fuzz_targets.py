@@ -74,12 +74,12 @@ def _read_images(name: str) -> Callable[[Path], object]:
 
 def images() -> tuple[bytes, ...]:
     """A small image in each format."""
-    found = []
+    refs = []
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
         file = io.BytesIO()
         Image.linear_gradient("L").resize((20, 12)).convert("RGB").save(file, kind)
-        found.append(file.getvalue())
-    return tuple(found)
+        refs.append(file.getvalue())
+    return tuple(refs)
 
 
 def shard() -> bytes:
@@ -166,7 +166,7 @@ def _state(folder: Path) -> Target:
 
 def _tokenizers(folder: Path) -> Target:
     wordpiece = wordpiece_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"])
-    seeds = tuple(saved(each, folder) for each in (CharTokenizer("abc .,"), wordpiece))
+    seeds = tuple(saved(tokenizer, folder) for tokenizer in (CharTokenizer("abc .,"), wordpiece))
     return Target("tokenizer.json", seeds, load_tokenizer, 1.5)
 
 
@@ -258,10 +258,10 @@ NOT_FUZZED = {
 
 def _resumed(folder: Path) -> object:
     """A changed state with a matching hash."""
-    place = folder / "checkpoints" / "step-000007"
-    manifest = json.loads((place / "manifest.json").read_text())
-    manifest["sha256"]["state.json"] = sha256(place / "state.json")
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint = folder / "checkpoints" / "step-000007"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["sha256"]["state.json"] = sha256(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     return load_latest(folder, torch.device("cpu"))
 
 

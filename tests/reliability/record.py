@@ -75,11 +75,11 @@ def measured() -> str:
 def table(rows: Rows) -> str:
     """The Markdown table, and below it where the rows were measured."""
     lines = ["| | promise | test | count | result |", "|---|---|---|---|---|"]
-    places: dict[str, list[str]] = {}
+    rows_by_place: dict[str, list[str]] = {}
     for number, (promise, files) in enumerate(PROMISES.items(), 1):
         row = rows.get(promise)
         counts = (
-            ", ".join(_count(*each) for each in row["counts"].items())
+            ", ".join(_count(*counted) for counted in row["counts"].items())
             if row
             else "long version not run yet"
         )
@@ -87,12 +87,12 @@ def table(rows: Rows) -> str:
             f"| {number} | {promise} | `{files}` | {counts} | {row['result'] if row else '-'} |"
         )
         if row:
-            places.setdefault(row["measured"], []).append(str(number))
+            rows_by_place.setdefault(row["measured"], []).append(str(number))
     lines += [
         "",
         *(
-            f"- Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {place}."
-            for place, numbers in places.items()
+            f"- Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {text}."
+            for text, numbers in rows_by_place.items()
         ),
     ]
     return "\n".join(lines) + "\n"

@@ -33,7 +33,7 @@ class Hanging:
     def __init__(self, name: str = "lost.jpg") -> None:
         self.name, self.released = name, threading.Event()
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         hang(self.released)
         raise OSError("released")
 
@@ -44,7 +44,7 @@ class Hanging:
 class Grey:
     """An image that is read at once."""
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         return Image.new("RGB", (16, 16), (7, 7, 7))
 
     def __str__(self) -> str:
@@ -119,8 +119,8 @@ def test_lost_disk_is_a_one_line_error() -> None:
         ),
     ):
         lazy.try_read(np.arange(30))
-    for each in lost:
-        each.released.set()
+    for path in lost:
+        path.released.set()
 
 
 @pytest.mark.usefixtures("hangs_without_waiting")
@@ -215,6 +215,6 @@ def test_shards_truncated_anywhere(tmp_path: Path, part: int, counts: dict[str, 
 def test_hanging_reads(counts: dict[str, float]) -> None:
     lost = [Hanging(f"lost-{number}") for number in range(5)]
     assert len(LazyImages(lost, 16, timeout=0.3).try_read(np.arange(5))[1]) == 5
-    for each in lost:
-        each.released.set()
+    for path in lost:
+        path.released.set()
     counts["hanging reads"] = len(lost)

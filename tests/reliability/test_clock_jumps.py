@@ -64,7 +64,7 @@ def test_time_left_and_diagnostics_ignore_the_clock(tmp_path: Path, jump: float)
     assert seconds_left(history_of(run)) == seconds_left(history_of(original))
     assert elapsed_seconds(history_of(run)) == elapsed_seconds(history_of(original))
     now = rows[-1]["time"] + 1
-    words = " ".join(each.message for each in diagnose(history_of(run), now, "running"))
+    words = " ".join(diagnosis.message for diagnosis in diagnose(history_of(run), now, "running"))
     assert "slower" not in words
     assert "nothing logged" not in words
 
@@ -76,10 +76,10 @@ def test_run_that_stops_logging_after_the_clock_was_set_back_is_stalled(tmp_path
     )
     assert history.last_time == times[-1]
     words = [
-        " ".join(each.message for each in diagnose(history, times[-1] + after, "running"))
+        " ".join(diagnosis.message for diagnosis in diagnose(history, times[-1] + after, "running"))
         for after in (1, 200)
     ]
-    assert ["nothing logged" in each for each in words] == [False, True]
+    assert ["nothing logged" in text for text in words] == [False, True]
     assert ago(-HOUR) == "0 s ago"
 
 
@@ -97,7 +97,9 @@ def test_one_step_of_an_hour_does_not_change_the_time_left(tmp_path: Path) -> No
     left = seconds_left(history)
     assert left is not None
     assert left < 60
-    words = " ".join(each.message for each in diagnose(history, rows[-1]["time"] + 1, "running"))
+    words = " ".join(
+        diagnosis.message for diagnosis in diagnose(history, rows[-1]["time"] + 1, "running")
+    )
     assert "slower" not in words
 
 

@@ -56,7 +56,7 @@ def damage_checkpoints(folder: Path, times: int, seed: int) -> int:
     Returns how often the one before was used.
     """
     draw = random.Random(seed)
-    found = 0
+    damaged = 0
     original = folder / "original"
     for step in (10, 20, 30):
         weights = torch.rand(50, generator=torch.Generator().manual_seed(step))
@@ -73,21 +73,21 @@ def damage_checkpoints(folder: Path, times: int, seed: int) -> int:
         if draw.random() < 0.2:
             (run / "checkpoints" / "step-000030" / "stray.tmp").write_bytes(b"x")
         with console.record_warnings() as warnings:
-            kept = load_latest(run, CPU)
-        assert kept is not None
+            loaded = load_latest(run, CPU)
+        assert loaded is not None
         same = (original / file.relative_to(run)).read_bytes() == (
             file.read_bytes() if file.exists() else None
         )
         # If only white space of a manifest changed, nothing is lost and there is nothing to report.
-        expected = 30 if same or (kept[0].step == 30 and file.name == "manifest.json") else 20
-        assert kept[0].step == expected, (damage.__name__, file.name)
-        assert torch.equal(kept[1]["optimizer"]["m"], torch.full((40,), float(expected)))
+        expected = 30 if same or (loaded[0].step == 30 and file.name == "manifest.json") else 20
+        assert loaded[0].step == expected, (damage.__name__, file.name)
+        assert torch.equal(loaded[1]["optimizer"]["m"], torch.full((40,), float(expected)))
         assert sum("step-000030" in line for line in warnings) == (expected == 20), (
             "one clear warning"
         )
-        found += expected == 20
+        damaged += expected == 20
         shutil.rmtree(run)
-    return found
+    return damaged
 
 
 def test_random_damage_is_found(tmp_path: Path) -> None:

@@ -23,19 +23,19 @@ from m1clip.training.checkpoint import TrainState, checkpoint_folder, save, save
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 3 MiB; needs root."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)],
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)],
         capture_output=True,
         check=False,
     )
     if made.returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
-        yield place
+        yield disk
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -69,30 +69,30 @@ def limited(run: Path, tensors: dict[str, dict[str, torch.Tensor]], answers: Any
 def test_failed_write_leaves_nothing_incomplete(tmp_path: Path) -> None:
     save(tmp_path, TrainState(step=1), groups(1, 100), keep=1)
     write_text(tmp_path / "note.txt", "old")
-    here, there = SERVER.Pipe()
+    own_end, there = SERVER.Pipe()
     process = SERVER.Process(target=limited, args=(tmp_path, groups(2, 2**16), there))
     process.start()
     there.close()  # so that recv fails if the child dies
     process.join(60)
-    assert [here.recv(), here.recv()] == [errno.EFBIG, errno.EFBIG]
+    assert [own_end.recv(), own_end.recv()] == [errno.EFBIG, errno.EFBIG]
     assert_complete(tmp_path, [1])
     assert (tmp_path / "note.txt").read_text() == "old"
 
 
-def fill(place: Path, leave: int) -> None:
+def fill(folder: Path, leave: int) -> None:
     """Fill the disk, leaving some bytes free."""
-    room = os.statvfs(place)
-    with (place / "filler").open("wb") as file:
+    room = os.statvfs(folder)
+    with (folder / "filler").open("wb") as file:
         file.write(bytes(max(0, room.f_bavail * room.f_frsize - leave)))
 
 
-def full_saves(place: Path, rounds: int) -> int:
+def full_saves(folder: Path, rounds: int) -> int:
     """Saves with less and less free space: each is complete or absent; returns how many failed."""
     failed = 0
     for number in range(rounds):
-        run = place / "run"
+        run = folder / "run"
         save(run, TrainState(step=1), groups(1, 20_000), keep=2)
-        fill(place, leave=number * 400_000 // rounds)
+        fill(folder, leave=number * 400_000 // rounds)
         try:
             save(run, TrainState(step=2), groups(2, 40_000), keep=2)
             steps = [1, 2]
@@ -102,7 +102,7 @@ def full_saves(place: Path, rounds: int) -> int:
             failed += 1
             steps = [1]
         assert_complete(run, steps)
-        subprocess.run(["rm", "-rf", str(place / "filler"), str(run)], check=True)
+        subprocess.run(["rm", "-rf", str(folder / "filler"), str(run)], check=True)
     return failed
 
 

@@ -148,7 +148,7 @@ def test_every_data_format_is_fuzzed_or_exempt_for_a_reason() -> None:
 
 
 def test_fuzzer_reports_failures(folder: Path) -> None:
-    target = Target("x", (b"abc" * 20,), lambda place: (place / "x").read_bytes().decode("ascii"))
+    target = Target("x", (b"abc" * 20,), lambda path: (path / "x").read_bytes().decode("ascii"))
     failures = fuzz(target, folder, 300, seed="0")
     assert "UnicodeDecodeError" in failures[0][0]
 

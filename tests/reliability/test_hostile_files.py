@@ -200,10 +200,10 @@ def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
     """Set values by their path of keys."""
     values = json.loads(path.read_text())
     for keys, value in changes:
-        place = values
+        parent = values
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+            parent = parent[key]
+        parent[keys[-1]] = value
     path.write_text(json.dumps(values))
 
 
@@ -315,11 +315,11 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 def test_unsafe_tar_members_are_skipped(tmp_path: Path, proof: Path) -> None:
-    good = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(good, "JPEG")
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "JPEG")
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for name in ("../out.jpg", "/abs.jpg", "a/../../b.jpg", "C:\\x.jpg", "ok.jpg"):
-            add(tar, name, good.getvalue())
+            add(tar, name, image.getvalue())
             add(tar, name.replace(".jpg", ".txt"), b"a caption")
         for kind, name in (
             (tarfile.SYMTYPE, "s.jpg"),

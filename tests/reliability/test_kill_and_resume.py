@@ -54,12 +54,12 @@ def hashes(run: Path, steps: int) -> dict[str, str]:
         *(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"),
         *run.glob("*/model.safetensors"),
     ]
-    found = {
+    hashes_by_file = {
         str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
     }
-    assert {"weights", "optimizer"} <= {Path(name).stem for name in found}
-    assert {"model/model.safetensors", "best/model.safetensors"} <= set(found)
-    return found
+    assert {"weights", "optimizer"} <= {Path(name).stem for name in hashes_by_file}
+    assert {"model/model.safetensors", "best/model.safetensors"} <= set(hashes_by_file)
+    return hashes_by_file
 
 
 def killed_run(

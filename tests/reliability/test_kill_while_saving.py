@@ -63,11 +63,11 @@ def check_after_kill(run: Path, reported: int, size: int) -> int:
     """
     for step in saved_steps(run):
         assert verify(checkpoint_folder(run, step)) == ""
-    kept = load_latest(run, CPU)
-    if kept is None:
+    loaded = load_latest(run, CPU)
+    if loaded is None:
         assert reported == 0
         return 0
-    state, groups = kept
+    state, groups = loaded
     assert state.step >= reported
     for name, tensors in groups_of(state.step, size).items():
         for key, tensor in tensors.items():

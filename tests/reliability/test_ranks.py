@@ -63,22 +63,22 @@ def reached(run: Path, step: int, session: int = 0) -> bool:
     """Whether the log has this step in a session; sessions before it may have it too."""
     lines = (run / "run.jsonl").read_bytes().splitlines() if (run / "run.jsonl").is_file() else []
     kinds = [(line["kind"], line.get("step")) for line in map(parse, lines) if line is not None]
-    starts = [place for place, (kind, _) in enumerate(kinds) if kind == "start"]
+    starts = [index for index, (kind, _) in enumerate(kinds) if kind == "start"]
     return len(starts) > session and ("step", step) in kinds[starts[session] :]
 
 
 def assert_same_training(run: Path, undisturbed: Path) -> None:
     """The same batches in the same order: weights and moments are equal but for rounding."""
-    found, wanted = tensors_of(run, STEPS), tensors_of(undisturbed, STEPS)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
+    actual, expected = tensors_of(run, STEPS), tensors_of(undisturbed, STEPS)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
     losses = {record["step"]: record["loss"] for record in records(run, "step")}
     for record in records(undisturbed, "step"):
         assert losses[record["step"]] == pytest.approx(record["loss"], rel=1e-3)
-    tested = [records(each, "end")[-1] for each in (run, undisturbed)]
+    tested = [records(folder, "end")[-1] for folder in (run, undisturbed)]
     assert tested[0].keys() == tested[1].keys()
     assert [tested[0][key] for key in tested[0] if key.endswith("/n")] == [
         tested[1][key] for key in tested[0] if key.endswith("/n")
@@ -121,22 +121,24 @@ def disturb(
         0,
     ]
     assert_same_training(run, undisturbed)
-    seen = samples_seen(tmp_path, kills + 1)
+    samples_by_step = samples_seen(tmp_path, kills + 1)
     for first in range(0, STEPS, EPOCH):
-        epoch = sorted(sample for step in range(first, first + EPOCH) for sample in seen[step])
+        epoch = sorted(
+            sample for step in range(first, first + EPOCH) for sample in samples_by_step[step]
+        )
         assert epoch == list(range(TINY["data.synthetic_images"])), "every sample once"
 
 
 def samples_seen(folder: Path, sessions: int) -> dict[int, list[int]]:
     """The samples of each step on all ranks, in the last session that has it: what it had before is undone."""
-    seen: dict[int, list[int]] = {}
+    samples_by_step: dict[int, list[int]] = {}
     for session in range(sessions):
         made: dict[int, list[int]] = {}
         for file in folder.glob(f"gate-{session}-seen-*"):
             for step, samples in map(json.loads, file.read_text().splitlines()):
                 made.setdefault(step, []).extend(samples)
-        seen |= made
-    return seen
+        samples_by_step |= made
+    return samples_by_step
 
 
 def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(
@@ -311,13 +313,13 @@ def test_other_clock_on_one_rank_is_refused(tmp_path: Path) -> None:
     ranks = [Command("train", *small_arguments(), cwd=tmp_path, prepare=clock) for clock in clocks]
     assert wait_all(ranks) == [2, 2]
     error = ranks[0].read()[1]
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"m1clip: rank 1 \(process (\d+) on .*\): its clock differs by -(\d+) s from .*; set it\n",
         error,
     )
-    assert found is not None, error
-    assert int(found[1]) == ranks[1].pid
-    assert 3000 < int(found[2]) < 5000
+    assert match is not None, error
+    assert int(match[1]) == ranks[1].pid
+    assert 3000 < int(match[2]) < 5000
     assert ranks[1].read() == ("", ""), "one report is enough"
     Ranks(0, 2, names=("", "")).check_clocks([1000.0, 1299.0])
 

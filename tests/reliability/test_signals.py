@@ -59,9 +59,9 @@ def slow_down(function: str, mark: Path, seconds: float, after: Path | None = No
         finally:
             inside.unlink(missing_ok=True)
 
-    for each in list(sys.modules.values()):
-        if vars(each).get(name) is original:
-            setattr(each, name, slow)
+    for loaded_module in list(sys.modules.values()):
+        if vars(loaded_module).get(name) is original:
+            setattr(loaded_module, name, slow)
 
 
 def start(
@@ -167,14 +167,14 @@ def test_three_signals_in_a_phase(
     draw = random.Random(f"{phase} {number} {workers}")
     ends = [
         send(
-            tmp_path / str(each),
+            tmp_path / str(signal_number),
             phase,
             number,
             workers,
             draw.uniform(0, PHASES[phase][2]),
             group=draw.random() < 0.5,
         )
-        for each in range(3)
+        for signal_number in range(3)
     ]
     # The rest of a training step counts too.
     assert any(inside for _, inside in ends) or phase == "training"

@@ -126,12 +126,12 @@ def visit(url: str) -> int:
     for _ in range(5):
         with urllib.request.urlopen(f"{url}api/update?{key}={cursor}", timeout=30) as answer:
             text = answer.read()
-        found = json.loads(text)
-        key = found["runs"][0]["id"]
-        cursor = found["rows"][0]["cursor"] if found["rows"] else "new"
+        values = json.loads(text)
+        key = values["runs"][0]["id"]
+        cursor = values["rows"][0]["cursor"] if values["rows"] else "new"
         read += len(text)
         time.sleep(0.2)
-    for step in found["runs"][0]["snapshots"][-1:]:
+    for step in values["runs"][0]["snapshots"][-1:]:
         with urllib.request.urlopen(
             f"{url}api/snapshot?run={key}&index={step}", timeout=30
         ) as answer:
@@ -158,13 +158,13 @@ def growth(samples: list[tuple[float, float]]) -> float:
 
 def missing(run: Path) -> list[tuple[str, int]]:
     """Steps, evaluations and checkpoints that the log should contain and does not."""
-    found = {(line["kind"], line.get("step")) for line in read_log(run)}
-    last = max(step for _, step in found if step)
+    records = {(line["kind"], line.get("step")) for line in read_log(run)}
+    last = max(step for _, step in records if step)
     return [
         (kind, step)
         for kind, every in EVERY.items()
         for step in range(every, last + 1, every)
-        if (kind, step) not in found
+        if (kind, step) not in records
         and not (kind == "eval" and step == last)  # the last one may have been interrupted
     ]
 
@@ -180,8 +180,8 @@ def test_growth_is_found_under_noise_and_a_single_jump_is_ignored() -> None:
 def test_short_soak_leaves_no_files_or_threads_open(tmp_path: Path) -> None:
     run, samples = soak(tmp_path, seconds=6, every=0.2)
     assert missing(run) == []
-    for (name, figure), found in samples.items():  # memory is still warming up
-        assert figure not in ("fds", "threads") or growth(found) <= ALLOWED[figure], name
+    for (name, figure), values in samples.items():  # memory is still warming up
+        assert figure not in ("fds", "threads") or growth(values) <= ALLOWED[figure], name
 
 
 @pytest.mark.long("Soak")
@@ -191,10 +191,10 @@ def test_soak_for_an_hour(tmp_path: Path, counts: dict[str, float]) -> None:
     assert missing(run) == []
     steps = max(line.get("step", 0) for line in read_log(run))
     assert (run / "run.jsonl").stat().st_size / steps < 200
-    for (name, figure), found in samples.items():
-        assert growth(found) <= max(
-            ALLOWED[figure], 0.03 * found[-1][1] * (figure in ("rss", "disk"))
+    for (name, figure), values in samples.items():
+        assert growth(values) <= max(
+            ALLOWED[figure], 0.03 * values[-1][1] * (figure in ("rss", "disk"))
         ), (name, figure)
         if figure == "rss":
-            counts[f"MB of growth ({name})"] = round(growth(found) / 1e6, 1)
+            counts[f"MB of growth ({name})"] = round(growth(values) / 1e6, 1)
     counts |= {"minutes": minutes, "steps": steps}

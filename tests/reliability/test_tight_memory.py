@@ -129,13 +129,15 @@ def compare(run: Path, reference: Path, why: str) -> tuple[int, float]:
     assert reported[0]["step"] in (3, 4), "memory is freed first, which may be enough for one step"
     assert not [line for line in read_log(reference) if line.get("event") == "low memory"]
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
-    found, wanted = tensors_of(run, STEPS), tensors_of(reference, STEPS)
+    actual, expected = tensors_of(run, STEPS), tensors_of(reference, STEPS)
     names = [
-        name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()
+        name
+        for name in expected
+        if name.startswith("weights:") and expected[name].is_floating_point()
     ]
     assert len(names) > 20
     differences = [
-        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6))
+        float((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-6))
         for name in names
     ]
     assert max(differences) < TOLERANCE

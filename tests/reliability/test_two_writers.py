@@ -44,7 +44,7 @@ def one_round(run: Path, contenders: int) -> None:
     for _, there in pipes:
         there.close()  # so that recv fails if a child dies
     start.set()
-    answered = [here.recv() for here, _ in pipes]
+    answered = [own_end.recv() for own_end, _ in pipes]
     winners = [pid for word, pid in answered if word == "held"]
     assert len(winners) == 1
     assert all("is training in this folder" in text for word, text in answered if word == "refused")

@@ -97,8 +97,8 @@ class Library:
         self.library_stats = mean, (self.vectors - mean).T @ (self.vectors - mean) / 1000
         self.text = np.eye(16)[0]
 
-    def fit(self, right: list[int], wrong: list[int]) -> tuple[np.ndarray, Choice]:
-        examples = self.vectors[right], self.vectors[wrong]
+    def fit(self, right: list[int], negative: list[int]) -> tuple[np.ndarray, Choice]:
+        examples = self.vectors[right], self.vectors[negative]
         return fit_concept(*examples, self.library_stats, self.text, self.vectors)
 
     def precision(self, direction: np.ndarray, marked: list[int]) -> float:
@@ -114,8 +114,8 @@ def test_marks_that_would_rank_other_photos_worse_than_the_text_are_not_used(
     library = Library(text_knows=4.0)
     top = np.argsort(-library.vectors @ library.text)
     right = [int(row) for row in top if library.relevant[row]][:3]
-    wrong = [int(row) for row in top if not library.relevant[row]][:wrong_count]
-    direction, choice = library.fit(right, wrong)
+    negative = [int(row) for row in top if not library.relevant[row]][:wrong_count]
+    direction, choice = library.fit(right, negative)
     assert choice is TEXT_ONLY
     np.testing.assert_allclose(direction, library.text)
 
@@ -126,8 +126,8 @@ def test_marks_of_top_results_keep_the_precision_of_the_text(seed: int) -> None:
     top = np.argsort(-library.vectors @ library.text)[:60]
     marked = [int(row) for row in np.random.default_rng(seed).permutation(top)[:5]]
     right = [row for row in marked if library.relevant[row]]
-    wrong = [row for row in marked if not library.relevant[row]]
-    direction, _ = library.fit(right, wrong)
+    negative = [row for row in marked if not library.relevant[row]]
+    direction, _ = library.fit(right, negative)
     assert library.precision(direction, marked) >= library.precision(library.text, marked) - 0.1
 
 
@@ -149,19 +149,21 @@ def test_single_example_counts_if_the_text_does_not_find_it() -> None:
 
 
 def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1clip.Index) -> None:
-    before = [each.id for each in index.search("a dog", k=30)]
-    assert all(each.probability is not None for each in index.search("a dog"))
-    right, wrong = before[1], before[0]
+    before = [result.id for result in index.search("a dog", k=30)]
+    assert all(result.probability is not None for result in index.search("a dog"))
+    right, negative = before[1], before[0]
     index.mark("A  dog", right, True)
-    index.mark("a dog", wrong, False)
-    found = index.search("a dog", k=30)
-    others = [id_ for id_ in before if id_ not in (right, wrong)]
-    assert [each.id for each in found] == [right, *others, wrong]
+    index.mark("a dog", negative, False)
+    results = index.search("a dog", k=30)
+    others = [id_ for id_ in before if id_ not in (right, negative)]
+    assert [result.id for result in results] == [right, *others, negative]
     # The text is calibrated, as it stays.
-    assert (found[0].probability, found[-1].probability) == (1.0, 0.0)
-    assert [each.id for each in index.search("a dog", k=4)] == [right, *others[:3]]
-    assert [each.id for each in index.negatives("a dog")] == [wrong]
-    assert [each.id for each in index.search("a dog", k=30, exclude=["night"])][-1:] != [wrong]
+    assert (results[0].probability, results[-1].probability) == (1.0, 0.0)
+    assert [result.id for result in index.search("a dog", k=4)] == [right, *others[:3]]
+    assert [result.id for result in index.negatives("a dog")] == [negative]
+    assert [result.id for result in index.search("a dog", k=30, exclude=["night"])][-1:] != [
+        negative
+    ]
 
 
 def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) -> None:
@@ -170,7 +172,7 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
         image(77, (52 + 20 * number, 40 + 20 * number)).save(index.root / name)
     update_index(index.root)
     index.teach("Rex", [index.root / name for name in names])
-    assert {each.path for each in index.search("rex", k=3, collapse=False)} == set(names)
+    assert {result.path for result in index.search("rex", k=3, collapse=False)} == set(names)
     names, rest = split_text("a Rex, on the T-Rex beach", ["T-Rex", "Rex"])
     assert (names, rest) == (["T-Rex", "Rex"], "a , on the beach")
     assert split_text("Rexona", ["Rex"]) == ([], "Rexona")
@@ -188,22 +190,22 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
 def test_teach_and_duplicates_on_the_command_line(
     index: m1clip.Index, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = ["--index", str(index.root)]
+    options = ["--index", str(index.root)]
     shutil.copy(index.root / "a/0000.jpg", index.root / "copy.jpg")
     image(0, (208, 160)).save(index.root / "large.png")
     update_index(index.root)
     commands = (
-        ["teach", "Rex", str(index.root / "a/0000.jpg"), str(index.root / "large.png"), *place],
-        ["teach", *place],
-        ["teach", "Rex", "--forget", *place],
+        ["teach", "Rex", str(index.root / "a/0000.jpg"), str(index.root / "large.png"), *options],
+        ["teach", *options],
+        ["teach", "Rex", "--forget", *options],
         ["duplicates", str(index.root), "--json"],
     )
     for words in commands:
         assert exit_code(*words) == 0
-    text, _, found = capsys.readouterr().out.partition("[")
+    text, _, json_text = capsys.readouterr().out.partition("[")
     assert text.count("Rex: 2 examples") == 2
     assert "forgot Rex and its 2 examples" in text
-    (group,) = json.loads("[" + found)
+    (group,) = json.loads("[" + json_text)
     assert [copy["path"] for copy in group] == ["large.png", "copy.jpg", "a/0000.jpg"]
     assert [copy["equal"] for copy in group] == [True, False, False]
     with pytest.raises(UserError, match="the file is missing"):
@@ -229,22 +231,22 @@ def test_mark_is_removed_in_any_spelling(index: m1clip.Index, marked: str, remov
     number = index.newest(20)[0].id
     index.mark(marked, number, False)
     assert index.marks(removed, [number]) == {number: False}
-    assert [each.id for each in index.negatives(removed)] == [number]
+    assert [result.id for result in index.negatives(removed)] == [number]
     index.mark(removed, number, None)
     assert index.marks(marked, [number]) == {}
     assert index.negatives(marked) == []
 
 
 def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) -> None:
-    ids = {each.path: each.id for each in index.newest(20).nearest}
+    ids = {photo.path: photo.id for photo in index.newest(20).nearest}
     index.mark('a "red", ball', ids["a/0002.jpg"], True)
     index.mark("A RED DOG", ids["a/0002.jpg"], False)  # a wrong one is no caption
     index.teach("Rex", [index.root / "b/0001.jpg"])
     assert exit_code("teach", "--captions", tmp_path / "marks.csv", "--index", index.root) == 0
     source = open_source(str(tmp_path / "marks.csv"))
     samples = [sample for split in source.splits() for sample in source.samples(split)]
-    found = {
+    captions = {
         (Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions)
         for sample in samples
     }
-    assert found == {("a/0002.jpg", 'a "red", ball'), ("b/0001.jpg", "Rex")}
+    assert captions == {("a/0002.jpg", 'a "red", ball'), ("b/0001.jpg", "Rex")}

@@ -96,22 +96,22 @@ def test_incremental_index_equals_new_index(
         photos = Path(folder) / "photos"
         make_photos(photos, 2)
         clock = 10**18
-        for what, name, other, seed in steps:
+        for action, name, other, seed in steps:
             path, second = photos / name, photos / other
             second.parent.mkdir(parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if what == "write":
+            if action == "write":
                 image(seed).save(path, "png")
-            elif what == "break":
+            elif action == "break":
                 path.write_bytes(b"no image")
-            elif what == "index":
+            elif action == "index":
                 update_index(photos, model)
             elif path.is_file() and path != second:
                 {"move": shutil.move, "copy": shutil.copy2, "delete": lambda a, _: os.unlink(a)}[
-                    what
+                    action
                 ](path, second)
             clock += 10**9
-            if what in ("write", "break"):
+            if action in ("write", "break"):
                 os.utime(path, ns=(clock, clock))
         report = update_index(photos, model)
         close(report.folder, fresh(photos, model))
@@ -172,16 +172,16 @@ def test_model_for_later_is_searched_once_all_images_have_its_vectors(
     photos, other = make_photos(tmp_path / "photos", 4), save_model(tmp_path / "other", 24)
     update_index(photos, model)
     before = m1clip.Index(photos)
-    seen = []
+    hashes = []
 
     def interrupt(done: int, total: int) -> None:
-        seen.append(m1clip.Index(photos).dim)
+        hashes.append(m1clip.Index(photos).dim)
         if done:
             raise KeyboardInterrupt
 
     with console.on_progress(interrupt), pytest.raises(KeyboardInterrupt):
         update_index(photos, other, when_done=True)
-    assert set(seen) == {16}
+    assert set(hashes) == {16}
     update_index(photos, other, when_done=True)
     assert m1clip.Index(photos).dim == 24
     before.refresh()
@@ -216,10 +216,10 @@ def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -
     assert set(hostile) < stored.keys()
     assert update_index(photos).problems == report.problems
     for name in hostile:
-        found = m1clip.Index(photos).search(
+        results = m1clip.Index(photos).search(
             like=[os.fsdecode(os.path.join(os.fsencode(photos), name))], k=1
         )
-        assert os.fsencode(found.nearest[0].path) == name
+        assert os.fsencode(results.nearest[0].path) == name
 
 
 def test_index_with_decoding_processes_equals_that_with_threads(
@@ -251,8 +251,11 @@ def test_exif_date_and_orientation(model: Path, tmp_path: Path) -> None:
 
 def test_second_indexer_reports_the_first(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 2)
-    place = update_index(photos, model).folder
-    with FileLock(place / "lock"), pytest.raises(UserError, match="another process is indexing"):
+    index_folder = update_index(photos, model).folder
+    with (
+        FileLock(index_folder / "lock"),
+        pytest.raises(UserError, match="another process is indexing"),
+    ):
         update_index(photos)
 
 
@@ -307,14 +310,14 @@ def test_vectors_that_a_killed_indexer_left_uncommitted_are_not_searched(
 
 def test_vectors_of_deleted_images_are_removed(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 10)
-    place = update_index(photos, model).folder
+    index_folder = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     for path in sorted((photos / "a").iterdir())[:3]:
         path.unlink()
     update_index(photos)
-    (file,) = place.glob("vectors-*")
+    (file,) = index_folder.glob("vectors-*")
     assert file.stat().st_size == 7 * 16 * 2
-    close(place, fresh(photos, model))
+    close(index_folder, fresh(photos, model))
     assert len(opened.search(like=[photos / "b/0001.jpg"]).nearest) == 7  # opened before
 
 
@@ -450,8 +453,8 @@ def test_index_without_vectors_is_reported_in_one_line(
     assert update_index(photos, model).indexed == 1
 
 
-def the_file(place: Path) -> Path:
-    (file,) = place.glob("vectors-*")
+def the_file(index_folder: Path) -> Path:
+    (file,) = index_folder.glob("vectors-*")
     return file
 
 
@@ -488,11 +491,11 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
     model: Path, tmp_path: Path
 ) -> None:
     photos = make_photos(tmp_path / "photos", 3)
-    place = update_index(photos, model).folder
+    index_folder = update_index(photos, model).folder
     opened = m1clip.Index(photos)
-    os.truncate(the_file(place), 0)
-    with contextlib.closing(module.connect(place, write=True)) as db:
-        module._drop_lost_rows(db, place, photos, 1)  # then the indexer is killed
+    os.truncate(the_file(index_folder), 0)
+    with contextlib.closing(module.connect(index_folder, write=True)) as db:
+        module._drop_lost_rows(db, index_folder, photos, 1)  # then the indexer is killed
     for call in (lambda: m1clip.Index(photos), lambda: opened.search(["a", "b"])):
         with pytest.raises(UserError, match="is empty; run m1clip index"):
             call()
@@ -525,10 +528,10 @@ def kill_at(point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return made
 
-    def removed(place: Path, model_id: int, generation: int | None) -> None:
+    def removed(index_folder: Path, model_id: int, generation: int | None) -> None:
         if point == "after the rewrite" and generation == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        remove_others(place, model_id, generation)
+        remove_others(index_folder, model_id, generation)
 
     module._Writer.save = saved  # type: ignore[method-assign]
     module.vectors.create = created
@@ -549,7 +552,7 @@ def test_reader_survives_the_death_of_a_writer(
     point: str, committed: int, model: Path, tmp_path: Path
 ) -> None:
     photos = make_photos(tmp_path / "photos", 6)
-    place = update_index(photos, model).folder
+    index_folder = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     if "rewrite" in point:
         for number in (0, 2):
@@ -560,17 +563,17 @@ def test_reader_survives_the_death_of_a_writer(
     process = Command("index", str(photos), cwd=tmp_path, prepare=functools.partial(kill_at, point))
     assert process.wait() == -signal.SIGKILL
     for index in (opened, m1clip.Index(photos)):
-        found = index.search(like=[photos / "b/0001.jpg"], k=20)
-        assert found.searched == committed
-        assert found.nearest[0].path == "b/0001.jpg"
-        assert found.nearest[0].score == pytest.approx(1, abs=1e-3)
-    on_disk = sum(file.stat().st_size for file in place.glob("vectors-*")) // (16 * 2)
+        results = index.search(like=[photos / "b/0001.jpg"], k=20)
+        assert results.searched == committed
+        assert results.nearest[0].path == "b/0001.jpg"
+        assert results.nearest[0].score == pytest.approx(1, abs=1e-3)
+    on_disk = sum(file.stat().st_size for file in index_folder.glob("vectors-*")) // (16 * 2)
     assert on_disk == {"before the rewrite": 6}.get(point, 10)
     report = update_index(photos)
-    the_file(place)  # what the process left is deleted
+    the_file(index_folder)  # what the process left is deleted
     for index in (opened, m1clip.Index(photos)):
         assert index.search(like=[photos / "b/0001.jpg"], k=20).searched == report.indexed
-    close(place, fresh(photos, model))
+    close(index_folder, fresh(photos, model))
 
 
 @pytest.mark.slow
@@ -615,12 +618,12 @@ def write_half_a_transaction(database: Path) -> None:
 
 def test_reader_undoes_the_commit_of_a_killed_writer(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 3)
-    place = update_index(photos, model).folder
+    index_folder = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     for _ in range(2):
-        write_half_a_transaction(place / DATABASE)
+        write_half_a_transaction(index_folder / DATABASE)
         assert opened.search("a").searched == 3
-        write_half_a_transaction(place / DATABASE)
+        write_half_a_transaction(index_folder / DATABASE)
         assert m1clip.Index(photos).search("a").searched == 3
 
 
@@ -641,8 +644,8 @@ def test_search_sees_rows_and_vectors_of_one_state(
         return encode(self, images)
 
     monkeypatch.setattr(type(opened.model), "encode_image", slow_encode)
-    found = opened.search(like=[photos / "b/0009.jpg"], k=3)
-    assert (found.nearest[0].path, found.searched) == ("b/0009.jpg", 7)
+    results = opened.search(like=[photos / "b/0009.jpg"], k=3)
+    assert (results.nearest[0].path, results.searched) == ("b/0009.jpg", 7)
 
 
 def test_index_keeps_its_model_until_it_is_opened_again(model: Path, tmp_path: Path) -> None:
@@ -665,8 +668,8 @@ def test_index_keeps_its_model_until_it_is_opened_again(model: Path, tmp_path: P
 # An index from a stranger
 
 
-def change(place: Path, *statements: str) -> None:
-    with contextlib.closing(sqlite3.connect(place / DATABASE)) as db:
+def change(index_folder: Path, *statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(index_folder / DATABASE)) as db:
         for statement in statements:
             db.execute(statement)
         db.commit()
@@ -746,8 +749,8 @@ def test_values_of_any_type_are_rejected_or_do_not_count(
             continue
         with contextlib.suppress(UserError):
             index = m1clip.Index(gift)
-            found = index.search(["a", "b"], like=[2])
-            assert 3 <= len(found.nearest) <= 4
+            results = index.search(["a", "b"], like=[2])
+            assert 3 <= len(results.nearest) <= 4
             assert 3 <= len(index.newest().nearest) <= 4
             index.duplicates()
             index.folders()
@@ -866,9 +869,9 @@ def test_rows_of_files_outside_the_folder_do_not_count(gift: Path) -> None:
         name = path.replace("\\0", "\0").encode().hex()
         change(gift / INDEX_FOLDER, f"UPDATE files SET path = x'{name}' WHERE id = 1")
         index = m1clip.Index(gift)
-        found = [*index.search("dog").nearest, *index.newest().nearest]
-        assert [each.id for each in found].count(1) == 0
-        assert len(found) == 6
+        results = [*index.search("dog").nearest, *index.newest().nearest]
+        assert [result.id for result in results].count(1) == 0
+        assert len(results) == 6
         assert len(index.captions()) == 2
         assert len(index) == 3
         served = Photos(gift)
@@ -934,10 +937,10 @@ def test_links_in_an_index_are_rejected(
 def test_hard_links_in_an_index_are_not_written_to(gift: Path, name: str) -> None:
     m1clip.Index(gift).teach("Rex", [1])
     precious = gift.parent / "outside" / "target"
-    place = gift / INDEX_FOLDER
-    shutil.copy(place / name, precious)
-    (place / name).unlink()
-    (place / name).hardlink_to(precious)
+    index_folder = gift / INDEX_FOLDER
+    shutil.copy(index_folder / name, precious)
+    (index_folder / name).unlink()
+    (index_folder / name).hardlink_to(precious)
     before = precious.read_bytes()
     image(9).save(gift / "new.jpg")
     with pytest.raises(UserError, match=f"{name}: is a hard link"):
@@ -994,7 +997,7 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     assert len(m1clip.Index(gift)) == 4  # asked for
     files = content(gift / INDEX_FOLDER)
     # What this user makes is their own.
-    monkeypatch.setattr(module, "is_own", lambda place: INDEX_FOLDER not in place.parts)
+    monkeypatch.setattr(module, "is_own", lambda folder: INDEX_FOLDER not in folder.parts)
     report = update_index(gift, model)
     # Nothing is written to the index of another user.
     assert report.folder.is_relative_to(gift.parent / "data")

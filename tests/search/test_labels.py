@@ -176,18 +176,20 @@ def test_renamed_photo_keeps_its_label(labels: Labels) -> None:
 
 
 def test_labels_are_in_the_index_folder_if_they_would_hide_another_table(tmp_path: Path) -> None:
-    place = tmp_path / INDEX_FOLDER
-    place.mkdir()
-    assert labels_path(tmp_path, place) == tmp_path / "captions.csv"
+    index_folder = tmp_path / INDEX_FOLDER
+    index_folder.mkdir()
+    assert labels_path(tmp_path, index_folder) == tmp_path / "captions.csv"
     assert labels_path(tmp_path, tmp_path.parent / "elsewhere").parent.name == "elsewhere"
     (tmp_path / "captions.jsonl").write_text('{"image": "a.jpg", "caption": "mine"}\n')
-    assert labels_path(tmp_path, place) == place / "captions.csv"
+    assert labels_path(tmp_path, index_folder) == index_folder / "captions.csv"
     (tmp_path / "a.jpg").write_bytes(b"x")
-    labels = Labels(tmp_path, place)
+    labels = Labels(tmp_path, index_folder)
     labels.change([change("a.jpg", "a dog")])
     assert list(labels.labelled()) == ["a.jpg"]
     (sample,) = (
-        each for part in open_sources([str(labels.path)]).by_split.values() for each in part
+        part_sample
+        for part in open_sources([str(labels.path)]).by_split.values()
+        for part_sample in part
     )
     assert str(sample.image) == str(tmp_path / "a.jpg")
 
@@ -235,8 +237,8 @@ def test_captions_are_not_copied_through_a_link_out_of_the_folder(
         ' xmlns:dc="http://purl.org/dc/elements/1.1/"><rdf:Description>'
         "<dc:description>a secret of another folder</dc:description></rdf:Description></rdf:RDF>"
     )
-    (found,) = find_captions(outside, ["photo.jpg"])
-    assert isinstance(found[1], PhotoCaptions)
+    (photo_captions,) = find_captions(outside, ["photo.jpg"])
+    assert isinstance(photo_captions[1], PhotoCaptions)
     (labels.root / link).unlink(missing_ok=True)
     (labels.root / link).symlink_to(outside / link)
     assert labels.import_metadata({"photo.jpg": bytes(32)}) == 0
@@ -259,15 +261,17 @@ def test_captions_inside_photos_become_labels_and_are_not_hidden(labels: Labels)
     labels.change([change("0.jpg", "typed before")])
     assert labels.import_metadata(contents) == 39
     assert labels.import_metadata(contents) == 0
-    found = labels.labelled()
-    assert found["0.jpg"].captions == ("typed before",)
-    assert found["1.jpg"].captions == ("inside 1",)
-    assert [path for path, label in found.items() if not label.from_metadata] == ["0.jpg"]
-    assert all(found[path].split == split_by_content(contents[path]) for path in list(contents)[1:])
+    labelled = labels.labelled()
+    assert labelled["0.jpg"].captions == ("typed before",)
+    assert labelled["1.jpg"].captions == ("inside 1",)
+    assert [path for path, label in labelled.items() if not label.from_metadata] == ["0.jpg"]
+    assert all(
+        labelled[path].split == split_by_content(contents[path]) for path in list(contents)[1:]
+    )
     assert {row[2] for row in read_captions(labels.path).rows} == {"person", "EXIF"}
     source = open_sources([str(labels.root)])
     assert sum(map(len, source.by_split.values())) == 40
-    version = found["1.jpg"].version
+    version = labelled["1.jpg"].version
     labels.change([change("1.jpg", "inside 1", "and more", version=version)])
     rows = [row[1:3] for row in read_captions(labels.path).rows if row[0] == "1.jpg"]
     assert sorted(rows) == [["and more", "person"], ["inside 1", "EXIF"]]
@@ -301,8 +305,8 @@ def test_many_images_are_added_to_a_table_without_reading_it_again(
 def test_labels_do_not_hide_text_files(tmp_path: Path) -> None:
     save_captioned(tmp_path / "a.jpg", "x")
     (tmp_path / "a.txt").write_text("a dog", encoding="utf-8")
-    place = tmp_path / INDEX_FOLDER
-    assert labels_path(tmp_path, place) == place / "captions.csv"
+    index_folder = tmp_path / INDEX_FOLDER
+    assert labels_path(tmp_path, index_folder) == index_folder / "captions.csv"
 
 
 LABELLER = """
@@ -326,9 +330,9 @@ def test_killed_server_has_saved_every_label_that_it_confirmed(labels: Labels) -
         confirmed = [int(process.stdout.readline()) for _ in range(25)]
         process.kill()
         confirmed += [int(line) for line in process.stdout]
-    found = labels.labelled()
-    assert {f"{number}.jpg" for number in confirmed} <= set(found)
-    assert len(found) <= len(confirmed) + 1
-    assert all(label.captions == (f"label {path[:-4]}",) for path, label in found.items())
+    labelled = labels.labelled()
+    assert {f"{number}.jpg" for number in confirmed} <= set(labelled)
+    assert len(labelled) <= len(confirmed) + 1
+    assert all(label.captions == (f"label {path[:-4]}",) for path, label in labelled.items())
     (outcome,) = labels.change([change("after.jpg", "a label of the next server")])
     assert not outcome.conflict

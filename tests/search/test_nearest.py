@@ -41,8 +41,8 @@ def test_nearest_equals_brute_force_in_float64(
     exact = vectors.astype(np.float64) @ query.astype(np.float64)
     candidates = np.arange(n) if rows is None else rows
     expected = candidates[np.lexsort((candidates, -exact[candidates]))][:k]
-    found, scores = nearest(vectors, query, k, rows)
-    assert found.tolist() == expected.tolist()
+    rows_found, scores = nearest(vectors, query, k, rows)
+    assert rows_found.tolist() == expected.tolist()
     np.testing.assert_array_equal(scores, exact[expected])
 
 
@@ -63,8 +63,8 @@ def test_inaccurate_fast_scores_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     vectors = rng.normal(size=(500, 8)).astype(np.float16)
     monkeypatch.setattr(module, "_fast_scores", lambda v, q: (rng.normal(size=len(v)), 1e-3))
     query = np.ones(8, np.float32)
-    found, _ = nearest(vectors, query, 5)
-    assert found.tolist() == np.argsort(-(vectors.astype(np.float64) @ query))[:5].tolist()
+    rows_found, _ = nearest(vectors, query, 5)
+    assert rows_found.tolist() == np.argsort(-(vectors.astype(np.float64) @ query))[:5].tolist()
 
 
 def test_vectors_that_are_not_finite_are_an_error(library: str) -> None:

@@ -18,7 +18,7 @@ def groups(sizes: list[int], spread: float = 0.2) -> tuple[np.ndarray, np.ndarra
 
 
 def chosen(order: LabelOrder, count: int) -> list[int]:
-    return [place for _ in range(count) if (place := order.next()) is not None]
+    return [index for _ in range(count) if (index := order.next()) is not None]
 
 
 def test_each_group_is_chosen_once_the_largest_first() -> None:
@@ -58,8 +58,8 @@ def test_near_duplicates_are_never_shown_and_every_other_photo_once() -> None:
     photos = unit(np.random.default_rng(2).normal(size=(30, 16)))
     twice = np.concatenate([photos, unit(photos + 1e-3)])
     order = LabelOrder(twice)
-    places = chosen(order, 60)
-    assert sorted(place % 30 for place in places) == list(range(30))
+    order_of_photos = chosen(order, 60)
+    assert sorted(index % 30 for index in order_of_photos) == list(range(30))
     assert order.next() is None
 
 
@@ -67,7 +67,7 @@ def test_uncertainty_is_low_where_one_word_fits() -> None:
     words = np.eye(8, dtype=np.float32)
     sure = unit(np.eye(8)[:4] + 0.01)
     unsure = unit(np.ones((4, 8)) + 0.01 * np.arange(32).reshape(4, 8) / 32)
-    found = uncertainty(np.concatenate([sure, unsure]).astype(np.float32), words)
-    assert found.min() == 0
-    assert found.max() == 1
-    assert found[:4].max() < found[4:].min()
+    values = uncertainty(np.concatenate([sure, unsure]).astype(np.float32), words)
+    assert values.min() == 0
+    assert values.max() == 1
+    assert values[:4].max() < values[4:].min()

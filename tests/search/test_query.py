@@ -43,22 +43,22 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_search_equals_brute_force(photos: Path) -> None:
     index = m1clip.Index(photos)
     query = np.asarray(index.model.encode_text("a dog on a beach"))[0]
-    found = index.search("a dog on a beach", k=5, collapse=False)
+    results = index.search("a dog on a beach", k=5, collapse=False)
     paths = sorted(path for path in photos.rglob("*.*") if path.suffix in (".jpg", ".png"))
     scores = np.asarray(index.model.encode_image(paths)) @ query
-    best = [paths[place] for place in np.argsort(-scores)[:5]]
-    assert [photos / each.path for each in found.nearest] == best
-    assert [each.score for each in found.nearest] == pytest.approx(
+    best = [paths[best_index] for best_index in np.argsort(-scores)[:5]]
+    assert [photos / result.path for result in results.nearest] == best
+    assert [result.score for result in results.nearest] == pytest.approx(
         np.sort(scores)[::-1][:5], abs=1e-3
     )
-    assert found.searched == len(index) == 13
+    assert results.searched == len(index) == 13
 
 
 def test_near_duplicates_are_grouped_with_best_result(photos: Path) -> None:
-    found = Index(photos).search(like=[photos / "a/0000.jpg"], k=20)
-    assert found.nearest[0].path == "a/0000.jpg"
-    assert found.nearest[0].copies == ("larger.png",)
-    assert len(found.nearest) == 12
+    results = Index(photos).search(like=[photos / "a/0000.jpg"], k=20)
+    assert results.nearest[0].path == "a/0000.jpg"
+    assert results.nearest[0].copies == ("larger.png",)
+    assert len(results.nearest) == 12
     assert (
         len(Index(photos).search(like=[photos / "a/0000.jpg"], k=20, collapse=False).nearest) == 13
     )
@@ -83,7 +83,7 @@ def test_groups_are_connected_and_equal_images_are_compared_once(
         patch.setattr(module, "near_duplicates", pairs)
         groups = module.duplicate_groups([(bytes([look]), b"") for look in looks])
     assert len(compared) == len(set(looks))
-    expected = {place: {place} for place in range(len(looks))}
+    expected = {index: {index} for index in range(len(looks))}
     for _ in looks:
         for i, j in itertools.combinations(range(len(looks)), 2):
             if looks[i] == looks[j] or {(looks[i], looks[j]), (looks[j], looks[i])} & alike:
@@ -117,7 +117,7 @@ def test_sums_and_differences_of_queries(photos: Path) -> None:
     parts, taught = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
     assert not taught
     assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
-    query = index._combined(parts)
+    query = index._combine(parts)
     scores = sum(
         w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts
     )
@@ -143,13 +143,13 @@ def test_weight_without_a_meaning_is_a_user_error(photos: Path, weight: str) -> 
 
 
 def test_results_are_a_sequence_with_relative_and_absolute_paths(photos: Path) -> None:
-    found = Index(photos).search("a dog", k=5)
-    assert len(found) == 5
-    assert list(found) == found.nearest
-    assert found[0] is found.nearest[0]
-    for each in found:
-        assert each.file == str(photos / each.path)
-        assert os.path.isabs(each.file)
+    results = Index(photos).search("a dog", k=5)
+    assert len(results) == 5
+    assert list(results) == results.nearest
+    assert results[0] is results.nearest[0]
+    for result in results:
+        assert result.file == str(photos / result.path)
+        assert os.path.isabs(result.file)
     for group in Index(photos).duplicates():
         assert all(copy.file == str(photos / copy.path) for copy in group)
 
@@ -269,8 +269,8 @@ def test_commands_on_an_onnx_folder_run_without_torch(photos: Path, tmp_path: Pa
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         output[command] = done.stdout
-    expected = [each.path for each in Index(photos).search("a dog", k=3).nearest]
-    assert [each["path"] for each in json.loads(output["search"])["nearest"]] == expected
+    expected = [result.path for result in Index(photos).search("a dog", k=3).nearest]
+    assert [result["path"] for result in json.loads(output["search"])["nearest"]] == expected
     assert "13 (" in output["index"]
     assert len(output["classify"].splitlines()) == 2
 
@@ -281,9 +281,9 @@ def test_command_line(
     monkeypatch.chdir(photos / "a")  # a folder below the indexed one
     for words in (["red", "--not", "dog", "-k", "3"], ["--like", "0000.jpg", "-k", "3", "--json"]):
         assert exit_code("search", *words) == 0
-    text, _, found = capsys.readouterr().out.partition("{")
+    text, _, json_text = capsys.readouterr().out.partition("{")
     assert len(text.splitlines()) == 3
-    read = json.loads("{" + found)
+    read = json.loads("{" + json_text)
     assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == ("a/0000.jpg", 3, 3)
     for words in (["x", "--since", "May"], [], ["x", "--index", "/nowhere"]):
         assert exit_code("search", *words) == 2
@@ -348,8 +348,8 @@ def test_results_are_sure_or_possible_or_nothing_matches(
         Result(i, f"{i}.jpg", f"/{i}.jpg", 0.5, chance, 1, 1, "", 1)
         for i, chance in enumerate(chances)
     ]
-    found = Results(results, 9)
-    _show(found, found.possible, filtered=False)
+    results_ = Results(results, 9)
+    _show(results_, results_.possible, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed
 
 

@@ -13,8 +13,8 @@ DIM = 8
 ROWS = np.random.default_rng(0).normal(size=(40, DIM)).astype(np.float16)
 
 
-def append(place: Path, committed: int, rows: int) -> None:
-    with open_end(place, 1, 0, DIM, committed) as file:
+def append(folder: Path, committed: int, rows: int) -> None:
+    with open_end(folder, 1, 0, DIM, committed) as file:
         file.write(ROWS[committed : committed + rows].data)
 
 
@@ -35,9 +35,9 @@ def test_committed_rows_are_read_and_earlier_results_stay_valid(tmp_path: Path) 
     append(tmp_path, 10, 30)  # four rows were not committed: they are written again
     for committed in (10, 25, 40):
         earlier.append(read(vectors, committed))
-    for found in earlier:
-        np.testing.assert_array_equal(found, ROWS[: len(found)])
-    assert [len(found) for found in earlier] == [0, 3, 4, 9, 10, 25, 40]
+    for rows_read in earlier:
+        np.testing.assert_array_equal(rows_read, ROWS[: len(rows_read)])
+    assert [len(rows_read) for rows_read in earlier] == [0, 3, 4, 9, 10, 25, 40]
 
 
 @pytest.mark.parametrize("size", [0, 3 * DIM * 2 - 1])

@@ -163,8 +163,8 @@ def test_char_tokenizer_maps_other_characters_to_unknown(captions: list[str], ot
         assert [tokenizer.alphabet[i - 4] for i in tokenizer.encode(caption)] == list(
             caption.lower()
         )
-    known = [c in tokenizer.alphabet for c in other.lower()]
-    assert [i != tokenizer.unk_id for i in tokenizer.encode(other)] == known
+    is_known = [c in tokenizer.alphabet for c in other.lower()]
+    assert [i != tokenizer.unk_id for i in tokenizer.encode(other)] == is_known
 
 
 def test_wordpiece_is_greedy_and_uncased() -> None:

@@ -54,8 +54,8 @@ def test_time_allows_at_least_the_default_epochs_of_a_recipe(recipe: str) -> Non
 
 
 def test_few_images_are_seen_more_often_from_random_weights() -> None:
-    found = [max_epochs("scratch", steps, can_mix=False) for steps in (5, 15, 93, 5_000)]
-    assert found == [100, 33.3, 18, 18]
+    epochs = [max_epochs("scratch", steps, can_mix=False) for steps in (5, 15, 93, 5_000)]
+    assert epochs == [100, 33.3, 18, 18]
     with_cutmix = [max_epochs("scratch", steps) for steps in (5, 15, 93, 5_000)]
     assert with_cutmix == [100, *[MAX_EPOCHS["scratch"]] * 3]
     assert max_epochs("frozen", 5) == max_epochs("frozen", 93)

@@ -38,9 +38,11 @@ def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:
         whitening(yy, cca.TEXT_RIDGE / 200**0.5),
     )
     u, s, v = torch.linalg.svd(wx @ xy @ wy, full_matrices=False)
-    found = cca.canonical(xx, yy, xy, 4, 200)
+    canonical = cca.canonical(xx, yy, xy, 4, 200)
     expected = ((wx @ u)[:, :4] * s[:4], (wy @ v.T)[:, :4] * s[:4])
-    torch.testing.assert_close(found[0].T @ found[1], expected[0] @ expected[1].T)  # up to signs
+    torch.testing.assert_close(
+        canonical[0].T @ canonical[1], expected[0] @ expected[1].T
+    )  # up to signs
 
 
 def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> None:

@@ -351,7 +351,7 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train.save_every": 4, "train.save_total_limit": 9}
-    good = finished_run()
+    undisturbed = finished_run()
     run, real = tmp_path / "run", checkpoint.write_tensors
 
     def write(path: Path, group: dict[str, Any]) -> str:
@@ -367,7 +367,7 @@ def test_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
     monkeypatch.undo()
     resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), tensors_of(good, 10))
+    assert_same_bits(tensors_of(run, 10), tensors_of(undisturbed, 10))
 
 
 def test_full_disk_is_found_by_the_thread_that_saves(

@@ -150,9 +150,9 @@ def test_fourth_step_of_the_same_shapes_is_captured(monkeypatch: pytest.MonkeyPa
     assert captured.captures == 1
     assert captured._graph.replays == 1  # type: ignore[union-attr]
     assert not update.phases.silent
-    seen: list[int] = []
-    update.run(batch, 4, lambda view: seen.append(len(view.gradients)))
-    assert seen, "a step with a probe is not replayed"
+    captured_at: list[int] = []
+    update.run(batch, 4, lambda view: captured_at.append(len(view.gradients)))
+    assert captured_at, "a step with a probe is not replayed"
     assert captured._graph.replays == 1  # type: ignore[union-attr]
     update.run(inputs.training[0], 5)
     assert captured._graph.replays == 2  # type: ignore[union-attr]

@@ -77,7 +77,7 @@ def make(inputs: RunInputs, ranks: Ranks, changes: dict[str, Any]) -> tuple[RunI
     changes = TINY | changes
     teacher = changes.pop("teacher", False)
     flat_names = {f"{section}.{key}": flat for flat, (section, key) in NAMES.items()}
-    config = inputs.config.changed(
+    config = inputs.config.with_values(
         device="cpu", **{flat_names[name]: value for name, value in changes.items()}
     )
     training = dataclasses.replace(
@@ -119,8 +119,8 @@ def double_step(inputs: RunInputs) -> TrainStep:
     step = inputs.make_step()
     torch.set_default_dtype(torch.float32)
     model = step.model if step.parts.world.shards is not None else step.model.double()
-    step.parts.encoder.encode_image = lambda pixels, *kept: normalize(
-        model.image_head(model.image_tower(pixels.double(), *kept))
+    step.parts.encoder.encode_image = lambda pixels, *arguments: normalize(
+        model.image_head(model.image_tower(pixels.double(), *arguments))
     )
     step.parts.encoder.encode_text = lambda tokens: normalize(
         model.text_head(model.text_tower(tokens))
@@ -158,7 +158,7 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[RunInputs
 
 def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """For each case the ids of the batches, what steps report, the first gradient and the last weights."""
-    found, common = {}, prepared(small_config(TINY))
+    result_of, common = {}, prepared(small_config(TINY))
     if ranks.size > 1:
         distributed.BUCKET_VALUES = 1000  # several for each tower
     for name in cases:
@@ -173,7 +173,7 @@ def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, A
         }
         step.clear()
         results = [step.run(batch, number) for number, batch in enumerate(batches)]
-        found[name] = {
+        result_of[name] = {
             "ids": [batch.sample_ids for batch in batches],
             "views": [batch.views for batch in batches],
             "boxes": [batch.boxes for batch in batches],
@@ -181,7 +181,7 @@ def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, A
             "figures": figures_of(results),
             "weights": {key: p.detach() for key, p in step.model.named_parameters()},
         }
-    return found
+    return result_of
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +194,10 @@ def one_process(cache: Path) -> dict[str, dict[str, Any]]:
     return train(Ranks(), [*CASES, *FROZEN], cache)
 
 
-def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
-    assert found.dtype == wanted.dtype
-    difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-9))
-    assert difference < 1e-5, f"{what}: relative difference {difference:.1e}"
+def assert_close(actual: Tensor, expected: Tensor, subject: str) -> None:
+    assert actual.dtype == expected.dtype
+    difference = float((actual - expected).norm() / expected.norm().clamp(min=1e-9))
+    assert difference < 1e-5, f"{subject}: relative difference {difference:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -208,24 +208,24 @@ def test_ranks_train_like_one_process(
 ) -> None:
     results = on_ranks(size, train, cases, cache)
     for name in cases:
-        wanted = one_process[name]
+        expected = one_process[name]
         for key in ("ids", "views", "boxes"):
-            for step, whole in enumerate(wanted[key]):
+            for step, whole in enumerate(expected[key]):
                 if whole is None:  # features have no views, and most cases no boxes
                     continue
                 assert torch.equal(
                     torch.cat([result[name][key][step] for result in results]), whole
                 ), (name, key)
         for result in results:
-            found = result[name]
-            what = f"{name}: losses, gradient norms and accuracies within the batch"
-            assert_close(found["figures"], wanted["figures"], what)
+            by_ranks = result[name]
+            subject = f"{name}: losses, gradient norms and accuracies within the batch"
+            assert_close(by_ranks["figures"], expected["figures"], subject)
             for key in ("gradients", "weights"):
-                assert found[key].keys() == wanted[key].keys()
-                for parameter, value in wanted[key].items():
-                    assert_close(found[key][parameter], value, f"{name}: {key} of {parameter}")
+                assert by_ranks[key].keys() == expected[key].keys()
+                for parameter, value in expected[key].items():
+                    assert_close(by_ranks[key][parameter], value, f"{name}: {key} of {parameter}")
             for parameter, value in results[0][name]["weights"].items():
-                assert torch.equal(found["weights"][parameter], value), (
+                assert torch.equal(by_ranks["weights"][parameter], value), (
                     f"{name}: ranks differ in {parameter}"
                 )
 
@@ -278,21 +278,24 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     """
     distributed.BUCKET_VALUES = 1000
     inputs, step = make(prepared(small_config(TINY)), ranks, CASES["multi-positive"])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     batch = inputs.training[0]
     encode_image, calls = step.parts.encoder.encode_image, [0]
 
-    def fail(pixels: Tensor, *kept: Tensor) -> Tensor:
+    def fail(pixels: Tensor, *arguments: Tensor) -> Tensor:
         calls[0] += 1
         if ranks.rank == 1 and calls[0] <= 2:
             raise MemoryError if calls[0] == 1 else MemoryPressure("close to the limit", 10)
-        return encode_image(pixels, *kept)
+        return encode_image(pixels, *arguments)
 
     def fail_late(gradient: Tensor) -> None:
         """When other buckets of gradients are being exchanged."""
         late.remove()
         assert step.parts.world.exchange is not None
-        found["sent"] = len(step.parts.world.exchange._sent), len(step.parts.world.exchange.buckets)
+        results["sent"] = (
+            len(step.parts.world.exchange._sent),
+            len(step.parts.world.exchange.buckets),
+        )
         if ranks.rank == 1:
             raise MemoryError
 
@@ -308,16 +311,16 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
         gradients = {
             key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None
         }
-        found[kind] = loss, gradients, attempts.micro_batch
+        results[kind] = loss, gradients, attempts.micro_batch
         step.clear()
 
     before = {key: p.detach().clone() for key, p in step.model.named_parameters()}
-    step.parts.encoder.encode_image = lambda pixels, *kept: (
-        encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    step.parts.encoder.encode_image = lambda pixels, *arguments: (
+        encode_image(pixels, *arguments) * (float("nan") if ranks.rank == 1 else 1.0)
     )
     loss = step.run(batch, 0).loss
     unchanged = all(torch.equal(p, before[key]) for key, p in step.model.named_parameters())
-    found["not finite"] = bool(loss.isfinite()), unchanged
+    results["not finite"] = bool(loss.isfinite()), unchanged
 
     step.parts.encoder.encode_image = encode_image
     step.run(batch, 0)
@@ -325,30 +328,30 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
     assert shared is not None
     restore(step, shared[0], shared[1])
-    found["checkpoint"] = shared
-    found["bandwidth"] = ranks.bandwidth(torch.device("cpu"))
-    found["features"] = encode(inputs, step.model.float(), "val")
-    found["too many ranks"] = encode(inputs, step.model, "val", 1)
-    return found
+    results["checkpoint"] = shared
+    results["bandwidth"] = ranks.bandwidth(torch.device("cpu"))
+    results["features"] = encode(inputs, step.model.float(), "val")
+    results["too many ranks"] = encode(inputs, step.model, "val", 1)
+    return results
 
 
 def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
     first, second = on_ranks(2, disturbances)
-    for found in (first, second):
-        assert found["undisturbed"][2] == 0
-        assert found["memory"][2] == 5, (
+    for result in (first, second):
+        assert result["undisturbed"][2] == 0
+        assert result["memory"][2] == 5, (
             "the failed attempt halves the 9 images of each rank; the second is repeated"
         )
-        assert found["late"][2] == 5
-        sent, buckets = found["sent"]
+        assert result["late"][2] == 5
+        sent, buckets = result["sent"]
         assert 0 < sent < buckets - 1, "the backward pass and exchanges overlap"
         for kind in ("memory", "late"):
-            assert_close(found[kind][0], found["undisturbed"][0], "loss")
-            for name, gradient in found["undisturbed"][1].items():
-                assert_close(found[kind][1][name], gradient, name)
-        assert found["not finite"] == (False, True)
-        assert found["bandwidth"] > 0
-        assert found["checkpoint"][0].step == 7
+            assert_close(result[kind][0], result["undisturbed"][0], "loss")
+            for name, gradient in result["undisturbed"][1].items():
+                assert_close(result[kind][1][name], gradient, name)
+        assert result["not finite"] == (False, True)
+        assert result["bandwidth"] > 0
+        assert result["checkpoint"][0].step == 7
     for group, tensors in first["checkpoint"][1].items():
         assert all(
             torch.equal(second["checkpoint"][1][group][name], tensor)
@@ -358,11 +361,11 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
     model = alone.make_step().model
     restored = first["checkpoint"][1]["weights"]
     model.load_state_dict(restored, strict=False)
-    wanted = encode(alone, model, "val")
-    for found in (first, second):
-        for ours, expected in zip(found["features"][:4], wanted[:4], strict=True):
+    features_alone = encode(alone, model, "val")
+    for result in (first, second):
+        for ours, expected in zip(result["features"][:4], features_alone[:4], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-        assert len(found["too many ranks"].image) == 1
+        assert len(result["too many ranks"].image) == 1
 
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -378,7 +381,7 @@ def shard(ranks: Ranks) -> dict[str, Any]:
 
     Then each continues from that of the other.
     """
-    common, found = (
+    common, results_of = (
         prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})),
         dict[str, Any](),
     )
@@ -405,14 +408,14 @@ def shard(ranks: Ranks) -> dict[str, Any]:
         state = TrainState(step=3)
         saved = [copy.deepcopy(checkpoint_tensors(step)) for step in steps]
         for step, groups in zip(steps, reversed(saved), strict=True):
-            kept = share_checkpoint(
+            loaded = share_checkpoint(
                 step, lambda device, groups=groups, state=state: (state, copy.deepcopy(groups))
             )
-            assert kept is not None
-            restore(step, *kept)
+            assert loaded is not None
+            restore(step, *loaded)
         later = [figures_of([step.run(inputs.training[3], 3)]) for step in steps]
         weights = [made[0][0].complete_model(step).state_dict() for step in steps]
-        found[name] = {
+        results_of[name] = {
             "rows": rows,
             "results": results,
             "norms": norms,
@@ -420,24 +423,24 @@ def shard(ranks: Ranks) -> dict[str, Any]:
             "later": later,
             "weights": weights,
         }
-    return found
+    return results_of
 
 
 def test_sharded_weights_train_like_complete_ones() -> None:
     first, second = on_ranks(2, shard)
     for name in SHARDED:
-        for found in (first[name], second[name]):
-            assert found["rows"] == [24, 24], "half of the 48 rows of each tower's matrix"
-            assert_close(*found["results"], f"{name}: losses and gradient norms")
-            sharded, complete = found["norms"]
-            for what in ("gradients", "weights"):
-                assert sharded[what] == pytest.approx(complete[what], rel=2e-5), f"{name}: {what}"
+        for result in (first[name], second[name]):
+            assert result["rows"] == [24, 24], "half of the 48 rows of each tower's matrix"
+            assert_close(*result["results"], f"{name}: losses and gradient norms")
+            sharded, complete = result["norms"]
+            for kind in ("gradients", "weights"):
+                assert sharded[kind] == pytest.approx(complete[kind], rel=2e-5), f"{name}: {kind}"
             assert len(complete["gradients"]) == 10, "input, 2 or 1 blocks, output, head; scale"
             total = math.hypot(*complete["gradients"].values())
-            assert total == pytest.approx(float(found["results"][1][2, 1]), rel=1e-4)
-            assert_close(*found["later"], f"{name}: after continuing from the other's checkpoint")
-            for key, value in found["weights"][1].items():
-                assert_close(found["weights"][0][key].to(value.dtype), value, f"{name}: {key}")
+            assert total == pytest.approx(float(result["results"][1][2, 1]), rel=1e-4)
+            assert_close(*result["later"], f"{name}: after continuing from the other's checkpoint")
+            for key, value in result["weights"][1].items():
+                assert_close(result["weights"][0][key].to(value.dtype), value, f"{name}: {key}")
         sharded, complete = first[name]["saved"]
         assert second[name]["saved"][0] == {"weights": {}, "optimizer": {}}, (
             "rank 0 alone has the complete tensors"
@@ -450,9 +453,9 @@ def test_sharded_weights_train_like_complete_ones() -> None:
 
 def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
-    common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
+    common, gradients = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
-        config = common.config.changed(precision=precision, fsdp=shard)
+        config = common.config.with_values(precision=precision, fsdp=shard)
         spec = dataclasses.replace(common.spec, config=config)
         inputs = dataclasses.replace(common, spec=spec).for_rank(ranks)
         step = inputs.make_step()
@@ -465,17 +468,18 @@ def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
             if step.parts.world.shards is None
             else step.parts.world.shards.complete(rows, on_all_ranks=True)
         )
-        found.append((loss, torch.cat([whole[name].flatten() for name in sorted(whole)])))
-    return found
+        gradients.append((loss, torch.cat([whole[name].flatten() for name in sorted(whole)])))
+    return gradients
 
 
 def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
-    for (sharded_loss, sharded), (loss, unsharded), (wanted_loss, wanted) in on_ranks(
+    for (sharded_loss, sharded), (loss, unsharded), (wanted_loss, expected) in on_ranks(
         2, bf16_gradients
     ):
         assert float((sharded_loss / wanted_loss - 1).abs()) < 0.02
         errors = [
-            float((gradient - wanted).norm() / wanted.norm()) for gradient in (sharded, unsharded)
+            float((gradient - expected).norm() / expected.norm())
+            for gradient in (sharded, unsharded)
         ]
         assert all(1e-4 < error < 0.05 for error in errors), (errors, "not equal: bf16 rounds")
         assert float((sharded_loss / loss - 1).abs()) < 0.02
@@ -494,21 +498,21 @@ def test_predicted_memory_decides_whether_a_step_fits_one_gpu(
 def phases_while_waiting(ranks: Ranks) -> list[str]:
     """The phase in which a rank waits for the others."""
     inputs, step = make(prepared(small_config(TINY)), ranks, {})
-    gather, found = Ranks.gather, list[str]()
+    gather, phases = Ranks.gather, list[str]()
 
     def watched(self: Ranks, *args: Any) -> Tensor:
-        found.append(step.phases._marks[-1][0])
+        phases.append(step.phases._marks[-1][0])
         return gather(self, *args)
 
     Ranks.gather = watched  # type: ignore[method-assign]
     step.run(inputs.training[0], 0)
-    return found
+    return phases
 
 
 def test_waiting_for_slower_ranks_is_no_work() -> None:
     """Otherwise all ranks would seem equally slow."""
-    for found in on_ranks(2, phases_while_waiting):
-        assert set(found) == {"exchange"}
+    for phases in on_ranks(2, phases_while_waiting):
+        assert set(phases) == {"exchange"}
 
 
 def test_torchrun_passes_every_option_on(capfd: pytest.CaptureFixture[str]) -> None:

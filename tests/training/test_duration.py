@@ -401,11 +401,11 @@ def test_preparing_that_takes_all_the_time_still_trains(
 
 
 def test_plan_in_a_config_file_is_checked() -> None:
-    good = {"train.steps": 30, "train.plan": [[0, 10], [5, 30]]}
-    assert small_config(good).train.plan == ((0, 10), (5, 30))
+    valid = {"train.steps": 30, "train.plan": [[0, 10], [5, 30]]}
+    assert small_config(valid).train.plan == ((0, 10), (5, 30))
     for plan in ([[1, 30]], [[0, 10], [0, 30]], [[0, 10], [5, 29]], [[0, 0], [5, 30]]):
         with pytest.raises(UserError, match="plan must begin at step 0"):
-            small_config({**good, "train.plan": plan})
+            small_config({**valid, "train.plan": plan})
 
 
 def test_another_duration_replaces_the_plan(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_purpose_of_a_step_is_known_before_it() -> None:
     assert [step for step in range(1, 51) if long.purpose(step).logs] == [10, 20, 30, 40, 50]
     assert [step for step in range(1, 101) if long.purpose(step).checks_clock] == [50, 100]
     assert long.purpose(10_000)[:3] == (True, True, True)
-    assert [each.name for each in long.purpose(10_000).analyses] == [
-        *(each.name for each in ANALYSES.values() if each.record_kind == RECORD)
+    assert [analysis.name for analysis in long.purpose(10_000).analyses] == [
+        *(entry.name for entry in ANALYSES.values() if entry.record_kind == RECORD)
     ]
     assert long.purpose(50).analyses == (), "nothing looks at the gradients of other steps"

@@ -45,7 +45,7 @@ def make_step(changes: dict[str, Any]) -> tuple[TrainStep, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_devices_give_the_loss_gradients_and_weights_of_one(case: str) -> None:
-    found = []
+    outcomes = []
     for device in ("cpu", "cpu+cpu"):
         step, training = make_step({**CASES[case], "train.device": device})
         assert isinstance(step.parts.encoder, HybridEncoder) == (device == "cpu+cpu")
@@ -56,8 +56,8 @@ def test_two_devices_give_the_loss_gradients_and_weights_of_one(case: str) -> No
         step.clear()
         results = [step.run(training[number], number) for number in range(2)]
         weights = {n: p.detach().clone() for n, p in step.model.named_parameters()}
-        found.append((loss, gradients, figures_of(results), weights))
-    one, two = found
+        outcomes.append((loss, gradients, figures_of(results), weights))
+    one, two = outcomes
     assert torch.equal(one[0], two[0])
     assert torch.equal(one[2], two[2]), "losses and gradient norms"
     assert_same_bits(one[1], two[1])
@@ -83,10 +83,10 @@ def test_both_towers_are_at_work_at_the_same_time(micro_batch: int) -> None:
     model = step.model
     calls = 4 if micro_batch else 1  # two chunks, in both passes
     meet = threading.Barrier(2, timeout=TIMEOUT)
-    seen: list[tuple[str, str, str]] = []
+    phase_calls: list[tuple[str, str, str]] = []
 
-    def note(what: str, tower: str) -> None:
-        seen.append((what, tower, threading.current_thread().name.rpartition("_")[0]))
+    def note(phase: str, tower: str) -> None:
+        phase_calls.append((phase, tower, threading.current_thread().name.rpartition("_")[0]))
         meet.wait()
 
     for tower, head in (("image", model.image_head), ("text", model.text_head)):
@@ -94,10 +94,10 @@ def test_both_towers_are_at_work_at_the_same_time(micro_batch: int) -> None:
         first = next(iter(head.parameters()))
         first.register_hook(lambda _, tower=tower: note("backward", tower))
     step.run(training[0], 0)
-    forward = [(tower, thread) for what, tower, thread in seen if what == "forward"]
+    forward = [(tower, thread) for phase, tower, thread in phase_calls if phase == "forward"]
     assert forward.count(("text", "text-tower")) == calls
     assert sum(tower == "image" for tower, _ in forward) == calls
-    assert {tower for what, tower, _ in seen if what == "backward"} == {"image", "text"}
+    assert {tower for phase, tower, _ in phase_calls if phase == "backward"} == {"image", "text"}
 
 
 def test_an_error_of_either_tower_is_raised_when_both_have_ended() -> None:

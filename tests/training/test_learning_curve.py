@@ -93,13 +93,15 @@ def test_fewer_coordinates_than_features_give_the_same_heads() -> None:
     pairs = Pairs.select(images, texts, index, np.arange(60))
     assert pairs.images.shape[1] < WIDTH
     complete = pairs._replace(
-        images=curve_module._standardized(images), texts=curve_module._standardized(texts)
+        images=curve_module._standardize(images), texts=curve_module._standardize(texts)
     )
     photos = np.arange(40)
     held_out = np.arange(40, 60)
     recalls = [
-        curve_module._recall(each, held_out, *curve_module._fit_heads(each, photos), None)
-        for each in (pairs, complete)
+        curve_module._recall(
+            some_pairs, held_out, *curve_module._fit_heads(some_pairs, photos), None
+        )
+        for some_pairs in (pairs, complete)
     ]
     assert torch.allclose(*map(torch.from_numpy, recalls))
 

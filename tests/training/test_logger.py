@@ -177,7 +177,7 @@ class Ref:
     def __init__(self, number: int, wait: Callable[[], None]) -> None:
         self.number, self.wait = number, wait
 
-    def open(self, want: int | None = None) -> Image.Image:
+    def open(self, min_side: int | None = None) -> Image.Image:
         if self.number == 64:
             self.wait()
         return Image.new("RGB", (8, 8))
@@ -323,7 +323,7 @@ def test_reading_the_data_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_before_a_run_starts_are_in_its_log() -> None:
-    texts = [each["text"] for each in read_log(finished_run()) if each["kind"] == "warning"]
+    texts = [record["text"] for record in read_log(finished_run()) if record["kind"] == "warning"]
     assert [text.partition(":")[0] for text in texts] == ["only 72 training images"]
 
 

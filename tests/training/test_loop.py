@@ -155,14 +155,14 @@ def test_resume_removes_partial_snapshot_files(
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
     thumbs = run / "snapshots" / "thumbnails"
-    kept = {path.name for path in thumbs.iterdir()}
-    assert kept
+    names = {path.name for path in thumbs.iterdir()}
+    assert names
     left = [thumbs / "3.jpg.77.partial", run / "snapshots" / "step-00000002.json.77.partial"]
     for path in left:
         path.write_bytes(b"half")
     resume_quietly(run)
     assert not [path for path in left if path.exists()]
-    assert {path.name for path in thumbs.iterdir()} == kept
+    assert {path.name for path in thumbs.iterdir()} == names
 
     def killed(self: Path, target: Path) -> None:
         raise KeyboardInterrupt
@@ -170,7 +170,7 @@ def test_resume_removes_partial_snapshot_files(
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_bytes(thumbs / "99.jpg", b"an image", sync=False)
-    assert {path.name for path in thumbs.iterdir()} == kept, "complete or absent"
+    assert {path.name for path in thumbs.iterdir()} == names, "complete or absent"
 
 
 def test_state_of_a_run_is_written_by_the_loop_only() -> None:

@@ -66,16 +66,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     def measure(config: Any, start: Any, facts: Any, options: Any, tokens: int, batch: int) -> Any:
         calls.append(batch)
         seconds = {option: table[" ".join(option)] for option in options}
-        found = [
+        measured_candidates = [
             Candidate(
                 *option,
-                (taken,) * ROUNDS if taken else (),
+                (duration,) * ROUNDS if duration else (),
                 0.0,
-                "" if taken else "gradients 90% different",
+                "" if duration else "gradients 90% different",
             )
-            for option, taken in seconds.items()
+            for option, duration in seconds.items()
         ]
-        return Measured(tuple(found), batch, load["others"])
+        return Measured(tuple(measured_candidates), batch, load["others"])
 
     monkeypatch.setattr(measuring, "measure", measure)
     return table, calls, load
@@ -149,21 +149,21 @@ def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured:
 def test_changed_machine_model_or_version_is_measured_again(
     tmp_path: Path, measured: Any, change: dict[str, Any]
 ) -> None:
-    for each in ({}, change):
+    for changes_ in ({}, change):
         facts, start, config = (
-            each.get("facts", H200),
-            each.get("model_init", START),
-            each.get("config", auto()),
+            changes_.get("facts", H200),
+            changes_.get("model_init", START),
+            changes_.get("config", auto()),
         )
-        choose(config, start, facts, each.get("tokens", 16), tmp_path)
+        choose(config, start, facts, changes_.get("tokens", 16), tmp_path)
     assert len(measured[1]) == 2
 
 
 def test_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) -> None:
     measured[0]["cuda bf16"] = 0.0
-    found = choose(auto(), START, H200, 16, tmp_path)
-    assert (found.device, found.precision) == ("cpu", "bf16")
-    assert "cuda bf16 rejected: gradients 90% different" in found.why
+    choice = choose(auto(), START, H200, 16, tmp_path)
+    assert (choice.device, choice.precision) == ("cpu", "bf16")
+    assert "cuda bf16 rejected: gradients 90% different" in choice.why
     measured[0].update(dict.fromkeys(TABLE, 0.0))
     with pytest.raises(UserError, match="no device passed its test"):
         choose(auto(), START, H200, 24, tmp_path / "other")
@@ -174,13 +174,13 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Device, "reset_peak", lambda self: resets.append(self.kind) or True)
     monkeypatch.setattr(measuring, "MEASURED_SECONDS", 1000.0)  # also on a busy machine
     facts = dataclasses.replace(read_machine_info(), cuda=None, mps=False)
-    found = choose(auto(), START, facts, 16, tmp_path)
-    assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {
+    choice = choose(auto(), START, facts, 16, tmp_path)
+    assert {(c.device, c.precision, c.rejected) for c in choice.candidates} == {
         ("cpu", "fp32", ""),
         ("cpu", "bf16", ""),
     }
     assert all(
-        (c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in found.candidates
+        (c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in choice.candidates
     )
     assert resets == ["cpu"], "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())

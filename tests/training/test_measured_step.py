@@ -25,8 +25,8 @@ def test_stage_timer_knows_the_usual_step_and_reports_once() -> None:
     assert timer.due(40, 1000)
     timer.add(41, 1.5, {"forward": 0.5, "backward": 1.0})
     assert not timer.due(41, 1000), "just measured"
-    taken = timer.take(elapsed=100.0)
-    assert taken == {"stages": {"forward": 0.5, "backward": 1.0}, "stages_cost": 0.005}
+    stages = timer.take(elapsed=100.0)
+    assert stages == {"stages": {"forward": 0.5, "backward": 1.0}, "stages_cost": 0.005}
     assert timer.take(elapsed=101.0) == {}
 
 

@@ -65,35 +65,35 @@ def test_estimate_matches_the_real_step(precision: Any) -> None:
         make_parts(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
     )
     step.run(samples, 1)
-    known = [
+    persistent = [
         *model.parameters(),
         *model.buffers(),
         *step.optimizer.tensors().values(),
         *samples.tensors().values(),
     ]
-    with PeakMemory(known) as memory:
+    with PeakMemory(persistent) as memory:
         step.run(samples, 2)
-    found = estimate(precision=precision, **{"data.captions_per_step": 1}).step_bytes(16, False)
-    assert found == pytest.approx(memory.peak, rel=0.05)
+    predicted = estimate(precision=precision, **{"data.captions_per_step": 1}).step_bytes(16, False)
+    assert predicted == pytest.approx(memory.peak, rel=0.05)
 
 
 def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing() -> None:
-    found = estimate()
-    assert found.peak(64, False) > found.peak(32, False)
-    assert found.peak(64, True) < found.peak(64, False)
-    assert found.largest(found.peak(64, False), 128, False) == 64
-    assert found.largest(found.peak(64, False) - 1, 64, False) == 32
-    assert found.largest(1, 64, False) == 0
+    predicted = estimate()
+    assert predicted.peak(64, False) > predicted.peak(32, False)
+    assert predicted.peak(64, True) < predicted.peak(64, False)
+    assert predicted.largest(predicted.peak(64, False), 128, False) == 64
+    assert predicted.largest(predicted.peak(64, False) - 1, 64, False) == 32
+    assert predicted.largest(1, 64, False) == 0
 
 
 def test_very_large_batches_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "TRACED", 8)
-    found = estimate()
+    predicted = estimate()
     traced: list[int] = []
     monkeypatch.setattr(
         MemoryEstimate, "peak", lambda self, batch, _: traced.append(batch) or 1000 + 10 * batch
     )
-    assert [found.largest(1000 + 10 * n, 512, False) for n in (4, 8, 100, 512, 4000)] == [
+    assert [predicted.largest(1000 + 10 * n, 512, False) for n in (4, 8, 100, 512, 4000)] == [
         4,
         8,
         64,

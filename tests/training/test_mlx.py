@@ -81,10 +81,12 @@ def two_steps(changes: dict[str, Any]) -> tuple[RunInputs, TrainStep, Any]:
     return inputs, cpu, compose_step(make_parts(model, *settings))
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative difference of a tensor."""
-    assert found.keys() == expected.keys()
-    return max(float((found[n] - t).norm() / t.norm().clamp(min=1e-9)) for n, t in expected.items())
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[n] - t).norm() / t.norm().clamp(min=1e-9)) for n, t in expected.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["log_softmax", "log_sum_exp", "log_sigmoid"])
@@ -124,16 +126,16 @@ def test_gradients_and_updates_are_those_of_torch(
         probe = partial(record_norms, views) if step == 2 else None
         batch = inputs.training[step]
         pairs = zip(cpu.run(batch, step, probe), mlx.run(batch, step, probe), strict=True)
-        for what in ("gradients", "weights") if views else ():
-            assert views[1][what] == pytest.approx(views[0][what], rel=1e-3), what
+        for kind in ("gradients", "weights") if views else ():
+            assert views[1][kind] == pytest.approx(views[0][kind], rel=1e-3), kind
         assert all(
-            found.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
-            for expected, found in pairs
+            dtype_.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+            for expected, dtype_ in pairs
         )
-    expected, found = (checkpoint_tensors(step) for step in (cpu, mlx))
-    assert found.keys() == expected.keys()
-    assert worst(found["weights"], expected["weights"]) < 1e-3
-    assert worst(found["optimizer"], expected["optimizer"]) < 0.02, (
+    expected, actual = (checkpoint_tensors(step) for step in (cpu, mlx))
+    assert actual.keys() == expected.keys()
+    assert worst(actual["weights"], expected["weights"]) < 1e-3
+    assert worst(actual["optimizer"], expected["optimizer"]) < 0.02, (
         "moments of tiny gradients round more"
     )
 
@@ -145,8 +147,8 @@ def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.Monkey
     original = mlx_step.MLXStep._inputs
 
     def broken(self: Any, side: str, *rest: Any) -> Any:
-        found = original(self, side, *rest)
-        return {**found, "pixels": found["pixels"] * mx.inf} if side == "image" else found
+        features = original(self, side, *rest)
+        return {**features, "pixels": features["pixels"] * mx.inf} if side == "image" else features
 
     with monkeypatch.context() as patched:
         patched.setattr(mlx_step.MLXStep, "_inputs", broken)
@@ -231,8 +233,8 @@ def test_losses_are_those_of_torch(name: str, contrast: float) -> None:
         return mlx_step.run_loss_in_mlx(loss, image, text, mx.array(7.0), bias, labels)
 
     arrays = [mlx_step.to_mlx(image), mlx_step.to_mlx(text)]
-    found, gradients = mx.value_and_grad(value, argnums=(0, 1))(*arrays)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    mlx_loss, gradients = mx.value_and_grad(value, argnums=(0, 1))(*arrays)
+    assert mlx_loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for ours, torchs in zip(gradients, by_features, strict=True):
         torch.testing.assert_close(mlx_step.to_torch(ours), torchs, atol=1e-6, rtol=1e-4)
 
@@ -243,7 +245,7 @@ def test_loss_that_needs_a_bias_is_rejected_by_mlx(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(LOSSES, "new without bias", LOSSES["infonce"])
     inputs = prepared(small_config({"train.device": "mlx"}))
     for name, loss in LOSSES.items():
-        config = inputs.config.changed(loss=name)
+        config = inputs.config.with_values(loss=name)
         if not loss.needs_bias:
             mlx_step.check_supported(config, inputs.model.init)
             continue
@@ -254,7 +256,7 @@ def test_loss_that_needs_a_bias_is_rejected_by_mlx(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "feature"),
     [
         ({"train.loss": "sigmoid"}, "--loss sigmoid"),
         ({"model.compile": True}, "--compile"),
@@ -262,9 +264,9 @@ def test_loss_that_needs_a_bias_is_rejected_by_mlx(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_unsupported_settings_are_refused(
-    changes: dict[str, Any], what: str, tmp_path: Path
+    changes: dict[str, Any], feature: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=f"--device mlx does not support {what}"):
+    with pytest.raises(UserError, match=f"--device mlx does not support {feature}"):
         run_small(tmp_path / "run", {"train.device": "mlx", **changes})
     with pytest.raises(UserError, match="fp16: not supported on mlx"):
         run_small(tmp_path / "run", {"train.device": "mlx", "train.precision": "fp16"})
@@ -294,10 +296,10 @@ def test_wrong_gradients_of_mlx_stop_the_run(
 
 def test_bf16_stays_within_its_tolerance() -> None:
     inputs, cpu, mlx = two_steps({**SCRATCH, "train.precision": "bf16"})
-    found, expected = (
+    actual, expected = (
         parity.gradient(step.for_check(step.model), inputs.training[0]) for step in (mlx, cpu)
     )
-    assert 1e-4 < parity.relative_difference(found[1], expected[1]) < parity.TOLERANCE["bf16"]
+    assert 1e-4 < parity.relative_difference(actual[1], expected[1]) < parity.TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
@@ -314,7 +316,7 @@ def test_synchronized_step_has_the_stages_and_the_same_loss(micro_batch: int) ->
 
 def train_in_mlx(ranks: Ranks) -> list[dict[str, Any]]:
     """Two steps of 9 images, which two ranks divide unevenly; at once, and in micro-batches."""
-    found = []
+    norms_by_step = []
     for micro_batch in (0, 3):
         changes = {**SCRATCH, "train.batch_size": 9, "train.micro_batch": micro_batch}
         inputs = prepared(small_config(changes)).for_rank(ranks)
@@ -326,16 +328,16 @@ def train_in_mlx(ranks: Ranks) -> list[dict[str, Any]]:
 
         results = [step.run(inputs.training[number], number, probe) for number in range(2)]
         weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
-        found.append({"results": figures_of(results), "norms": norms, "weights": weights})
-    return found
+        norms_by_step.append({"results": figures_of(results), "norms": norms, "weights": weights})
+    return norms_by_step
 
 
 def test_two_ranks_train_in_mlx_like_one_process() -> None:
     first, second = on_ranks(2, train_in_mlx)
     for expected, *ranks in zip(train_in_mlx(Ranks()), first, second, strict=True):
-        for found in ranks:
-            torch.testing.assert_close(found["results"], expected["results"], rtol=1e-4, atol=1e-5)
-            assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3, abs=1e-6)
-            assert worst(found["weights"], expected["weights"]) < 1e-3
+        for result in ranks:
+            torch.testing.assert_close(result["results"], expected["results"], rtol=1e-4, atol=1e-5)
+            assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3, abs=1e-6)
+            assert worst(result["weights"], expected["weights"]) < 1e-3
         for name, weight in ranks[0]["weights"].items():
             assert torch.equal(weight, ranks[1]["weights"][name]), f"the ranks differ in {name}"

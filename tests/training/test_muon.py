@@ -98,16 +98,16 @@ def test_matrix_without_gradient_is_unchanged() -> None:
 
 def test_matrices_of_equal_shape_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide and transposed tall matrices share a batch."""
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     real = muon.orthogonalize
 
     def watched(x: Tensor) -> Tensor:
-        seen.append(tuple(x.shape))
+        shapes.append(tuple(x.shape))
         return real(x)
 
     monkeypatch.setattr(muon, "orthogonalize", watched)
     run(made(Muon), 1)
-    assert sorted(seen) == [(1, 5, 7), (1, 8, 8), (1, 8, 24), (3, 8, 32)]
+    assert sorted(shapes) == [(1, 5, 7), (1, 8, 8), (1, 8, 24), (3, 8, 32)]
 
 
 def decaying(k: int, m: int, n: int) -> tuple[Tensor, Tensor]:
@@ -166,6 +166,6 @@ def test_long_rows_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_matrices_are_divided_by_cost() -> None:
     parts = balance([1, 8, 2, 4, 4, 3], 3)
-    assert sorted(place for part in parts for place in part) == list(range(6))
-    assert [sum([1, 8, 2, 4, 4, 3][place] for place in part) for part in parts] == [8, 7, 7]
+    assert sorted(index for part in parts for index in part) == list(range(6))
+    assert [sum([1, 8, 2, 4, 4, 3][index] for index in part) for part in parts] == [8, 7, 7]
     assert balance([5], 3) == [[0], [], []]

@@ -54,13 +54,13 @@ class Changes(list[tuple[int, bool]]):
 
 
 def little_memory(
-    monkeypatch: pytest.MonkeyPatch, most: int, error: type[Exception] = torch.OutOfMemoryError
+    monkeypatch: pytest.MonkeyPatch, max_batch: int, error: type[Exception] = torch.OutOfMemoryError
 ) -> None:
     """An image tower that runs out of memory above a number of images."""
     real = CLIP.encode_image
 
     def encode(self: CLIP, pixels: Tensor, *rest: Tensor) -> Tensor:
-        if self.training and len(pixels) > most:
+        if self.training and len(pixels) > max_batch:
             raise error("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
         return real(self, pixels, *rest)
 
@@ -78,26 +78,26 @@ def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor,
 def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, plain = make()
     batch = inputs.training[0]
-    loss, wanted = gradients_of(plain, lambda: compute_gradients(plain.parts, batch, 0))
+    loss, expected = gradients_of(plain, lambda: compute_gradients(plain.parts, batch, 0))
     _, update = make()
-    little_memory(monkeypatch, most=5)
+    little_memory(monkeypatch, max_batch=5)
     update.parts.encoder.encode_image = update.model.encode_image
     changes = Changes()
     without_update = replace(update.parts, update=update.parts.update.without_update())
     attempts = StepAttempts(clear=update.clear)
     attempts.handler = OOMHandler(0, lambda: 0, report=changes.report)
     plain_step = partial(train_step, without_update)
-    again, found = gradients_of(update, lambda: attempts.repeat(plain_step, batch, 0).loss)
+    again, actual = gradients_of(update, lambda: attempts.repeat(plain_step, batch, 0).loss)
     assert attempts.micro_batch == 4, "16, 8, 4"
     assert changes == [(8, True), (4, True)]
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
-    assert_close(found, wanted, 1e-5)
+    assert_close(actual, expected, 1e-5)
 
 
 def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """compare needs the error to find the largest batch."""
     inputs, update = make()
-    little_memory(monkeypatch, most=5)
+    little_memory(monkeypatch, max_batch=5)
     update.parts.encoder.encode_image = update.model.encode_image
     with pytest.raises(torch.OutOfMemoryError):
         update.run(inputs.training[0], 0)
@@ -107,7 +107,7 @@ def test_run_continues_and_resumes_with_a_smaller_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = finished_run({"optim.optimizer": "adamw", "train.save_every": 5})
-    little_memory(monkeypatch, most=8)
+    little_memory(monkeypatch, max_batch=8)
     run = tmp_path / "short"
     run_small(run, {"optim.optimizer": "adamw", "train.save_every": 5, "train.save_total_limit": 9})
     reported = [line for line in read_log(run) if line.get("event") == "low memory"]
@@ -125,7 +125,7 @@ def test_run_continues_and_resumes_with_a_smaller_micro_batch(
 def test_micro_batch_of_one_that_does_not_fit_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    little_memory(monkeypatch, most=0)
+    little_memory(monkeypatch, max_batch=0)
     with pytest.raises(UserError, match="out of memory at step 1 even with one sample at a time"):
         run_small(tmp_path / "run")
 

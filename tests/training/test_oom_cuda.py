@@ -73,12 +73,14 @@ def short_of_memory(run: Path) -> list[dict[str, Any]]:
 
 def largest_difference(one: Path, other: Path) -> float:
     """Largest relative difference between the weights of two runs."""
-    found, wanted = tensors_of(one, STEPS), tensors_of(other, STEPS)
+    actual, expected = tensors_of(one, STEPS), tensors_of(other, STEPS)
     names = [
-        name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()
+        name
+        for name in expected
+        if name.startswith("weights:") and expected[name].is_floating_point()
     ]
     return max(
-        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6))
+        float((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-6))
         for name in names
     )
 
@@ -89,9 +91,9 @@ def test_gpu_out_of_memory_halves_micro_batch(
     tmp_path: Path, graph: bool, counts: dict[str, float]
 ) -> None:
     changes = {"model.cuda_graph": graph}
-    wanted = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
-    assert wanted > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
-    with at_most(reserved() + int(0.7 * wanted)):
+    expected = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
+    assert expected > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
+    with at_most(reserved() + int(0.7 * expected)):
         run_small(tmp_path / "short", {**LARGE, **changes})
     reported = short_of_memory(tmp_path / "short")
     assert reported, "memory did not run out"
@@ -114,8 +116,8 @@ def test_gpu_out_of_memory_halves_micro_batch(
 
 def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> None:
     """An eager step fits, but a CUDA graph, which needs its activations a second time, may not."""
-    wanted = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
-    with at_most(reserved() + int(1.3 * wanted)):
+    expected = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
+    with at_most(reserved() + int(1.3 * expected)):
         run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
     assert losses_of(tmp_path / "short") == pytest.approx(
         losses_of(tmp_path / "reference"), rel=TOLERANCE

@@ -31,13 +31,13 @@ def clip() -> CLIP:
 
 def groups_of(optimizer: Optimizer) -> dict[str, tuple[str, float]]:
     """Parameter name -> (optimizer, weight decay); fails if one is in two groups."""
-    found: dict[str, tuple[str, float]] = {}
+    group_of: dict[str, tuple[str, float]] = {}
     for part_name, part in optimizer.parts.items():
         for group in part.param_groups:
             for name in group["param_names"]:
-                assert name not in found
-                found[name] = (part_name, group["weight_decay"])
-    return found
+                assert name not in group_of
+                group_of[name] = (part_name, group["weight_decay"])
+    return group_of
 
 
 def give_gradients(model: CLIP, seed: int) -> None:
@@ -48,29 +48,29 @@ def give_gradients(model: CLIP, seed: int) -> None:
 
 def test_weight_decay_applies_to_matrices_only() -> None:
     model = clip()
-    found = groups_of(
+    group_of = groups_of(
         Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), BuildOptions(fused=True))
     )
     for name, parameter in model.named_parameters():
         spared = (
             "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
         )
-        assert found[name][1] == (0.0 if spared else 0.3), name
+        assert group_of[name][1] == (0.0 if spared else 0.3), name
         assert spared == (parameter.ndim < 2), name
-    assert found["logit_bias"][1] == found["logit_scale"][1] == 0.0
+    assert group_of["logit_bias"][1] == group_of["logit_scale"][1] == 0.0
 
 
 def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), BuildOptions(fused=True)))
+    group_of = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), BuildOptions(fused=True)))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + [
         "text_tower.transformer.blocks.0"
     ]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
-    assert {name for name, (part, _) in found.items() if part == "muon"} == expected
-    assert all(found[name][1] == MUON_WEIGHT_DECAY for name in expected)
-    assert found["text_tower.tokens.weight"][0] == found["image_head.weight"][0] == "adamw"
+    assert {name for name, (part, _) in group_of.items() if part == "muon"} == expected
+    assert all(group_of[name][1] == MUON_WEIGHT_DECAY for name in expected)
+    assert group_of["text_tower.tokens.weight"][0] == group_of["image_head.weight"][0] == "adamw"
 
 
 def test_first_adamw_step_matches_formula() -> None:
@@ -101,13 +101,13 @@ def test_optimizer_state_round_trip(name: str) -> None:
     for seed in range(3):
         give_gradients(model, seed)
         optimizer.step()
-    kept = {key: t.clone() for key, t in optimizer.tensors().items()}
-    assert all(isinstance(t, Tensor) for t in kept.values())
+    state_before = {key: t.clone() for key, t in optimizer.tensors().items()}
+    assert all(isinstance(t, Tensor) for t in state_before.values())
     twin.load_state_dict(model.state_dict())
     other = Optimizer(twin, config, BuildOptions(fused=True))
     assert other.tensors() == {}
-    other.load_tensors(kept)
-    assert other.tensors().keys() == kept.keys()
+    other.load_tensors(state_before)
+    assert other.tensors().keys() == state_before.keys()
     for m, o in ((model, optimizer), (twin, other)):
         o.set_lr(0.7)
         give_gradients(m, 9)

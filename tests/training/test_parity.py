@@ -138,10 +138,10 @@ class WrongFrom(TorchDispatchMode):
         self.reduction = reduction
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ("mm", "bmm") and args[0].shape[-1] >= self.reduction:
-            found = found * 1.5
-        return found
+            result = result * 1.5
+        return result
 
 
 def test_error_that_depends_on_the_size_is_found_at_the_real_batch(

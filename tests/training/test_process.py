@@ -100,10 +100,10 @@ def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
     with lock_run(folder):
         process.remove_unused_folder(folder)
     assert not folder.exists()
-    kept = create_run_folder(tmp_path / "kept", "x")
-    (kept / "run.jsonl").touch()
-    process.remove_unused_folder(kept)
-    assert (kept / "run.jsonl").exists()
+    kept_folder = create_run_folder(tmp_path / "kept", "x")
+    (kept_folder / "run.jsonl").touch()
+    process.remove_unused_folder(kept_folder)
+    assert (kept_folder / "run.jsonl").exists()
 
 
 def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_signal_interrupts_data_preparation_at_once() -> None:
 
 def test_signal_waits_for_the_step_and_a_second_has_its_default_effect() -> None:
     usual = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in a shell's background
-    with stop_on_signals() as asked, asked.interrupting(False):
+    with stop_on_signals() as stop_request, stop_request.interrupting(False):
         os.kill(os.getpid(), signal.SIGINT)
-        assert asked.signal == signal.SIGINT
-        with pytest.raises(Interrupted), asked.interrupting():
+        assert stop_request.signal == signal.SIGINT
+        with pytest.raises(Interrupted), stop_request.interrupting():
             pytest.fail("the block must not start")
         assert signal.getsignal(signal.SIGINT) is usual
 

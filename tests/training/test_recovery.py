@@ -55,9 +55,9 @@ Poison = Callable[[TrainStep, Batch], Any]
 
 def everything(update: TrainStep) -> dict[str, Tensor]:
     """Copies of everything that a step can change."""
-    kept = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
-    kept |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
-    return {name: t.clone() for name, t in kept.items()}
+    tensors_of_run = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
+    tensors_of_run |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
+    return {name: t.clone() for name, t in tensors_of_run.items()}
 
 
 def in_the_loss(update: TrainStep, batch: Batch) -> None:
@@ -229,11 +229,11 @@ def test_loss_that_stays_high_is_reported_once() -> None:
     assert [spikes.add(loss) for loss in (50.0, 3.1)] == [None, None], (
         "a single batch is not a spike"
     )
-    found = [spikes.add(9.0) for _ in range(300)]
-    assert [index for index, value in enumerate(found) if value is not None] == [2], (
+    reports = [spikes.add(9.0) for _ in range(300)]
+    assert [index for index, value in enumerate(reports) if value is not None] == [2], (
         "then 9 is the new normal"
     )
-    assert found[2] == pytest.approx(3.2)
+    assert reports[2] == pytest.approx(3.2)
     falling = SpikeDetector()
     assert not any(falling.add(5.0 - 0.05 * step) for step in range(80))
 

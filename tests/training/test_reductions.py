@@ -138,16 +138,16 @@ def walk(recipe: str, **changes: Any) -> WrongProducts:
         batch = random_batch(model_init.config, images, tokens, captions, frozen)  # type: ignore[arg-type]
         # It does not know the meta device.
         no_autocast = mock.patch("torch.is_autocast_enabled", return_value=False)
-        with no_autocast, LinearWeights(), WrongProducts() as found:
+        with no_autocast, LinearWeights(), WrongProducts() as operations:
             step.run(batch, 1)
-    return found
+    return operations
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_step_stays_below_the_limit_of_an_m1(recipe: str) -> None:
-    found = walk(recipe)
-    assert found.longest > 16_000, "the walk sees the gradients of the weights"
-    assert not found.wrong
+    operations = walk(recipe)
+    assert operations.longest > 16_000, "the walk sees the gradients of the weights"
+    assert not operations.wrong
 
 
 @pytest.mark.parametrize(

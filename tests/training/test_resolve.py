@@ -90,8 +90,8 @@ def test_recipe_auto_choice(
     images: int, minutes: float | None, installed: bool, recipe: str, reason: str
 ) -> None:
     settings = Settings({"data": ("photos",), "minutes": minutes})
-    found, why = choose_recipe(settings, lambda: Dataset(images), lambda tower: installed)
-    assert found == recipe
+    chosen_recipe, why = choose_recipe(settings, lambda: Dataset(images), lambda tower: installed)
+    assert chosen_recipe == recipe
     assert reason in why
 
 
@@ -125,15 +125,15 @@ OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
 
 
 def augmented(
-    trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any
+    trainable: Trainable, config: CLIPConfig, letters: bool = False, **options: Any
 ) -> Augmentation:
     model = InitialModel(config, trainable, new_heads=True, char_tokens=letters)
-    settings = Config(data=DataConfig(source=("photos",), **given))
+    settings = Config(data=DataConfig(source=("photos",), **options))
     return augmentation_for(settings, False, model)
 
 
 @pytest.mark.parametrize(
-    ("found", "patches", "words"),
+    ("augmentation", "patches", "words"),
     [
         (augmented(BOTH, PRETRAINED), 0.0, 0.0),
         (augmented(BOTH, VIT), 0.5, 0.0),
@@ -145,9 +145,9 @@ def augmented(
         (augmented(IMAGE, OWN_TEXT), 0.0, 0.0),
     ],
 )
-def test_augmentation_by_tower(found: Augmentation, patches: float, words: float) -> None:
-    assert (found.patch_dropout, found.word_dropout) == (patches, words)
-    assert (found.crop_min, found.flip) == (0.6, 0.5)
+def test_augmentation_by_tower(augmentation: Augmentation, patches: float, words: float) -> None:
+    assert (augmentation.patch_dropout, augmentation.word_dropout) == (patches, words)
+    assert (augmentation.crop_min, augmentation.flip) == (0.6, 0.5)
 
 
 def test_augmentation_with_a_frozen_image_tower() -> None:
@@ -471,7 +471,7 @@ def test_changed_options_keep_the_length_that_the_user_asked_for(tmp_path: Path)
 
 def test_edited_value_of_a_config_is_the_users(tmp_path: Path) -> None:
     spec = resolve(Settings({"data": ("photos",), "recipe": "scratch"}), Dataset(5_000), machine())
-    edited = dataclasses.replace(spec, config=spec.config.changed(max_unreadable=0.5))
+    edited = dataclasses.replace(spec, config=spec.config.with_values(max_unreadable=0.5))
     again = repeated(tmp_path, edited, seed=1)[0]
     assert again.config.data.max_unreadable == 0.5
     assert again.chosen_by["max_unreadable"] == "user"
@@ -523,8 +523,8 @@ def test_learning_rate_of_heads_follows_from_held_out_images() -> None:
     spec = resolve(Settings(frozen), Dataset(1000), machine())
     assert (spec.config.optim.lr, spec.chosen_by["lr"]) == (3e-4, "measurement")
     assert (spec.config.transfer.heads, spec.chosen_by["heads"]) == ("cca", "measurement")
-    given = resolve(Settings({**frozen, "lr": 0.5}), Dataset(1000), machine())
-    assert given.config.optim.lr == 0.5
+    chosen_lr = resolve(Settings({**frozen, "lr": 0.5}), Dataset(1000), machine())
+    assert chosen_lr.config.optim.lr == 0.5
 
 
 def test_batch_is_for_the_readable_images_unless_given() -> None:
@@ -571,8 +571,8 @@ def test_optimizer_has_its_own_default_learning_rate(
         f"optimizer  adamw: --lr {lr:g}, --wd {wd:g} by default" in output.getvalue().splitlines()
     )
     assert resolve(spec.as_settings(), Dataset(1000), machine()) == spec, "not applied again"
-    given = resolve(Settings({**options, "lr": 0.1}), Dataset(1000), machine())
-    assert (given.config.optim.lr, given.config.optim.wd) == (0.1, wd)
+    chosen_lr = resolve(Settings({**options, "lr": 0.1}), Dataset(1000), machine())
+    assert (chosen_lr.config.optim.lr, chosen_lr.config.optim.wd) == (0.1, wd)
     other = resolve(Settings({**options, "optimizer": "muon"}), Dataset(1000), machine())
     assert other.config.optim.lr == recipe_defaults("lr")[recipe]
 
@@ -612,10 +612,10 @@ def test_decided_config_has_only_final_values() -> None:
     for name in DECIDED.keys() - {"minutes", "epochs"}:  # which exclude steps
         open_value = setting(Config(), name)
         with pytest.raises(AssertionError, match=f"not decided: .*{NAMES[name][1]}"):
-            spec.config.changed(**{name: open_value})
-        assert name in undecided(spec.config.as_config().changed(**{name: open_value}))
+            spec.config.with_values(**{name: open_value})
+        assert name in undecided(spec.config.as_config().with_values(**{name: open_value}))
     with pytest.raises(UserError, match="--flip must be a finite number"):
-        spec.config.changed(flip=2.0)
+        spec.config.with_values(flip=2.0)
     assert DecidedConfig.of(spec.config.as_config()) == spec.config
 
 
@@ -630,11 +630,11 @@ def limited(minutes: float, recipe: str = "scratch", **options: Any) -> tuple[Ru
 def test_time_that_would_not_help_is_given_back() -> None:
     steps_per_epoch = 1_000 // 64
     epochs = max_epochs("scratch", steps_per_epoch)
-    most = round(epochs * steps_per_epoch)
+    max_steps = round(epochs * steps_per_epoch)
     short, printed = limited(2)
     assert (short.config.train.steps, "budget" in printed) == (201, False)
     long, printed = limited(1_000)
-    assert (long.config.train.steps, long.config.train.max_epochs) == (most, epochs)
+    assert (long.config.train.steps, long.config.train.max_epochs) == (max_steps, epochs)
     assert "1000 minutes are enough for" in printed
     assert "the run will end early" in printed
     chosen, printed = limited(1_000, max_epochs=1_000.0)

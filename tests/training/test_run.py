@@ -156,13 +156,13 @@ def test_best_model_is_chosen_on_validation(run: Path) -> None:
     end = list(read_log(run))[-1]
     assert end["best_step"] == best_step
     weights = load_file(run / "best" / "model.safetensors")
-    kept = {
+    best_tensors = {
         key.removeprefix("weights:"): t
         for key, t in tensors_of(run, best_step).items()
         if key.startswith("weights:")
     }
-    assert weights.keys() == kept.keys()
-    assert all(torch.equal(weights[name], kept[name]) for name in weights)
+    assert weights.keys() == best_tensors.keys()
+    assert all(torch.equal(weights[name], best_tensors[name]) for name in weights)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -55,10 +55,10 @@ def test_folders_are_written_in_order_and_reported_by_the_calling_thread() -> No
     assert reports == []
     go.set()
     saver.wait(Path("checkpoint"))
-    here = threading.current_thread().name
-    assert reports[:2] == [("best", here), ("checkpoint", here)]
+    own_thread = threading.current_thread().name
+    assert reports[:2] == [("best", own_thread), ("checkpoint", own_thread)]
     saver.close()
-    assert reports[2:] == [("model", here)]
+    assert reports[2:] == [("model", own_thread)]
 
 
 def test_error_of_the_thread_is_raised_once() -> None:
@@ -80,13 +80,13 @@ def test_tensors_without_room_for_a_copy_are_written_at_once(
 ) -> None:
     monkeypatch.setattr(saving, "COPIED_FRACTION", 0.0)
     weight = torch.zeros(3)
-    seen: list[bool] = []
+    waits: list[bool] = []
     saver = Saver(in_background)
     saver.submit(
         Path("a"),
         {"weights": {"w": weight}},
         lambda groups: groups["weights"]["w"] is weight,
-        seen.append,
+        waits.append,
     )
-    assert seen == [True]
+    assert waits == [True]
     saver.close()

@@ -46,18 +46,18 @@ def make(changes: dict[str, Any] | None = None) -> tuple[RunInputs, TrainStep]:
 
 def gradients(update: TrainStep, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     loss = compute_gradients(update.parts, batch, step)
-    found = {
+    gradient_of = {
         name: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
         for name, p in update.model.named_parameters()
     }
     update.optimizer.zero_grad()
-    return loss, found
+    return loss, gradient_of
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        difference = (found[name] - value).norm() / value.norm()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (actual[name] - value).norm() / value.norm()
         assert difference < tolerance, f"{name}: relative difference {difference:.1e}"
 
 
@@ -69,14 +69,14 @@ def test_micro_batches_give_gradient_of_full_batch(
     changes = {"train.loss": objective}
     inputs, full = make(changes)
     batch = inputs.training[0]
-    loss, wanted = gradients(full, batch)
+    loss, expected = gradients(full, batch)
     _, micro_batched = make(
         {**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing}
     )
-    micro_batched_loss, found = gradients(micro_batched, batch)
+    micro_batched_loss, actual = gradients(micro_batched, batch)
     torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-6, atol=0)
-    assert ("logit_bias" in wanted) == LOSSES[objective].needs_bias
-    assert_close(found, wanted, 1e-5)
+    assert ("logit_bias" in expected) == LOSSES[objective].needs_bias
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 5, 8])
@@ -89,15 +89,15 @@ def test_cutmix_in_micro_batches_and_blocks_gives_the_same_gradient(
     batch = inputs.training[0]
     assert batch.mixed is not None
     assert float(batch.mixed.max()) > 0.1
-    loss, wanted = gradients(full, batch)
+    loss, expected = gradients(full, batch)
     plain_loss, _ = gradients(full, replace(batch, boxes=None))
     assert abs(float(plain_loss - loss)) > 1e-3
     monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
     monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
     _, micro_batched = make({**changes, "train.micro_batch": micro_batch})
-    found_loss, found = gradients(micro_batched, batch)
+    found_loss, actual = gradients(micro_batched, batch)
     torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=0)
-    assert_close(found, wanted, 1e-4)
+    assert_close(actual, expected, 1e-4)
 
 
 @pytest.mark.parametrize("pairwise", [False, True])
@@ -122,19 +122,19 @@ def test_new_loss_works_in_micro_batches_and_blocks(
     ):
         monkeypatch.setattr(run_loss, "MAX_LOGITS", max_logits)
         monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
-        config = inputs.config.changed(loss="squared", micro_batch=micro_batch)
+        config = inputs.config.with_values(loss="squared", micro_batch=micro_batch)
         model = inputs.build_model()
         update = compose_step(
             make_parts(model, config, inputs.device, inputs.precision, inputs.model.preprocess)
         )
         results[micro_batch, max_logits] = gradients(update, batch)
-    (loss, wanted), *others = results.values()
-    assert wanted["logit_scale"] != 0
-    for other_loss, found in others:
+    (loss, expected), *others = results.values()
+    assert expected["logit_scale"] != 0
+    for other_loss, actual in others:
         torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
         assert_close(
-            {n: g for n, g in found.items() if g.any()},
-            {n: g for n, g in wanted.items() if g.any()},
+            {n: g for n, g in actual.items() if g.any()},
+            {n: g for n, g in expected.items() if g.any()},
             1e-4,
         )
 
@@ -180,18 +180,18 @@ def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) ->
     }
     inputs, update = make_with_dropout(changes)
     batch = inputs.training[0]
-    loss, found = gradients(update, batch)
+    loss, actual = gradients(update, batch)
     again_loss, again = gradients(update, batch)
     assert torch.equal(loss, again_loss)
-    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert all(torch.equal(again[name], value) for name, value in actual.items())
     other_loss, _ = gradients(update, batch, step=4)
     assert not torch.equal(loss, other_loss), "each step has its own mask"
     # Reference: all micro-batches in one graph, each with its own mask.
     wanted_loss = one_graph(update, batch, 6)
     torch.testing.assert_close(loss, wanted_loss.detach(), rtol=1e-6, atol=0)
     wanted_loss.backward()
-    wanted = {name: p.grad for name, p in update.model.named_parameters() if p.grad is not None}
-    assert_close(found, wanted, 1e-5)
+    expected = {name: p.grad for name, p in update.model.named_parameters() if p.grad is not None}
+    assert_close(actual, expected, 1e-5)
 
 
 def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
@@ -218,24 +218,24 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
 def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> None:
     inputs, thinned = make_with_dropout({"train.micro_batch": micro_batch})
     batch = inputs.training[0]
-    (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
+    (one, expected), (other, actual) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
     inputs, exact = make()
     batch = inputs.training[0]
-    wanted = gradients(exact, batch)[1]
+    expected = gradients(exact, batch)[1]
     errors = {}
     for micro_batch in (0, 5):
         _, update = make({"train.precision": "bf16", "train.micro_batch": micro_batch})
-        found = gradients(update, batch)[1]
+        actual = gradients(update, batch)[1]
         errors[micro_batch] = float(
-            sum((found[name] - value).norm() for name, value in wanted.items())
-            / sum(value.norm() for value in wanted.values())
+            sum((actual[name] - value).norm() for name, value in expected.items())
+            / sum(value.norm() for value in expected.values())
         )
-        assert all(value.abs().sum() > 0 for value in found.values()), (
+        assert all(value.abs().sum() > 0 for value in actual.values()), (
             "a cast without a graph was reused"
         )
     assert errors[0] > 0
@@ -260,15 +260,17 @@ def test_micro_batched_steps_match_full_batch(optimizer: str) -> None:
     _, micro_batched = make({**changes, "train.micro_batch": 4})
     gradients = [dict[str, Tensor](), dict[str, Tensor]()]
 
-    def keep(view: StepView, kept: dict[str, Tensor]) -> None:
-        kept.update({name: gradient.clone() for name, gradient in view.gradients.items()})
+    def keep(view: StepView, weights_: dict[str, Tensor]) -> None:
+        weights_.update({name: gradient.clone() for name, gradient in view.gradients.items()})
 
     for step in range(3):
         # Gradients are compared, not updates: an optimizer may amplify their rounding.
         micro_batched.model.load_state_dict(full.model.state_dict())
         batch = inputs.training[step]
-        loss, norm, _ = full.run(batch, step, partial(keep, kept=gradients[0]))
-        other_loss, other_norm, _ = micro_batched.run(batch, step, partial(keep, kept=gradients[1]))
+        loss, norm, _ = full.run(batch, step, partial(keep, weights_=gradients[0]))
+        other_loss, other_norm, _ = micro_batched.run(
+            batch, step, partial(keep, weights_=gradients[1])
+        )
         torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=0)
         torch.testing.assert_close(other_norm, norm, rtol=1e-3, atol=0)
         assert gradients[0].keys() == gradients[1].keys()
@@ -277,15 +279,15 @@ def test_micro_batched_steps_match_full_batch(optimizer: str) -> None:
 
 
 def test_only_one_micro_batch_of_activations_is_alive() -> None:
-    alive, most = 0, 0
+    alive, max_alive = 0, 0
 
     class Count(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            nonlocal alive, most
+            nonlocal alive, max_alive
             if ctx.needs_input_grad[0]:
                 alive += len(x)
-                most = max(most, alive)
+                max_alive = max(max_alive, alive)
             return x.clone()
 
         @staticmethod
@@ -306,7 +308,7 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
     assert passes == [False, False, False, False, True], (
         "three chunks and two calls without a result"
     )
-    assert (alive, most) == (0, 4)
+    assert (alive, max_alive) == (0, 4)
     torch.testing.assert_close(weight.grad, inputs.sum(dim=0))
 
 
@@ -314,9 +316,9 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
 def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
     inputs, update = make({"train.micro_batch": micro_batch})
     update.run(inputs.training[0], 0)
-    taken = update.phases.take()
-    assert set(taken) == PHASES
-    assert all(seconds >= 0 for seconds in taken.values())
+    phases = update.phases.take()
+    assert set(phases) == PHASES
+    assert all(seconds >= 0 for seconds in phases.values())
     assert update.phases.take() == {}
 
 
@@ -374,33 +376,35 @@ def test_loss_in_blocks_gives_same_gradient(
     changes = {"train.micro_batch": micro_batch, "train.text_contrast": 0.3}
     inputs, whole = make(changes)
     batch = inputs.training[0]
-    loss, wanted = gradients(whole, batch)
+    loss, expected = gradients(whole, batch)
     monkeypatch.setattr(run_loss, "MAX_LOGITS", 0)
     monkeypatch.setattr(run_loss, "TERM_LOGITS", 100)
     _, in_blocks = make(changes)
-    found_loss, found = gradients(in_blocks, batch)
+    found_loss, actual = gradients(in_blocks, batch)
     torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
-    assert_close(found, wanted, 1e-5)
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("micro_batch", [0, 5])
 def test_probe_sees_the_gradients_of_the_batch_before_the_update(micro_batch: int) -> None:
     inputs, update = make({"train.micro_batch": micro_batch})
     batch = inputs.training[0]
-    _, wanted = gradients(update, batch, step=0)
+    _, expected = gradients(update, batch, step=0)
     before = {name: p.detach().clone() for name, p in update.model.named_parameters()}
-    seen: dict[str, Tensor] = {}
+    by_probe: dict[str, Tensor] = {}
 
     def probe(view: StepView) -> None:
-        seen.update({name: grad.clone() for name, grad in view.gradients.items()})
+        by_probe.update({name: grad.clone() for name, grad in view.gradients.items()})
         assert view.weights.keys() == view.gradients.keys()
         assert all(torch.equal(p, before[name]) for name, p in view.weights.items())
         assert all(torch.equal(p, before[name]) for name, p in update.model.named_parameters())
 
     _, norm, _ = update.run(batch, 0, probe)
-    assert seen.keys() == wanted.keys()
-    assert all(torch.equal(seen[name], value) for name, value in wanted.items())
-    torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in seen.values()]).norm())
+    assert by_probe.keys() == expected.keys()
+    assert all(torch.equal(by_probe[name], value) for name, value in expected.items())
+    torch.testing.assert_close(
+        norm, torch.cat([grad.flatten() for grad in by_probe.values()]).norm()
+    )
     assert any(not torch.equal(p, before[name]) for name, p in update.model.named_parameters())
     _, unprobed = make({"train.micro_batch": micro_batch})
     unprobed.run(batch, 0)
@@ -414,19 +418,19 @@ def test_probe_sees_gradients_without_loss_scale_and_the_update_stays_the_same()
     """fp16 training needs a GPU, but the gradient scaler also works on the CPU."""
     inputs, plain = make()
     batch = inputs.training[0]
-    _, wanted = gradients(plain, batch, step=0)
+    _, expected = gradients(plain, batch, step=0)
     steps = {}
-    seen: dict[str, Tensor] = {}
+    by_probe: dict[str, Tensor] = {}
 
     def probe(view: StepView) -> None:
-        seen.update({name: grad.clone() for name, grad in view.gradients.items()})
+        by_probe.update({name: grad.clone() for name, grad in view.gradients.items()})
 
-    for name, given in (("probed", probe), ("unprobed", None)):
+    for name, step_probe in (("probed", probe), ("unprobed", None)):
         _, steps[name] = make()
         steps[name].parts.update.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         for step in range(2):  # the scaler is ready for another step
-            steps[name].run(inputs.training[step], step, given if step == 0 else None)
-    assert_close(seen, wanted, 1e-6)
+            steps[name].run(inputs.training[step], step, step_probe if step == 0 else None)
+    assert_close(by_probe, expected, 1e-6)
     for name, p in steps["probed"].model.named_parameters():
         assert torch.equal(p, steps["unprobed"].model.get_parameter(name)), name
 

@@ -50,11 +50,11 @@ class DeepTower(nn.Module):
 
 def norms_of(model: CLIP, inputs: RunInputs) -> dict[str, float]:
     """The gradient norms of one real step."""
-    found: list[dict[str, float]] = []
+    norms: list[dict[str, float]] = []
     inputs.make_step(model).run(
-        inputs.training[0], 0, lambda view: found.append(layer_grad_norms(view))
+        inputs.training[0], 0, lambda view: norms.append(layer_grad_norms(view))
     )
-    return found[0]
+    return norms[0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_entry_of_the_table_is_complete(analysis: Analysis) -> None:
 
 
 def analyses_in(run: Path) -> list[tuple[int, Any]]:
-    return [(each["step"], each) for each in read_log(run) if each["kind"] == "analysis"]
+    return [(line["step"], line) for line in read_log(run) if line["kind"] == "analysis"]
 
 
 def add_entry(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Analysis:
@@ -155,27 +155,27 @@ def test_run_with_and_without_analyses_has_the_same_weights_and_log(
         ):
             add_entry(patch, name=name, needs=need, function=f"{__name__}:{function.__name__}")
         run_small(tmp_path / "with", {"train.eval_every": 5})
-        found = analyses_in(tmp_path / "with")
-        for _, record in found:
+        values = analyses_in(tmp_path / "with")
+        for _, record in values:
             assert parse(json.dumps({**record, "weight_norm": True}).encode()) is None
-    assert [step for step, _ in found] == [5, 10], "one record for each evaluation"
-    for _, record in found:
+    assert [step for step, _ in values] == [5, 10], "one record for each evaluation"
+    for _, record in values:
         assert matches_schema(record[NAME], ANALYSES[NAME].schema)
         assert set(record[NAME]) == {*model_layer_names(2, 2)}
         assert record["weight_norm"] > 1
         assert record["constant"] == 7.0
         assert "failing" not in record
-    texts = [each["text"] for each in read_log(tmp_path / "with") if each["kind"] == "warning"]
+    texts = [line["text"] for line in read_log(tmp_path / "with") if line["kind"] == "warning"]
     assert [text for text in texts if text.startswith("analysis ")] == [
         f"analysis {name} of step {step} skipped: no memory for the analysis"
         for step in (5, 10)
         for name in ("failing", "failing_features", "failing_split")
     ]
-    evaluated = [each for each in read_log(tmp_path / "with") if each["kind"] == "eval"]
-    for each in evaluated:
-        assert each["analysis"]["validation_images"] >= 8
-        assert "held_out_batch_accuracy" in each["analysis"]
-        assert not {"failing_features", "failing_split"} & each["analysis"].keys()
+    evaluated = [line for line in read_log(tmp_path / "with") if line["kind"] == "eval"]
+    for line in evaluated:
+        assert line["analysis"]["validation_images"] >= 8
+        assert "held_out_batch_accuracy" in line["analysis"]
+        assert not {"failing_features", "failing_split"} & line["analysis"].keys()
     # Restores also the order of the table, which other tests compare.
     with mock.patch.dict(ANALYSES):
         for analysis in analyses_that_need("step"):
@@ -204,5 +204,5 @@ def test_interrupted_evaluation_loses_no_analysis(
     assert [step for step, _ in analyses_in(tmp_path / "run")] == [5]
     resume(tmp_path / "run")
     assert [step for step, _ in analyses_in(tmp_path / "run")] == [5, 10]
-    kinds = [(each["kind"], each["step"]) for each in read_log(tmp_path / "run") if "step" in each]
+    kinds = [(line["kind"], line["step"]) for line in read_log(tmp_path / "run") if "step" in line]
     assert [step for kind, step in kinds if kind == "eval"] == [5, 10]

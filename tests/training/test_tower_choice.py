@@ -18,17 +18,17 @@ BOTH = ("dinov2-small", "gte-small")
 
 
 def choose(
-    here: tuple[str, ...],
+    downloaded: tuple[str, ...],
     images: int = 6_000,
     minutes: float | None = None,
     requested: tuple[str, str] = ("auto", "auto"),
     speed: float = 2.0,
 ) -> TowerChoice:
-    return choose_towers(requested, images, 5, minutes, speed, lambda name: name in here)
+    return choose_towers(requested, images, 5, minutes, speed, lambda name: name in downloaded)
 
 
 @pytest.mark.parametrize(
-    ("here", "image", "text", "reason"),
+    ("downloaded", "image", "text", "reason"),
     [
         ((), "", "", "m1clip download dinov2-small and m1clip download gte-small would give"),
         (BOTH, "+dinov2-small", "+gte-small", "dinov2-small and gte-small on this computer"),
@@ -37,18 +37,18 @@ def choose(
     ],
 )
 def test_auto_takes_the_towers_that_are_here(
-    here: tuple[str, ...], image: str, text: str, reason: str
+    downloaded: tuple[str, ...], image: str, text: str, reason: str
 ) -> None:
-    found = choose(here)
-    assert (found.image, found.text) == (BASE_IMAGE + image, BASE_TEXT + text)
-    assert reason in found.reason
-    assert "dinov2-small" not in image or "dinov2-small" in tower_parts(found.image)
+    towers = choose(downloaded)
+    assert (towers.image, towers.text) == (BASE_IMAGE + image, BASE_TEXT + text)
+    assert reason in towers.reason
+    assert "dinov2-small" not in image or "dinov2-small" in tower_parts(towers.image)
 
 
 def test_few_images_keep_the_towers_of_the_model_general() -> None:
-    found = choose(BOTH, images=999)
-    assert (found.image, found.text) == (BASE_IMAGE, BASE_TEXT)
-    assert "999 images, heads may start from the model general" in found.reason
+    towers = choose(BOTH, images=999)
+    assert (towers.image, towers.text) == (BASE_IMAGE, BASE_TEXT)
+    assert "999 images, heads may start from the model general" in towers.reason
 
 
 def test_better_towers_take_less_than_half_of_the_time() -> None:
@@ -59,9 +59,9 @@ def test_better_towers_take_less_than_half_of_the_time() -> None:
 
 
 def test_what_the_user_chose_stays() -> None:
-    found = choose(BOTH, requested=("efficientnet-lite0", "auto"))
-    assert (found.image, found.text) == ("efficientnet-lite0", f"{BASE_TEXT}+gte-small")
-    assert "dinov2" not in found.reason
+    towers = choose(BOTH, requested=("efficientnet-lite0", "auto"))
+    assert (towers.image, towers.text) == ("efficientnet-lite0", f"{BASE_TEXT}+gte-small")
+    assert "dinov2" not in towers.reason
     assert base_of("a/vit") == "a/vit"
 
 

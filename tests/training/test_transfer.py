@@ -42,7 +42,7 @@ from m1clip.training.inputs import RunInputs
 from m1clip.training.run import train_config
 from m1clip.training.spec import read_spec
 from m1clip.training.step import compute_gradients
-from m1clip.training.transfer import interpolated
+from m1clip.training.transfer import interpolate_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -133,18 +133,18 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(model.encode_text(captions), text[:4], atol=2e-3, rtol=0)
 
     # A checkpoint contains what changes, and references the frozen towers by hash.
-    kept = tensors_of(run, 6)
+    tensors = tensors_of(run, 6)
     assert not [
-        name for name in kept if name.startswith(("weights:image_tower.", "weights:text_tower."))
+        name for name in tensors if name.startswith(("weights:image_tower.", "weights:text_tower."))
     ]
-    assert {"weights:image_head.project.weight", "weights:logit_scale"} <= kept.keys()
+    assert {"weights:image_head.project.weight", "weights:logit_scale"} <= tensors.keys()
 
     # A second run and a resume find every feature.
     monkeypatch.setattr(
         FeatureCache, "towers", property(lambda self: pytest.fail("features were recomputed"))
     )
     train_config(config, tmp_path / "again")
-    assert_same_bits(tensors_of(tmp_path / "again", 6), kept)
+    assert_same_bits(tensors_of(tmp_path / "again", 6), tensors)
     assert_resumes_exactly(run, 6)
 
     other = {
@@ -186,12 +186,17 @@ def test_trainable_parts(scratch: Path, frozen: Path) -> None:
     assert not [name for name in own if name.startswith("image_tower.")]
     assert {name.split(".")[3] for name in own if ".blocks." in name} == {"1"}
     assert {"image_head.weight", "text_tower.norm.weight", "logit_scale"} <= own
-    found = trainable(
+    trainable_parts = trainable(
         prepared(tuned(frozen, **{"transfer.unfreeze_image": 1, "transfer.unfreeze_text": 2}))
     )
-    assert {name.split(".")[2] for name in found if name.startswith("image_tower.stages.")} == {"6"}
-    assert {name.split(".")[2] for name in found if name.startswith("text_tower.")} == {"4", "5"}
-    assert "text_head.up.weight" in found
+    assert {
+        name.split(".")[2] for name in trainable_parts if name.startswith("image_tower.stages.")
+    } == {"6"}
+    assert {name.split(".")[2] for name in trainable_parts if name.startswith("text_tower.")} == {
+        "4",
+        "5",
+    }
+    assert "text_head.up.weight" in trainable_parts
 
 
 def test_frozen_tower_of_a_finetuning_run_uses_cached_features(
@@ -233,8 +238,8 @@ def test_lora_saves_a_plain_model_and_resumes_exactly(
         changes["transfer.unfreeze_image"] = 0  # a convolutional tower
     memory = {"train.micro_batch": 3, "model.grad_checkpointing": True}
     train_config(tuned(first, **changes, **memory), run)
-    kept = tensors_of(run, 4)
-    trained = {name for name in kept if name.startswith("weights:text_tower.")}
+    tensors = tensors_of(run, 4)
+    trained = {name for name in tensors if name.startswith("weights:text_tower.")}
     assert trained
     assert all(name.endswith((".up", ".down")) for name in trained)
     block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
@@ -277,8 +282,8 @@ def test_frozen_recipe_adapts_the_heads_of_a_trained_model(
     assert moved
     assert all("_head." in name or name == "logit_scale" for name in moved)
     assert next(line["step"] for line in read_log(run) if line["kind"] == "eval") == 0
-    kept = tensors_of(run, 4)
-    assert not [name for name in kept if "_tower." in name]
+    tensors = tensors_of(run, 4)
+    assert not [name for name in tensors if "_tower." in name]
     assert_resumes_exactly(run, 4)
     # The start is the initial model.
     start = prepared(config).build_model()
@@ -297,8 +302,8 @@ def test_gain_and_forgetting_are_reported(scratch: Path, tmp_path: Path) -> None
     assert (new["role"], general["role"], general["split"]) == ("new", "general", "test")
     assert new["score_after"] == result.scores["mean_recall"].value
     best, start = m1clip.load(run), m1clip.load(scratch)
-    found = [m1clip.evaluate(model, data)["mean_recall"].value for model in (start, best)]
-    assert [general["score_before"], general["score_after"]] == pytest.approx(found)
+    recalls = [m1clip.evaluate(model, data)["mean_recall"].value for model in (start, best)]
+    assert [general["score_before"], general["score_after"]] == pytest.approx(recalls)
     assert f"general data, {data}, test split" in output.getvalue()
     page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Gained and forgotten" in page
@@ -306,9 +311,11 @@ def test_gain_and_forgetting_are_reported(scratch: Path, tmp_path: Path) -> None
 
 
 def test_general_data_is_opened_before_anything_is_prepared(scratch: Path, tmp_path: Path) -> None:
-    wrong = tuned(scratch, **{"transfer.general_data": ["/nowhere"], "data.source": ["/no data"]})
+    misplaced = tuned(
+        scratch, **{"transfer.general_data": ["/nowhere"], "data.source": ["/no data"]}
+    )
     with pytest.raises(UserError, match="--general-data: /nowhere"):
-        train_config(wrong, tmp_path / "run")
+        train_config(misplaced, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "run" / "run.jsonl").exists()
 
@@ -353,8 +360,8 @@ def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(
     )
     data, train = inputs.config.data, inputs.config.train
     assert (data.word_dropout, data.patch_dropout, train.text_contrast) == (0.0, 0.0, 0.0)
-    given = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
-    config = prepared(tuned(scratch, **given)).config
+    unwanted = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
+    config = prepared(tuned(scratch, **unwanted)).config
     assert (config.data.word_dropout, config.data.patch_dropout, config.train.text_contrast) == (
         0.1,
         0.2,
@@ -388,9 +395,9 @@ def test_wise_ft_keeps_the_interpolation_that_is_best_on_validation(
     assert set(scores) == {0.0, 0.25, 0.5, 0.75, 1.0}
     old, new = weights(scratch, "best"), weights(run)
     best = max(scores, key=lambda fraction: (scores[fraction], fraction))
-    assert_same_bits(weights(run, "best"), interpolated(old, new, best))
-    assert_same_bits(interpolated(old, new, 0.0), old)
-    assert_same_bits(interpolated(old, new, 1.0), new)
+    assert_same_bits(weights(run, "best"), interpolate_tensors(old, new, best))
+    assert_same_bits(interpolate_tensors(old, new, 0.0), old)
+    assert_same_bits(interpolate_tensors(old, new, 1.0), new)
 
 
 def test_distillation_loss() -> None:
@@ -449,8 +456,8 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = (
         float(model.clip.scale().detach()) * model.encode_image(images) @ model.encode_text(texts).T
     )
-    found = inputs.teacher.logits(batch.sample_ids, batch.caption_ids)
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
+    logits = inputs.teacher.logits(batch.sample_ids, batch.caption_ids)
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.01)  # stored as float16
 
     monkeypatch.setattr(run_loss, "TEACHER_WEIGHT", 1.0)
     train_config(small_config(changes), tmp_path / "run")

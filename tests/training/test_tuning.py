@@ -19,7 +19,7 @@ TRAINED_BYTES = OPTIMIZERS["adamw"].trained_bytes
 
 
 @pytest.mark.parametrize(
-    ("images", "minutes", "memory", "speed", "size", "what", "reason"),
+    ("images", "minutes", "memory", "speed", "size", "trained_part", "reason"),
     [
         (50, None, 64e9, FAST, VIT_B_16, "heads", "50 images are too few"),
         (ENOUGH_FOR_TOWERS, None, 64e9, SLOW, VIT_B_16, "heads", "more than 30 minutes"),
@@ -38,18 +38,18 @@ def test_choice(
     memory: float,
     speed: float,
     size: ModelSize,
-    what: str,
+    trained_part: str,
     reason: str,
 ) -> None:
-    found = choose_tuning(images, minutes, memory, speed, size, TRAINED_BYTES)
-    assert found.trained_part.startswith(what)
-    assert reason in found.reason
-    assert (found.recipe == "frozen") == (what == "heads")
+    choice = choose_tuning(images, minutes, memory, speed, size, TRAINED_BYTES)
+    assert choice.trained_part.startswith(trained_part)
+    assert reason in choice.reason
+    assert (choice.recipe == "frozen") == (trained_part == "heads")
 
 
 def test_lora_is_a_setting_of_the_run() -> None:
-    found = choose_tuning(ENOUGH_FOR_TOWERS, None, 4e9, FAST, VIT_B_16, TRAINED_BYTES)
-    assert found.settings == {"lora": 8}
+    choice = choose_tuning(ENOUGH_FOR_TOWERS, None, 4e9, FAST, VIT_B_16, TRAINED_BYTES)
+    assert choice.settings == {"lora": 8}
 
 
 def test_size_of_a_model() -> None:

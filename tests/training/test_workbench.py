@@ -205,8 +205,8 @@ def test_batch_size_is_reduced_for_few_images(
     changes = {"train.batch_size": batch, "data.synthetic_images": 20, "train.micro_batch": 64}
     config = frozen_config(tmp_path, **changes) if frozen else small_config(changes)
     with console.record_warnings() as warnings:
-        found = prepared(config)
-    assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
+        inputs = prepared(config)
+    assert (inputs.config.train.batch_size, inputs.config.train.micro_batch) == (8, 0)
     assert warnings[0].startswith("only 20 training images")
 
 
@@ -228,26 +228,26 @@ def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> None:
-    found = prepared(small_config())
-    filters = found.model.init.stem_filters
+    inputs = prepared(small_config())
+    filters = inputs.model.init.stem_filters
     assert filters is not None
-    stem = found.build_model().get_submodule("image_tower.patch.convs.0")
+    stem = inputs.build_model().get_submodule("image_tower.patch.convs.0")
     assert torch.equal(stem.weight[: len(filters)], filters)  # type: ignore[index]
     assert len(filters) == len(stem.weight) // 2 * 2  # type: ignore[arg-type]
     pixels = render(
-        torch.from_numpy(found.splits["train"].images.try_read(np.arange(64))[0]),
+        torch.from_numpy(inputs.splits["train"].images.try_read(np.arange(64))[0]),
         None,
-        found.model.preprocess,
+        inputs.model.preprocess,
     )
     deviations = torch.nn.functional.conv2d(pixels, filters).std(dim=(0, 2, 3))
     assert ((deviations > 0.5) & (deviations < 2)).all()
-    assert found.model.preprocess.resize == "squash"
+    assert inputs.model.preprocess.resize == "squash"
 
 
 def test_patch_stem_starts_as_clip_does() -> None:
-    found = prepared(small_config({"model.stem": "patch"}))
-    assert found.model.init.stem_filters is None
-    assert found.model.preprocess.resize == "shortest"
+    inputs = prepared(small_config({"model.stem": "patch"}))
+    assert inputs.model.init.stem_filters is None
+    assert inputs.model.preprocess.resize == "shortest"
 
 
 @pytest.mark.parametrize(("image_size", "side"), [(24, 28), (32, 37), (40, 40), (48, 48)])
@@ -256,9 +256,9 @@ def test_cached_images_are_larger_for_crops_but_not_than_the_files(
 ) -> None:
     data = make_set(tmp_path / "set")  # 52 x 40
     changes = {"data.source": (str(data),), "data.crop_min": 0.6, "model.image_size": image_size}
-    found = prepared(small_config(changes))
-    assert found.training[0].pixels().shape[1:] == (side, side, 3)
-    assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (
+    inputs = prepared(small_config(changes))
+    assert inputs.training[0].pixels().shape[1:] == (side, side, 3)
+    assert inputs.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (
         image_size,
         image_size,
         3,

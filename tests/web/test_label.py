@@ -55,8 +55,8 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def label(server: Server, photos: list[dict[str, Any]], *captions: str, **more: Any) -> Any:
-    wanted = [{"id": photo["id"], "version": photo["version"]} for photo in photos]
-    body = {"photos": wanted, "captions": captions, "page": "test", **more}
+    versions = [{"id": photo["id"], "version": photo["version"]} for photo in photos]
+    body = {"photos": versions, "captions": captions, "page": "test", **more}
     return post(server, "/api/label", json.dumps(body).encode())
 
 
@@ -68,10 +68,10 @@ def until(server: Server, **expected: Any) -> dict[str, Any]:
     """Wait until the training has these values."""
     deadline = time.monotonic() + TIMEOUT
     while True:
-        found = read(server, "/api/train")
-        if all(found.get(name) == value for name, value in expected.items()):
-            return found
-        assert time.monotonic() < deadline, found
+        status = read(server, "/api/train")
+        if all(status.get(name) == value for name, value in expected.items()):
+            return status
+        assert time.monotonic() < deadline, status
         time.sleep(0.1)
 
 

@@ -49,8 +49,8 @@ def opened(browser: Any, folder: Path, **options: Any) -> Iterator[tuple[Any, Se
     page.on("console", note)
     page.on(
         "request",
-        lambda each: (
-            None if each.url.startswith((server.url, "data:")) else problems.append(each.url)
+        lambda request: (
+            None if request.url.startswith((server.url, "data:")) else problems.append(request.url)
         ),
     )
     page.goto(f"{server.url}label")
@@ -64,7 +64,7 @@ def opened(browser: Any, folder: Path, **options: Any) -> Iterator[tuple[Any, Se
 
 def captions(folder: Path) -> dict[str, list[str]]:
     table = read_captions(folder / "captions.csv")
-    return {name: [each.text for each in table.of(name)] for name in table.images()}
+    return {name: [caption.text for caption in table.of(name)] for name in table.images()}
 
 
 def labelled(page: Any, count: int) -> None:

@@ -35,8 +35,8 @@ TIMEOUT = 300.0  # seconds for anything the page should do
 class Site:
     """A server that can be stopped and started again on its port."""
 
-    def __init__(self, places: list[Path]) -> None:
-        self.places, self.port = places, 0
+    def __init__(self, folders: list[Path]) -> None:
+        self.places, self.port = folders, 0
         self.start()
 
     def start(self) -> None:
@@ -67,7 +67,9 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     problems: list[str] = []
     closes: list[Callable[[], None]] = []
 
-    def go(places: list[Path], expected: str = "none expected", **options: Any) -> tuple[Any, Site]:
+    def go(
+        folders: list[Path], expected: str = "none expected", **options: Any
+    ) -> tuple[Any, Site]:
         def note(message: Any) -> None:
             if message.type in ("error", "warning") and expected not in message.text:
                 problems.append(f"{message.type}: {message.text}")
@@ -76,7 +78,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
             if not request.url.startswith((site.server.url, "data:")):
                 problems.append(f"request to {request.url}")
 
-        site = Site(places)
+        site = Site(folders)
         context = browser.new_context(
             locale="en-US", viewport={"width": 1200, "height": 800}, **options
         )
@@ -106,10 +108,10 @@ def until(page: Any, true: str) -> None:
         page.wait_for_timeout(50)
 
 
-def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
+def wait_for_points(page: Any, min_points: int, plot: str = "loss") -> None:
     until(
         page,
-        f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}",
+        f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {min_points}",
     )
 
 

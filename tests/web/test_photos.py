@@ -79,7 +79,7 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def ids(server: Server) -> dict[str, int]:
-    return {each["path"]: each["id"] for each in read(server, "/api/search")["results"]}
+    return {photo["path"]: photo["id"] for photo in read(server, "/api/search")["results"]}
 
 
 def opened(data: bytes) -> Image.Image:
@@ -91,19 +91,23 @@ def test_page_library_and_results(server: Server, library: Path) -> None:
         assert title in ask(server, page)[1]
     facts = read(server, "/api/library")
     assert (facts["images"], facts["folders"], facts["progress"]) == (10, ["a", "b"], None)
-    found = read(server, "/api/search", text="a red dog")
+    library_page = read(server, "/api/search", text="a red dog")
     same = Index(library).search("a red dog", 60)
-    assert [each["id"] for each in found["results"]] == [each.id for each in same.nearest]
-    assert found["matches"] == len(same.matches)
-    assert found["searched"] == facts["images"]
-    assert "file" not in found["results"][0]  # the page need not know where the folder is
+    assert [photo["id"] for photo in library_page["results"]] == [
+        photo.id for photo in same.nearest
+    ]
+    assert library_page["matches"] == len(same.matches)
+    assert library_page["searched"] == facts["images"]
+    assert "file" not in library_page["results"][0]  # the page need not know where the folder is
     assert {
-        each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]
+        photo["path"][0] for photo in read(server, "/api/search", text="dog", under="a")["results"]
     } == {"a"}
     assert read(server, "/api/search", text="dog", since="2999")["results"] == []
     excluded = read(server, "/api/search", text='dog -"a beach" -night')
     expected = Index(library).search(("dog",), 60, exclude=["a beach", "night"])
-    assert [each["id"] for each in excluded["results"]] == [each.id for each in expected.nearest]
+    assert [photo["id"] for photo in excluded["results"]] == [
+        photo.id for photo in expected.nearest
+    ]
     number = ids(server)["sideways.jpg"]
     assert read(server, "/api/search", like=number)["results"][0]["id"] == number
     assert json.loads(ask(server, "/api/search?since=tomorrow")[1])["error"].startswith(
@@ -132,14 +136,14 @@ def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path)
         image(len(name)).save(library / name)
     update_index(library)
     before = set((library / ".m1clip-index").rglob("*.jpg"))
-    found = ids(server)
-    assert ask(server, f"/photo/small?id={found['moved.jpg']}")[0] == 200
-    (kept,) = set((library / ".m1clip-index").rglob("*.jpg")) - before
-    assert ask(server, f"/photo/small?id={found['deleted.jpg']}")[0] == 200
+    id_of = ids(server)
+    assert ask(server, f"/photo/small?id={id_of['moved.jpg']}")[0] == 200
+    (thumbnail_path,) = set((library / ".m1clip-index").rglob("*.jpg")) - before
+    assert ask(server, f"/photo/small?id={id_of['deleted.jpg']}")[0] == 200
     (library / "deleted.jpg").unlink()
     (library / "moved.jpg").rename(library / "there.jpg")
     update_index(library)
-    assert set((library / ".m1clip-index").rglob("*.jpg")) - before == {kept}
+    assert set((library / ".m1clip-index").rglob("*.jpg")) - before == {thumbnail_path}
     (library / "there.jpg").unlink()
     update_index(library)
 
@@ -299,8 +303,8 @@ def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> No
 
 
 def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> None:
-    def places() -> list[int]:
-        return [each["id"] for each in read(server, "/api/search", text="red beach")["results"]]
+    def ids_in_order() -> list[int]:
+        return [photo["id"] for photo in read(server, "/api/search", text="red beach")["results"]]
 
     def mark(id_: int, positive: bool | None) -> None:
         assert (
@@ -312,21 +316,21 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
             == 200
         )
 
-    before = places()
+    before = ids_in_order()
     mark(before[0], False)
-    assert places() == before[1:]
+    assert ids_in_order() == before[1:]
     # Listed apart, to remove the mark.
-    wrong = read(server, "/api/search", text="red beach", count=1)["wrong"]
-    assert [(each["id"], each["mark"]) for each in wrong] == [(before[0], False)]
+    negatives = read(server, "/api/search", text="red beach", count=1)["wrong"]
+    assert [(photo["id"], photo["mark"]) for photo in negatives] == [(before[0], False)]
     assert read(server, "/api/search", text="dog")["wrong"] == []
     mark(before[0], None)
-    assert places() == before
+    assert ids_in_order() == before
     mark(before[-1], True)
-    assert places()[0] == before[-1]
+    assert ids_in_order()[0] == before[-1]
     (marked,) = (
-        each
-        for each in read(server, "/api/search", text="Red  beach")["results"]
-        if each["mark"] is not None
+        photo
+        for photo in read(server, "/api/search", text="Red  beach")["results"]
+        if photo["mark"] is not None
     )
     assert (marked["id"], marked["mark"]) == (before[-1], True)
     mark(before[-1], None)
@@ -427,8 +431,8 @@ def test_number_of_results_is_bounded(shared: Photos, monkeypatch: pytest.Monkey
 def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library: Path) -> None:
     status, made = post(server, "/api/upload", (library / "sideways.jpg").read_bytes())
     assert status == 200
-    found = read(server, "/api/search", upload=made["upload"])["results"]
-    assert found[0]["path"] == "sideways.jpg"
+    results = read(server, "/api/search", upload=made["upload"])["results"]
+    assert results[0]["path"] == "sideways.jpg"
     assert made["preview"].startswith("data:image/jpeg;base64,")
     huge = encoded(Image.new("1", (70_000, 1000)), "PNG")  # 70 megapixels in a few bytes
     status, error = post(server, "/api/upload", huge)
@@ -588,18 +592,18 @@ def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path) -> None:
 
 
 def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
-    seen = []
+    states = []
     update_index(library)
     index = Index(library)
     assert index.progress() is None
     image(70).save(library / "one-more.png")
 
     def during(done: int, total: int) -> None:
-        seen.append((done, total))
+        states.append((done, total))
 
     with console.on_progress(during):
         update_index(library)
-    assert seen == [(0, 1), (1, 1)]
+    assert states == [(0, 1), (1, 1)]
     assert Index(library).progress() is None  # finished
     (library / "one-more.png").unlink()
     update_index(library)

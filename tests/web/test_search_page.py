@@ -51,8 +51,8 @@ def opened_page(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
     made.on("console", note)
     made.on(
         "request",
-        lambda each: (
-            None if each.url.startswith((server.url, "data:")) else problems.append(each.url)
+        lambda request: (
+            None if request.url.startswith((server.url, "data:")) else problems.append(request.url)
         ),
     )
     made.goto(server.url)
@@ -123,12 +123,12 @@ def type_query(page: Any, text: str) -> None:
 def wait_for_marks(page: Any, expected: dict[int, bool]) -> None:
     """Wait until the marks that a new visit would show are these, and the page has answered to them."""
     deadline = time.monotonic() + TIMEOUT
-    found = None
-    while found != expected:
-        assert time.monotonic() < deadline, found
+    marks = None
+    while marks != expected:
+        assert time.monotonic() < deadline, marks
         answer = page.evaluate("fetch(`/api/search?${query()}`).then((answer) => answer.json())")
         photos = answer["results"] + answer["wrong"]
-        found = {each["id"]: each["mark"] for each in photos if each["mark"] is not None}
+        marks = {photo["id"]: photo["mark"] for photo in photos if photo["mark"] is not None}
     page.wait_for_load_state("networkidle")
 
 

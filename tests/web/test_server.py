@@ -138,8 +138,8 @@ def test_post_is_refused_without_photos(server: Server) -> None:
 def test_updates_are_incremental(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     key = key_of(run)
-    found = update(server, f"{key}=new&nonsense=1")
-    (summary,), (first,) = found["runs"], found["rows"]
+    changes = update(server, f"{key}=new&nonsense=1")
+    (summary,), (first,) = changes["runs"], changes["rows"]
     assert (summary["id"], summary["name"], summary["state"], summary["steps"]) == (
         key,
         "one",
@@ -150,9 +150,9 @@ def test_updates_are_incremental(server: Server, tmp_path: Path) -> None:
     assert [row["step"] for row in first["steps"]] == list(range(2, 101, 2))
     assert [row["step"] for row in first["evaluations"]] == [50, 100]
     append(run, [step(102, loss=0.125), step(104, loss="nan")])
-    found = update(server, f"{key}={first['cursor']}")
-    (later,) = found["rows"]
-    assert found["runs"][0]["last"]["loss"] == "nan"  # NaN is not valid JSON
+    changes = update(server, f"{key}={first['cursor']}")
+    (later,) = changes["rows"]
+    assert changes["runs"][0]["last"]["loss"] == "nan"  # NaN is not valid JSON
     assert not later["reset"]
     assert [row.get("loss") for row in later["steps"]] == [0.125, None]
     assert later["evaluations"] == []
@@ -210,7 +210,9 @@ def test_page_receives_plotted_fields_of_the_steps(
     assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
     _, step_fields, analyses = (line.removesuffix(";") for line in body.decode().splitlines())
     listed = json.loads(step_fields.removeprefix("const STEP_FIELDS = "))
-    shown = {each["name"]: each for each in json.loads(analyses.removeprefix("const ANALYSES = "))}
+    shown = {
+        entry["name"]: entry for entry in json.loads(analyses.removeprefix("const ANALYSES = "))
+    }
     assert shown.keys() == ANALYSES.keys()
     assert shown["modality_gap"]["path"] == "analysis/modality_gap"
     assert shown["layer_grad_norms"]["shown_as"] == "heat map"

@@ -146,7 +146,7 @@ def make_index(path: str) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
+def _map_file(index: Path, samples: int) -> tuple[np.ndarray, int]:
     """(rows, memory-mapped; where the names start)."""
     with open_regular(index) as file:
         start = len(file.readline(MAX_HEADER))
@@ -238,7 +238,7 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
     index = first_written(indexes, data)
     if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
         os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
-    _mapped.cache_clear()
+    _map_file.cache_clear()
     shard = read_index(path, index)
     if shard is not None:
         return shard
@@ -350,7 +350,7 @@ class ShardSamples(Sequence[Sample]):
     def _row(self, index: int) -> tuple[Shard, int, int, int, int, bool]:
         """The shard of a sample, and where its image and its captions are."""
         shard, row = self.find(index)
-        image, size, text, text_size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
+        image, size, text, text_size, is_json = _map_file(shard.index, shard.samples)[0][row].item()
         if max(image + size, text + text_size) > min(shard.bytes, 2**62):
             raise user_error(f"{shard.index}: does not fit {shard.name}; delete it")
         return shard, image, size, text, text_size, is_json
@@ -392,7 +392,7 @@ class ShardImage(ImageRef):
         """The shard and the name of the image in it."""
         shard, row = self.samples.find(self.index)
         with open_regular(shard.index) as file:
-            file.seek(_mapped(shard.index, shard.samples)[1])
+            file.seek(_map_file(shard.index, shard.samples)[1])
             names = file.read(MAX_NAMES).decode("utf-8", "replace").split("\n")[row : row + 1]
         return f"{os.path.basename(shard.name)}: {one_line(''.join(names))}"
 

@@ -99,10 +99,10 @@ def test_captions_of_people_and_of_photos_are_kept(make_photos: MakePhotos) -> N
     with serve(describe) as server:
         report = caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
     assert (report.generated, report.from_metadata) == (2, 1)
-    found = rows(folder)
-    assert found["00.jpg"] == ("My own words", "")
-    assert found["exif.jpg"] == ("Grandma in the garden", "EXIF")
-    assert found["01.jpg"][1] == found["02.jpg"][1] == "model:vision"
+    captions_of = rows(folder)
+    assert captions_of["00.jpg"] == ("My own words", "")
+    assert captions_of["exif.jpg"] == ("Grandma in the garden", "EXIF")
+    assert captions_of["01.jpg"][1] == captions_of["02.jpg"][1] == "model:vision"
     assert "happy" in (folder / "captions.csv").read_text(encoding="utf-8-sig")
     assert len(server.requests) == 2
 
@@ -415,7 +415,7 @@ def test_full_disk_loses_no_answer_that_was_saved(
                 caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
         assert "\n" not in str(caught.value)
         caption_photos(folder, server.url, settings=ONE_AT_A_TIME)
-    found = rows(folder)
-    assert len(found) == 6
-    assert all(source == "model:vision" for _, source in found.values())
+    captions_of = rows(folder)
+    assert len(captions_of) == 6
+    assert all(source == "model:vision" for _, source in captions_of.values())
     assert len(server.requests) <= 8  # those that were saved are not asked about again

@@ -362,7 +362,7 @@ def test_plain_folder_is_recognized_and_counts_are_reported(images: Write) -> No
     assert list(report.facts["caption_kinds"]) == [*CAPTION_KINDS, "none"]
     assert report.facts["caption_kinds"]["none"] == 2
     assert "XMP sidecar 1 (25%)" in report.to_text()
-    (skipped,) = [each for each in report.findings if each.code == "skipped-empty-caption"]
+    (skipped,) = [finding for finding in report.findings if finding.code == "skipped-empty-caption"]
     assert skipped.count == 2
 
 

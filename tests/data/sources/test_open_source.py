@@ -154,9 +154,9 @@ def test_template_names_every_image_and_is_read_once_it_has_captions(
     rows = table.read_text(encoding="utf-8-sig").splitlines()
     rows[1:] = [f"{row}a caption of {number}" for number, row in enumerate(rows[1:])]
     table.write_text("\n".join(rows), encoding="utf-8")
-    found = everything(open_source(str(folder)))
-    assert {sample.id for sample in found.values()} == {"a, b.jpg", "below/größe.jpg", "c.jpg"}
-    assert all(sample.image.open() for sample in found.values())
+    samples = everything(open_source(str(folder)))
+    assert {sample.id for sample in samples.values()} == {"a, b.jpg", "below/größe.jpg", "c.jpg"}
+    assert all(sample.image.open() for sample in samples.values())
     assert "already exists" in template(2)
     assert table.read_text(encoding="utf-8") == "\n".join(rows)
 
@@ -284,7 +284,7 @@ def test_messages_call_entries_as_their_format_does(
         DataSource(folder, toy)
     (folder / "captions.toy").write_text("a.jpg=\nb.jpg=a dog\n")
     report = lint(DataSource(folder, toy), 1)
-    (skipped,) = [each for each in report.findings if each.code == "skipped-empty-caption"]
+    (skipped,) = [finding for finding in report.findings if finding.code == "skipped-empty-caption"]
     assert skipped.message == f"{item}s without a caption, skipped"
     assert skipped.hint == f"write the missing captions, or remove the {item}s"
 

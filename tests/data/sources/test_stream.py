@@ -91,8 +91,10 @@ def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fractio
     numbers = np.arange(held) * total // held
     train, others = ShardSamples(shards, left_out=numbers), ShardSamples(shards, chosen=numbers)
     assert len(train) + len(others) == total
-    places = {samples.find(index) for samples in (train, others) for index in range(len(samples))}
-    assert places == {(shard, row) for shard in shards for row in range(shard.samples)}
+    locations = {
+        samples.find(index) for samples in (train, others) for index in range(len(samples))
+    }
+    assert locations == {(shard, row) for shard in shards for row in range(shard.samples)}
     if len(train):
         with mock.patch.object(stream, "SHUFFLE_BLOCK", 16):
             blocks = train.blocks()
@@ -105,17 +107,17 @@ def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fractio
 
 
 def test_samples_equal_those_that_are_loaded(packed: Path) -> None:
-    loaded, found = open_source(str(packed)), streamed(packed)
+    loaded, source = open_source(str(packed)), streamed(packed)
     for split in ("train", "val", "test"):
-        ours, theirs = found.samples(split), loaded.samples(split)
+        ours, theirs = source.samples(split), loaded.samples(split)
         assert [sample.captions for sample in ours] == [sample.captions for sample in theirs]
         assert [sample.image.read() for sample in ours] == [
             sample.image.read() for sample in theirs
         ]
-    assert found.caption_count() == loaded.caption_count() == 2 * 86
-    assert str(found.samples("train")[13].image) == f"{packed}/train-000001.tar: 000000013.jpg"
-    assert found.samples("val")[-1:][0].captions == loaded.samples("val")[-1].captions
-    assert "streamed: read during training, not cached (--cache stream)" in found.notes[0]
+    assert source.caption_count() == loaded.caption_count() == 2 * 86
+    assert str(source.samples("train")[13].image) == f"{packed}/train-000001.tar: 000000013.jpg"
+    assert source.samples("val")[-1:][0].captions == loaded.samples("val")[-1].captions
+    assert "streamed: read during training, not cached (--cache stream)" in source.notes[0]
 
 
 def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
@@ -222,17 +224,17 @@ def test_shard_that_changes_during_a_run_is_reported(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25)
-@given(data=st.binary(max_size=200), place=st.integers(0, 400))
+@given(data=st.binary(max_size=200), offset=st.integers(0, 400))
 def test_damaged_index_is_no_crash(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, place: int
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, offset: int
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     path = write_tar(folder / "train-0.tar", shard_samples(4))
     (shard,), _ = open_shards([str(path)], Options(cache_dir=str(folder)))
     index = bytearray(shard.index.read_bytes())
-    index[place : place + len(data)] = data
+    index[offset : offset + len(data)] = data
     shard.index.write_bytes(index)
-    stream._mapped.cache_clear()
+    stream._map_file.cache_clear()
     with contextlib.suppress(UserError, BadImage):
         for sample in streamed(path, cache_dir=str(folder)).samples("train"):
             sample.image.read()
@@ -280,8 +282,8 @@ def _stripped(tokens: tuple[int, ...]) -> tuple[int, ...]:
 def test_epoch_has_each_image_at_most_once_with_its_own_captions(packed: Path) -> None:
     data, loaded = training(packed), open_source(str(packed)).samples("train")
     steps = range(data.plan.steps_per_epoch)
-    seen = [int(number) for step in steps for number in data[step].sample_ids]
-    assert len(seen) == len(set(seen)) == 64
+    ids = [int(number) for step in steps for number in data[step].sample_ids]
+    assert len(ids) == len(set(ids)) == 64
     texts, batch = BpeTokenizer(), data[3]
     assert batch.tokens is not None
     for row, caption in zip(batch.image_index.tolist(), batch.tokens.tolist(), strict=True):
@@ -323,11 +325,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self, body: bool = True) -> None:
-        name, wanted = self.path.lstrip("/").partition("?")[0], self.headers.get("Range")
-        self.server.log.append((name, wanted))
+        name, byte_range = self.path.lstrip("/").partition("?")[0], self.headers.get("Range")
+        self.server.log.append((name, byte_range))
         path = self.server.folder / name
         status = self.server.always.get(name, 200 if path.is_file() else 404)
-        if name in self.server.flaky and self.server.log.count((name, wanted)) < 3:
+        if name in self.server.flaky and self.server.log.count((name, byte_range)) < 3:
             status = 503
         if self.server.password not in self.headers.get("Authorization", ""):
             status = 403
@@ -336,7 +338,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.server.endless and body:
             self.send_endless(self.server.endless[name])
             return
-        if name in self.server.lengths and not wanted:
+        if name in self.server.lengths and not byte_range:
             length, data = self.server.lengths[name], b""
             self.send_response(200)
             self.send_header(
@@ -347,8 +349,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         data = path.read_bytes() if status == 200 else b""
         length = len(data)
-        if status == 200 and wanted and self.server.ranges:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
+        if status == 200 and byte_range and self.server.ranges:
+            first, _, last = byte_range.removeprefix("bytes=").partition("-")
             data, status = data[int(first) : int(last or length) + 1], 206
         self.send_response(status if status > 1 else 500)
         self.send_header("Content-Length", str(len(data)))
@@ -411,10 +413,12 @@ def test_remote_shards_give_the_batches_of_local_ones(tmp_path: Path, indexed: b
         for one, other in zip(ours, batches(theirs, 0, 4, 2, "fork", False), strict=True):
             assert_same_batch(one, other)
         assert len(server.log) == opened + 4 * 8, "one request for an image with its captions"
-        assert all(wanted for _, wanted in server.log[opened:]), "never a complete shard"
+        assert all(byte_range for _, byte_range in server.log[opened:]), "never a complete shard"
         server.log.clear()
         training(*remote_data(server))
-        assert not [name for name, wanted in server.log if not wanted], "the indexes are kept"
+        assert not [name for name, byte_range in server.log if not byte_range], (
+            "the indexes are kept"
+        )
 
 
 def test_object_store_with_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,8 +476,8 @@ def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
         assert url in records
         assert len(records) < 10, "the shard once, and the images before it was found to be broken"
         assert any(line.startswith(f"skipped {url}: cannot be read (") for line in warnings)
-        asked = [name for name, _ in server.log[opened:] if name == "train-002.tar"]
-        assert len(asked) < 45, "it is left alone afterwards"
+        requests = [name for name, _ in server.log[opened:] if name == "train-002.tar"]
+        assert len(requests) < 45, "it is left alone afterwards"
 
 
 def test_slow_shard_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

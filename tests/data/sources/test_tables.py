@@ -46,9 +46,9 @@ def test_columns_can_be_named_or_numbered(images: Write) -> None:
     table.write_text("foo\tbar\tcaption_0\tcaption_1\nx\ta.jpg\tone\t\n")
     with pytest.raises(UserError, match=r"no image column among foo, bar, caption_0"):
         open_source(str(table))
-    found = open_source(str(table), options=Options(image_column="bar"))
-    assert everything(found)["a.jpg"].captions == ("one",)
-    assert found.problems == []
+    source = open_source(str(table), options=Options(image_column="bar"))
+    assert everything(source)["a.jpg"].captions == ("one",)
+    assert source.problems == []
     named = open_source(
         str(table), options=Options(image_column="BAR", caption_columns=("foo", "caption_0"))
     )

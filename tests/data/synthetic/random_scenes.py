@@ -18,14 +18,14 @@ def scenes(draw: st.DrawFn) -> Scene:
         return draw(
             st.lists(
                 st.sampled_from(VALUES[name]),
-                min_size=len(places),
-                max_size=len(places),
+                min_size=len(position_axes),
+                max_size=len(position_axes),
                 unique=True,
             )
         )
 
-    places = draw(st.sampled_from(AXES)) if draw(st.booleans()) else (value("position"),)
-    things = zip(different("kind"), different("color"), places, strict=True)
+    position_axes = draw(st.sampled_from(AXES)) if draw(st.booleans()) else (value("position"),)
+    things = zip(different("kind"), different("color"), position_axes, strict=True)
     return Scene(
         tuple(Thing(kind, color, value("count"), value("size"), at) for kind, color, at in things),
         value("time"),

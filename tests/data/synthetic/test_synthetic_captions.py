@@ -32,13 +32,13 @@ _PHRASE = re.compile(
 
 def _parse(text: str) -> Scene:
     """Number, size, color and noun are adjacent; positions come in the order of the things."""
-    found = _PHRASE.findall(text)
+    phrases = _PHRASE.findall(text)
     rest = re.findall("[a-z]+", _PHRASE.sub(" ", text))
-    places = [_PLACES[word] for word in rest if word in _PLACES]
+    positions = [_PLACES[word] for word in rest if word in _PLACES]
     (time,) = [word for word in rest if word in VALUES["time"]]
     things = [
-        Thing(_NOUNS[noun, _NUMBERS[number] == 1], color, _NUMBERS[number], _SIZES[size], place)
-        for (number, size, color, noun), place in zip(found, places, strict=True)
+        Thing(_NOUNS[noun, _NUMBERS[number] == 1], color, _NUMBERS[number], _SIZES[size], position)
+        for (number, size, color, noun), position in zip(phrases, positions, strict=True)
     ]
     return Scene(
         tuple(sorted(things, key=lambda thing: VALUES["position"].index(thing.position))), time
@@ -97,9 +97,9 @@ def _differences(one: Scene, other: Scene) -> list[set[str]]:
 @given(scene=scenes(), seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=40)
 def test_negatives_change_exactly_the_named_attribute(scene: Scene, seed: int) -> None:
-    found = negatives(scene, seed)
-    assert [negative.changed for negative in found] == list(ATTRIBUTES)
-    for negative in found:
+    hard_negatives = negatives(scene, seed)
+    assert [negative.changed for negative in hard_negatives] == list(ATTRIBUTES)
+    for negative in hard_negatives:
         assert is_valid(negative.scene)
         assert {negative.changed} in _differences(scene, negative.scene)
         assert negative.caption not in paraphrases(scene)
@@ -117,7 +117,7 @@ def test_negatives_change_either_thing_of_a_scene() -> None:
         n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == "color"
     ]
     assert {
-        scene.things.index(t) for each in changed for t in each.things if t in scene.things
+        scene.things.index(t) for scene_ in changed for t in scene_.things if t in scene.things
     } == {0, 1}
 
 

@@ -39,6 +39,6 @@ visual, textual = (
 )
 assert visual.cached
 assert textual.cached
-found = {"image": json.loads(visual.predict(Path(image).read_bytes()))}
-found["text"] = [json.loads(textual.predict(text)) for text in texts]
-print(json.dumps(found))
+vectors = {"image": json.loads(visual.predict(Path(image).read_bytes()))}
+vectors["text"] = [json.loads(textual.predict(text)) for text in texts]
+print(json.dumps(vectors))

@@ -10,11 +10,14 @@ from sentence_transformers import SentenceTransformer
 folder, image, *texts = sys.argv[1:]
 custom = any(Path(folder).glob("*_module.py"))
 model = SentenceTransformer(folder, trust_remote_code=custom, device="cpu")
-found = {"image": model.encode(Image.open(image)).tolist(), "text": model.encode(texts).tolist()}
-found["prompted"] = model.encode(texts[1:], prompt=texts[0] + " ").tolist()
+vectors = {"image": model.encode(Image.open(image)).tolist(), "text": model.encode(texts).tolist()}
+vectors["prompted"] = model.encode(texts[1:], prompt=texts[0] + " ").tolist()
 print(
     json.dumps(
-        found
-        | {"custom": custom, "cosine": model.similarity(found["text"], found["text"])[0, 0].item()}
+        vectors
+        | {
+            "custom": custom,
+            "cosine": model.similarity(vectors["text"], vectors["text"])[0, 0].item(),
+        }
     )
 )

@@ -93,19 +93,23 @@ def test_figures_are_those_of_the_log() -> None:
         step(2.0, 2.0, 4.0),
         {"kind": "end", "mean_recall": 0.5, "mean_recall/low": 0.3, "mean_recall/high": 0.7},
     ]
-    found = measure(log)
-    assert (found.first_loss, found.last_loss) == (3.0, 2.0)
-    assert (found.first_accuracy, found.last_accuracy) == (0.1, None)
-    assert found.step_seconds is not None
-    assert (found.step_seconds.median, found.step_seconds.n, found.epoch_seconds) == (3.0, 2, 72.0)
-    assert found.steps == 36
-    assert found.stage_fractions is not None
-    assert math.isclose(found.stage_fractions["backward"], 0.6)
-    assert math.isclose(found.stage_fractions["load and preprocess"], 0.15)
+    figures = measure(log)
+    assert (figures.first_loss, figures.last_loss) == (3.0, 2.0)
+    assert (figures.first_accuracy, figures.last_accuracy) == (0.1, None)
+    assert figures.step_seconds is not None
+    assert (figures.step_seconds.median, figures.step_seconds.n, figures.epoch_seconds) == (
+        3.0,
+        2,
+        72.0,
+    )
+    assert figures.steps == 36
+    assert figures.stage_fractions is not None
+    assert math.isclose(figures.stage_fractions["backward"], 0.6)
+    assert math.isclose(figures.stage_fractions["load and preprocess"], 0.15)
     other = measure([step(1.0, 5.0, 1.0)])
     assert other.step_seconds is not None
     assert (other.first_loss, other.step_seconds.median) == (5.0, 1.0)
-    rows = {name: measured for name, _, measured in comparison_rows(found)}
+    rows = {name: measured for name, _, measured in comparison_rows(figures)}
     assert rows["loss, first and last epoch"] == "3.00 -> 2.00"
     assert rows["training accuracy within a batch (chance 8.3%)"] == "not measured"
     validation = rows["validation accuracy within a batch, last (best)"]
@@ -118,8 +122,8 @@ def test_figures_are_those_of_the_log() -> None:
 def test_log_without_steps_or_with_odd_values_measures_nothing() -> None:
     assert measure([]) == Measured()
     odd = step(1.0, float("nan"), 1.0, batch_accuracy=True)
-    found = measure([odd, {"kind": "eval", "analysis": {}}])
-    assert (found.first_loss, found.first_accuracy, found.val_accuracy) == (None, None, None)
+    figures = measure([odd, {"kind": "eval", "analysis": {}}])
+    assert (figures.first_loss, figures.first_accuracy, figures.val_accuracy) == (None, None, None)
 
 
 def test_damaged_environment_does_not_stop_the_comparison(tmp_path: Path) -> None:

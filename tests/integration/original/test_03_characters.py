@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_ids(exported: RustTokenizer, ours: CharTokenizer, texts: list[str]) -> None:
     exported.enable_padding(length=CONTEXT, pad_id=ours.pad_id)
-    found = [row.ids for row in exported.encode_batch(texts)]
-    assert found == ours.tokenize(texts, CONTEXT).tolist()
+    ids = [row.ids for row in exported.encode_batch(texts)]
+    assert ids == ours.tokenize(texts, CONTEXT).tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_exported_folder_has_the_same_ids_and_vectors(
     assert_same_ids(exported, ours, STRINGS)
     # transformers.js has no model of the type WordLevel.
     assert json.loads((out / file).read_text())["model"]["type"] == "WordPiece"
-    wanted = m1clip.load(folder, precision="fp32").encode_text(STRINGS)
-    found = m1clip.load(out).encode_text(STRINGS)[:, : wanted.shape[1]]
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
-    assert np.abs(wanted[0] - wanted[1]).max() > 1e-3
+    expected = m1clip.load(folder, precision="fp32").encode_text(STRINGS)
+    actual = m1clip.load(out).encode_text(STRINGS)[:, : expected.shape[1]]
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+    assert np.abs(expected[0] - expected[1]).max() > 1e-3
 
 
 def test_row_that_a_program_truncated_without_an_end_is_ended() -> None:

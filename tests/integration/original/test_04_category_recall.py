@@ -19,19 +19,19 @@ CATEGORIES = {"animals", "food", "nature", "urban"}
 
 def test_recall_by_category_is_measured() -> None:
     run = finished_run()
-    (record,) = [each for each in read_log(run) if each["kind"] == "eval"]
+    (record,) = [line for line in read_log(run) if line["kind"] == "eval"]
     logged = record["analysis"]["category_recall"]
     assert logged.keys() <= CATEGORIES
     assert sum(rate["n"] for rate in logged.values()) == 8, "all validation images"
     assert matches_schema(logged, ANALYSES["category_recall"].schema)
     evaluator = open_split(run, split="train", device_name="cpu")
     features = evaluator.encode()
-    found = analyze(features, evaluator)["category_recall"]
-    assert found.keys() == CATEGORIES
-    assert all(rate["low"] <= rate["value"] <= rate["high"] for rate in found.values())
+    recalls = analyze(features, evaluator)["category_recall"]
+    assert recalls.keys() == CATEGORIES
+    assert all(rate["low"] <= rate["value"] <= rate["high"] for rate in recalls.values())
     perfect = features._replace(image=np.eye(72), text=np.eye(72)[features.image_index])
     assert {rate["value"] for rate in category_recall(evaluator, perfect).values()} == {1.0}
-    assert {rate["value"] for rate in found.values()} != {1.0}
+    assert {rate["value"] for rate in recalls.values()} != {1.0}
 
 
 @pytest.mark.parametrize("split", ["", "train/"])

@@ -39,10 +39,10 @@ def write_karpathy(root: Path, count: int) -> Path:
 
 def write_coco(root: Path, count: int) -> Path:
     for split, number in (("train", count - 1), ("val", 1)):
-        names = [f"{split}-{each}.jpg" for each in range(number)]
+        names = [f"{split}-{index}.jpg" for index in range(number)]
         write_images(root / f"{split}2017", names)
-        images = [{"id": each, "file_name": name} for each, name in enumerate(names)]
-        captions = [{"image_id": each, "caption": f"number {each}"} for each in range(number)]
+        images = [{"id": index, "file_name": name} for index, name in enumerate(names)]
+        captions = [{"image_id": index, "caption": f"number {index}"} for index in range(number)]
         path = root / "annotations" / f"captions_{split}2017.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"images": images, "annotations": captions}))

@@ -74,9 +74,9 @@ def test_memory_grows_with_model_and_batch() -> None:
 def test_recommended_device_follows_memory_and_measured_steps(
     memory: dict[str, float], seconds: dict[str, float], device: str, reason: str
 ) -> None:
-    found = recommend_device(dict.fromkeys(memory, 3e9), memory, seconds)
-    assert found[0] == device
-    assert reason in found[1]
+    recommended = recommend_device(dict.fromkeys(memory, 3e9), memory, seconds)
+    assert recommended[0] == device
+    assert reason in recommended[1]
 
 
 def test_smallest_gpu_that_is_enough() -> None:

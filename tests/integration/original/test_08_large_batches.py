@@ -29,5 +29,5 @@ def test_batch_size_follows_the_memory() -> None:
     estimate = MemoryEstimate(config, ModelInit(shape), facts, Device("cpu", facts), "fp32", 16)
     assert estimate.step_bytes(256, False) > estimate.step_bytes(64, False)
     assert estimate.step_bytes(256, True) < estimate.step_bytes(256, False)
-    most = [estimate.largest(estimate.peak(batch, False), 512, False) for batch in (64, 256)]
-    assert most == [64, 256]
+    batch_sizes = [estimate.largest(estimate.peak(batch, False), 512, False) for batch in (64, 256)]
+    assert batch_sizes == [64, 256]

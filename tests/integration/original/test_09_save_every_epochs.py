@@ -11,7 +11,7 @@ from m1clip.runlog import read_log
 def test_checkpoints_every_epochs() -> None:
     """An epoch of the small run has four steps; the last step is always saved."""
     run = finished_run({"train.save_every": "1.5 epochs", "train.steps": 14})
-    saved = [each["step"] for each in read_log(run) if each["kind"] == "checkpoint"]
+    saved = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
     assert saved == [6, 12, 14]
     for text in ("1.5e", "1.5ep", "1.5 epochs"):
         assert save_interval(text, "--save-every").epochs == 1.5

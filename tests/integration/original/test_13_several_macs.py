@@ -24,5 +24,5 @@ def test_two_processes_with_host_copies_train_like_one() -> None:
     assert needs_host_copy("mps")
     expected = figures_of(results_of(Ranks()))
     assert not torch.equal(expected[0], expected[1]), "measured, not typed in"
-    for found in on_ranks(2, results_of):
-        torch.testing.assert_close(figures_of(found), expected, rtol=1e-4, atol=1e-4)
+    for result in on_ranks(2, results_of):
+        torch.testing.assert_close(figures_of(result), expected, rtol=1e-4, atol=1e-4)

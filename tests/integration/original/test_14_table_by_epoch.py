@@ -34,8 +34,10 @@ def test_table_by_epoch_is_measured(tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "other")
     log = tmp_path / "other" / "run.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    changed = [{**each, "loss": 9.0} if each["kind"] == "step" else each for each in records]
-    log.write_text("".join(f"{json.dumps(each)}\n" for each in changed))
+    changed = [
+        {**record, "loss": 9.0} if record["kind"] == "step" else record for record in records
+    ]
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in changed))
     other = History(tmp_path / "other").poll().tables()
     assert {row.loss for row in other.epochs()} == {9.0}
     assert 9.0 not in {row.loss for row in tables.epochs()}

@@ -12,14 +12,14 @@ from m1clip.training.step import train_step
 
 def test_accuracy_within_a_batch_is_logged_beside_its_chance() -> None:
     records = list(read_log(finished_run()))
-    steps = [each for each in records if each["kind"] == "step"]
-    accuracies = [each["batch_accuracy"] for each in steps]
+    steps = [line for line in records if line["kind"] == "step"]
+    accuracies = [step["batch_accuracy"] for step in steps]
     assert all(0 <= value <= 1 and value * 16 == round(value * 16) for value in accuracies)
     assert len(set(accuracies)) > 1, "it changes from batch to batch"
-    assert [each["batch_chance"] for each in steps] == pytest.approx(
+    assert [step["batch_chance"] for step in steps] == pytest.approx(
         [1 / 16] * len(steps), abs=0.01
     )
-    (evaluation,) = [each for each in records if each["kind"] == "eval"]
+    (evaluation,) = [line for line in records if line["kind"] == "eval"]
     held_out = evaluation["analysis"]["held_out_batch_accuracy"]["val"]
     assert held_out["chance"] == pytest.approx(1 / 8), "the 8 validation images are one batch"
     assert "not comparable between batch sizes" in FIELDS["batch_accuracy"].title

@@ -12,7 +12,7 @@ LEVELS = ["easy", "medium", "hard"]
 
 def test_accuracy_by_difficulty_is_measured() -> None:
     run = finished_run()
-    (record,) = [each for each in read_log(run) if each["kind"] == "eval"]
+    (record,) = [line for line in read_log(run) if line["kind"] == "eval"]
     for name in ("difficulty", "scene_difficulty"):
         logged = record["analysis"][name]
         assert list(logged) == LEVELS
@@ -20,10 +20,10 @@ def test_accuracy_by_difficulty_is_measured() -> None:
         assert all(rate["low"] <= rate["value"] <= rate["high"] for rate in logged.values())
     evaluator = open_split(run, split="train", device_name="cpu")
     features = evaluator.encode()
-    found = analyze(features, evaluator)
-    assert list(found["difficulty"]) == list(found["scene_difficulty"]) == LEVELS
+    analysis = analyze(features, evaluator)
+    assert list(analysis["difficulty"]) == list(analysis["scene_difficulty"]) == LEVELS
     hidden = features._replace(image=np.roll(features.image, 1, axis=0))
-    assert difficulty(hidden) != found["difficulty"]
-    assert scene_difficulty(evaluator, hidden) != found["scene_difficulty"]
+    assert difficulty(hidden) != analysis["difficulty"]
+    assert scene_difficulty(evaluator, hidden) != analysis["scene_difficulty"]
     perfect = features._replace(image=np.eye(72), text=np.eye(72)[features.image_index])
     assert {rate["value"] for rate in difficulty(perfect).values()} == {1.0}

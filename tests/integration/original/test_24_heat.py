@@ -30,9 +30,9 @@ def test_temperature_and_throttling_are_those_of_the_sensors(tmp_path: Path) -> 
 def test_slow_steps_are_blamed_on_measured_throttling(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [step(n) for n in range(1, 13)])
     append(run, [step(n, step_seconds=1.0, throttled=1.0) for n in range(13, 30)])
-    found = throttling(History(run).poll())
-    assert found is not None
-    assert "according to its sensors" in found.message
+    problem = throttling(History(run).poll())
+    assert problem is not None
+    assert "according to its sensors" in problem.message
 
 
 def test_mac_names_the_command_that_would_show_it(tmp_path: Path) -> None:

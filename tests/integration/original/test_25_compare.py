@@ -32,9 +32,9 @@ def test_figures_of_a_step_are_measured() -> None:
     assert (len(fp32.seconds), len(bf16.seconds)) == (2, 3)
     assert fp32.seconds != bf16.seconds[:2]
     assert fp32.peak_bytes > 1e7
-    for found in (fp32, bf16):
-        assert {"copy", "forward", "backward", "optimizer"} <= found.stages.keys()
-        assert found.stages_problem == ""
+    for measurement in (fp32, bf16):
+        assert {"copy", "forward", "backward", "optimizer"} <= measurement.stages.keys()
+        assert measurement.stages_problem == ""
     assert fp32.stages != bf16.stages
     assert fp32.gradient_difference is not None
     assert bf16.gradient_difference is not None

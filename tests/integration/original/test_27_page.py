@@ -16,9 +16,9 @@ def page_of(seconds: float) -> str:
     for batch_size in (1, 8):
         cpu = Configuration("tiny", batch_size, "cpu", "fp32")
         gpu = replace(cpu, device="cuda", cuda_graph=True)
-        for c, taken in ((cpu, seconds * batch_size), (gpu, seconds)):
-            stages = {"forward": 0.25 * taken, "backward": 0.75 * taken}
-            times = timing([taken, taken])
+        for c, step_seconds in ((cpu, seconds * batch_size), (gpu, seconds)):
+            stages = {"forward": 0.25 * step_seconds, "backward": 0.75 * step_seconds}
+            times = timing([step_seconds, step_seconds])
             result = Result(c, 2_000_000, 1e9, times, 0.5, 10**9, 3.0, 0.0, 0.0, stages)
             results.append(result)
     return comparison_page(Comparison(facts=H200, results=results)).decode()

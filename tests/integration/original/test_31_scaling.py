@@ -11,8 +11,8 @@ MODELS = ("200M", "500M", "1B")
 
 def test_parameters_and_operations_grow_with_the_name() -> None:
     sizes = [size_of(Configuration(model, 1, "cpu", "fp32")) for model in MODELS]
-    for (parameters, flops), wanted in zip(sizes, (200e6, 500e6, 1e9), strict=True):
-        assert 0.95 < parameters / wanted < 1.1
+    for (parameters, flops), expected in zip(sizes, (200e6, 500e6, 1e9), strict=True):
+        assert 0.95 < parameters / expected < 1.1
         assert flops > 2 * parameters
     assert sorted(sizes) == sizes
 

@@ -25,7 +25,7 @@ CUDA = {**DRIVER, "torch_cuda_build": "13.0"}
 
 
 @pytest.mark.parametrize(
-    ("found", "level", "text", "hint"),
+    ("facts", "level", "text", "hint"),
     [
         (machine(machines.XEON), "ok", "no NVIDIA driver and no Apple chip", ""),
         (machine(machines.XEON, **DRIVER), "problem", "built without CUDA", "CUDA build"),
@@ -55,8 +55,8 @@ CUDA = {**DRIVER, "torch_cuda_build": "13.0"}
         ),
     ],
 )
-def test_reason_is_that_of_the_machine(found: Machine, level: str, text: str, hint: str) -> None:
-    finding = gpu_finding(found)
+def test_reason_is_that_of_the_machine(facts: Machine, level: str, text: str, hint: str) -> None:
+    finding = gpu_finding(facts)
     assert finding.level == level
     assert text in finding.text
     assert hint in finding.hint

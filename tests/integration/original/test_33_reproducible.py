@@ -16,13 +16,13 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_checklist_names_versions_and_devices() -> None:
     machine = Machine(facts=machines.H200, repeatable={"cuda": False, "cpu": True}, threads=3)
-    found = {finding.name: finding for finding in check_reproducibility(machine)}
-    assert found["reproduce: cuda"].level == "warning"
-    assert "--device cpu" in found["reproduce: cuda"].hint
-    assert found["reproduce: cpu"].level == "ok"
-    assert "with 3 threads" in found["reproduce: cpu"].text
-    assert machines.H200.torch in found["reproduce: versions"].text
-    assert "--seed" in found["reproduce: run"].text
+    findings = {finding.name: finding for finding in check_reproducibility(machine)}
+    assert findings["reproduce: cuda"].level == "warning"
+    assert "--device cpu" in findings["reproduce: cuda"].hint
+    assert findings["reproduce: cpu"].level == "ok"
+    assert "with 3 threads" in findings["reproduce: cpu"].text
+    assert machines.H200.torch in findings["reproduce: versions"].text
+    assert "--seed" in findings["reproduce: run"].text
 
 
 def test_same_bits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +32,9 @@ def test_same_bits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def rounded_differently(*arguments: object) -> tuple[torch.Tensor]:
-        (found,) = grad(*arguments)  # type: ignore[arg-type]
+        (gradients,) = grad(*arguments)  # type: ignore[arg-type]
         calls.append(1)
-        return (found + 1e-6 * len(calls),)
+        return (gradients + 1e-6 * len(calls),)
 
     monkeypatch.setattr(torch.autograd, "grad", rounded_differently)
     assert not gives_same_bits(cpu)

@@ -25,6 +25,6 @@ def test_int8_model_is_smaller_and_close(tmp_path: Path) -> None:
         full = export(model, "onnx", tmp_path / "fp32")
         int8 = export(model, "onnx", tmp_path / "int8", precision="int8", force=True)
     assert folder_bytes(int8) < folder_bytes(full)
-    wanted, found = (m1clip.load(path).encode_image(NOISE) for path in (full, int8))
-    cosine = (wanted * found).sum(axis=1)
+    expected, actual = (m1clip.load(path).encode_image(NOISE) for path in (full, int8))
+    cosine = (expected * actual).sum(axis=1)
     assert 0.9 < cosine.min() < 1.0

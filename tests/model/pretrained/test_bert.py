@@ -58,6 +58,6 @@ def test_bert_ignores_padding_and_dropped_tokens() -> None:
     dropped = np.zeros((2, 8), bool)
     dropped[0, [2, 4]] = True
     tokens = np.array([[2, 5, 6, 7, 8, 3, 0, 0], [2, 9, 10, 3, 0, 0, 0, 0]])
-    found, lengths = drop_tokens(tokens, np.array([6, 4]), dropped, pad_id=0)
+    shortened, lengths = drop_tokens(tokens, np.array([6, 4]), dropped, pad_id=0)
     assert lengths.tolist() == [4, 4]
-    torch.testing.assert_close(tower(torch.from_numpy(found)), expected)
+    torch.testing.assert_close(tower(torch.from_numpy(shortened)), expected)

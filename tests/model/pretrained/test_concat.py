@@ -67,10 +67,10 @@ def test_each_image_tower_sees_its_own_size(tmp_path: Path) -> None:
             }
             single.load_state_dict(own)
             size = (part.image_size, part.image_size)
-            seen = (
+            resized = (
                 pixels if part.image_size == 224 else F.interpolate(pixels, size, mode="bilinear")
             )
-            alone.append(single(seen))
+            alone.append(single(resized))
     torch.testing.assert_close(features, torch.cat(alone, dim=1), atol=1e-4, rtol=1e-4)
     smaller, _, _ = load_image_tower(f"efficientnet-lite0+{dino}", 112)
     assert [part.image_size for part in smaller.parts] == [112, 14]
@@ -155,9 +155,9 @@ def test_onnx_export_of_towers_side_by_side(tmp_path: Path) -> None:
     folder = m1clip.export(tmp_path / "run", "onnx")
     torch_model, onnx_model = m1clip.load(tmp_path / "run"), m1clip.load(folder)
     sentences = ["a red ball", "two dogs, one cat"]
-    found = torch.as_tensor(onnx_model.encode_text(sentences))
+    vectors = torch.as_tensor(onnx_model.encode_text(sentences))
     torch.testing.assert_close(
-        found, torch.as_tensor(torch_model.encode_text(sentences)), atol=1e-4, rtol=1e-4
+        vectors, torch.as_tensor(torch_model.encode_text(sentences)), atol=1e-4, rtol=1e-4
     )
 
 

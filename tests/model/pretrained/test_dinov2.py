@@ -42,8 +42,8 @@ def test_dinov2_matches_transformers(
     with torch.inference_mode():
         last = theirs(pixel_values=(pixels - mean) / std).last_hidden_state
         expected = torch.cat([last[:, 0], last[:, 1 + registers :].mean(dim=1)], dim=1)
-        found = loaded(folder, image_size)(2 * pixels - 1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        features = loaded(folder, image_size)(2 * pixels - 1)
+    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_features_without_a_graph_are_the_plain_ones(tmp_path: Path) -> None:
@@ -118,5 +118,5 @@ def test_weights_in_half_precision_are_read(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = loaded(folder, 28)(pixels)
         save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
-        found = loaded(folder, 28)(pixels)
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+        features = loaded(folder, 28)(pixels)
+    torch.testing.assert_close(features, expected, atol=0.02, rtol=0.02)

@@ -88,13 +88,11 @@ def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, sid
     x = torch.randn(2, 16, side, side).bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        given = x.to(dtype).requires_grad_()
-        y = conv(given)
-        grads = torch.autograd.grad(
-            y, [given, conv.weight, conv.bias], torch.ones_like(y).cumsum(3)
-        )
+        leaf = x.to(dtype).requires_grad_()
+        y = conv(leaf)
+        grads = torch.autograd.grad(y, [leaf, conv.weight, conv.bias], torch.ones_like(y).cumsum(3))
         results.append([y.detach(), *grads])
-    assert [found.dtype for found in results[0]] == [
+    assert [gradient.dtype for gradient in results[0]] == [
         torch.bfloat16,
         torch.bfloat16,
         torch.float32,

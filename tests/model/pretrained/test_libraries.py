@@ -76,10 +76,12 @@ def with_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, ModuleType],
 
     def install(name: str, module: ModuleType) -> None:
         monkeypatch.setitem(sys.modules, name, module)
-        found = SimpleNamespace(name=name)
-        for place in (folders, importlib.util):
+        spec = SimpleNamespace(name=name)
+        for importer in (folders, importlib.util):
             monkeypatch.setattr(
-                place, "find_spec", lambda asked, *_: found if asked == name else real(asked)
+                importer,
+                "find_spec",
+                lambda requested, *_: spec if requested == name else real(requested),
             )
 
     return install
@@ -117,11 +119,11 @@ def test_model_of_open_clip_is_encoded_saved_and_fine_tuned_by_its_own_towers(
     ids = model.tokenizer.tokenize(["a cat"], 12)
     theirs = FakeClip(EMBED, {}, {"vocab_size": 49408, "context_length": 12})
     theirs.load_state_dict(read_tensors(folder / "open_clip_model.safetensors"))
-    wanted = nn.functional.normalize(theirs.text(torch.from_numpy(ids).long()), dim=-1)
-    torch.testing.assert_close(model.encode_text("a cat"), wanted.detach())
+    expected = nn.functional.normalize(theirs.text(torch.from_numpy(ids).long()), dim=-1)
+    torch.testing.assert_close(model.encode_text("a cat"), expected.detach())
     # A longer text in the same batch does not change it.
     beside = model.encode_text(["a cat", "a dog that runs on the beach"])
-    torch.testing.assert_close(beside[:1], wanted.detach())
+    torch.testing.assert_close(beside[:1], expected.detach())
     model.save(tmp_path / "saved")
     again = m1clip.load(tmp_path / "saved", precision="fp32")
     torch.testing.assert_close(again.encode_image(IMAGE), model.encode_image(IMAGE))
@@ -198,8 +200,8 @@ class FakeTransformers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        found: Tensor = self.vision_model(pixel_values)
-        return found
+        features: Tensor = self.vision_model(pixel_values)
+        return features
 
     def get_text_features(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """An output object, as transformers 5 returns it; masked tokens have no effect."""
@@ -245,12 +247,12 @@ def test_model_of_transformers_is_two_towers_without_unused_parts(
     assert float(model.clip.logit_scale.detach()) == 2.0
     ids = torch.from_numpy(model.tokenizer.tokenize(["a cat", "a"], model.context_length)).long()
     mask = (ids != 0).long()
-    wanted = original.get_text_features(ids, mask).pooler_output
-    wanted = nn.functional.normalize(wanted, dim=-1).detach()
-    torch.testing.assert_close(model.encode_text(["a cat", "a"]), wanted)
+    expected = original.get_text_features(ids, mask).pooler_output
+    expected = nn.functional.normalize(expected, dim=-1).detach()
+    torch.testing.assert_close(model.encode_text(["a cat", "a"]), expected)
     model.save(tmp_path / "saved")
     again = m1clip.load(tmp_path / "saved", precision="fp32")
-    torch.testing.assert_close(again.encode_text(["a cat", "a"]), wanted)
+    torch.testing.assert_close(again.encode_text(["a cat", "a"]), expected)
     del FakeTransformers.get_text_features
     with pytest.raises(UserError, match="no features of images and texts in one space"):
         m1clip.load(folder)

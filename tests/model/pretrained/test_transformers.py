@@ -60,12 +60,12 @@ def towers(tmp_path: Path) -> tuple[Path, Path]:
         transformers.ViTConfig(image_size=32, patch_size=16, **SMALL), add_pooling_layer=False
     )
     vit.save_pretrained(tmp_path / "vit")
-    seen = {
+    preprocess = {
         "image_mean": [0.4, 0.5, 0.6],
         "image_std": [0.2, 0.2, 0.2],
         "size": {"height": 32, "width": 32},
     }
-    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(seen))
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(preprocess))
     electra = transformers.ElectraModel(
         transformers.ElectraConfig(vocab_size=len(PIECES), embedding_size=16, **SMALL)
     )
