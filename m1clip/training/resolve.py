@@ -261,7 +261,9 @@ def _with_tuning(
     if data.streamed:  # features of all images cannot be cached
         choice = Tuning("finetune", "all blocks of both towers", "the shards are streamed", {})
     else:
-        optimizer = OPTIMIZERS[settings.with_values(recipe="finetune").config.optim.optimizer]
+        # Without its patience, which the user's --eval-every 0 would contradict.
+        finetuned = settings.with_values(recipe="finetune", patience=0).config
+        optimizer = OPTIMIZERS[finetuned.optim.optimizer]
         choice = choose_tuning(
             data.images, config.train.minutes, *tuning(config), optimizer.trained_bytes
         )

@@ -510,6 +510,11 @@ def test_trained_model_is_adapted_by_the_rule_and_config_tells_it(images: int, r
     assert explicit.config.transfer.recipe == recipe
 
 
+def test_model_to_start_from_is_adapted_without_evaluations() -> None:
+    settings = Settings({"init": "runs/x", "steps": 5, "eval_every": 0})
+    assert resolve(settings, Dataset(200), machine(images=200)).config.train.eval_every == 0
+
+
 def test_options_of_fine_tuning_decide_what_is_trained() -> None:
     spec = resolve(Settings({"init": "runs/x", "lora": 8, "steps": 5}), Dataset(200), machine())
     assert (spec.config.transfer.recipe, spec.config.transfer.lora) == ("finetune", 8)
