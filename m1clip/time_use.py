@@ -23,7 +23,7 @@ PARTS = {
     "imports": "starting Python and importing torch",
     "data": "finding the images and reading the captions",
     "decoding": "decoding and caching images, or computing the features of frozen towers",
-    "checks": "checking the data, measuring devices and memory, comparing gradients",
+    "checks": "checking the data, measuring devices, memory and heads, comparing gradients",
     "training": "steps, and waiting for batches",
     "evaluation": "validation during the run, and the test split at its end",
     "saving": "checkpoints and model folders",

@@ -408,6 +408,7 @@ class Workbench:
         )
         return Length(steps, evaluations)
 
+    @time_use.count_as("checks")
     def _heads(self, config: Config, lr: float | None) -> HeadTrial:
         """Choose how heads on cached features are trained, on a part of the training images."""
         self._load(config)
