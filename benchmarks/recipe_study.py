@@ -556,7 +556,9 @@ class Trainer:
             "tflop": round(job.steps * self.flops / 1e12, 2),
             "loss": loss,
             "views": {
-                split: self._by_view(split) for split in ("val", "test") if split in self.data
+                split: self._by_view(split)
+                for split in SPLITS
+                if "larger" in self.data.get(split, {})
             },
         }
         if job.keep:

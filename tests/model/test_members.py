@@ -10,6 +10,7 @@ from small_run import finished_run, prepared, small_config
 from torch.testing import assert_close
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
 from m1clip.export.layouts import export
 from m1clip.losses.registry import LOSSES, Ids
@@ -19,6 +20,8 @@ from m1clip.model.members import vectors_by_member
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.optimizers import is_hidden_matrix
 from m1clip.training.parity import check_causality
+from m1clip.training.spec import DecidedSettings, RunSpec
+from m1clip.training.workbench import Workbench
 
 ONE = with_fields(
     preset("tiny"),
@@ -136,3 +139,15 @@ def test_other_formats_reject_members(tmp_path: Path) -> None:
     run = finished_run({"model.members": 2, "data.cutmix": 0.5, "data.word_dropout": 0.1})
     with pytest.raises(UserError, match="2 members"):
         export(run, "openclip", tmp_path / "out")
+
+
+def test_members_that_are_decided_after_a_measurement_replace_the_measured_model() -> None:
+    workbench = Workbench()
+    with console.quiet():
+        spec = workbench.resolve(DecidedSettings(complete=small_config()))
+        measured = workbench.inputs(spec)
+        more = spec.config.changed(members=2, embed_dim=64)
+        inputs = workbench.inputs(RunSpec(more))
+    assert measured.model.init.config.members == 1
+    assert (inputs.model.init.config.members, inputs.model.init.config.embed_dim) == (2, 64)
+    assert len(inputs.build_model().text_tower.parts) == 2
