@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from same_work import OWN, SIDES
 from sides import NO_PEERS, RESULTS, spread
-from speedrun import TRACKS, groups, mean_spread, recalls, seen
+from speedrun import TRACKS, groups, images_seen, mean_spread, recalls
 
 from m1clip.formatting import plural
 
@@ -114,7 +114,7 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
             f"{first['data']} from random weights, {TRACKS[first['track']].words}:"
             f" {first['version']} (commit {first['machine']['commit']}, entry `{first['entry']}`),"
             " mean of both test recall@10",
-            f"**{mean_spread(recalls(group, 'test'))}%**, {seen(group)} seen",
+            f"**{mean_spread(recalls(group, 'test'))}%**, {images_seen(group)} images_seen",
             plural(len(group), "seed"),
             f"python benchmarks/speedrun.py DATA --entry {first['entry']}",
         )

@@ -426,6 +426,7 @@ def test_recipe_study_trains_with_mixed_images() -> None:
     tokens[:, :, 9] = 99  # EOT
     split = {
         "pixels": torch.randint(0, 255, (8, size, size, 3), dtype=torch.uint8),
+        "larger": torch.randint(0, 255, (8, study.LARGER, study.LARGER, 3), dtype=torch.uint8),
         "tokens": tokens,
     }
     data = {"vocab": 100, "train": split, "val": split}
