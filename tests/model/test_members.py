@@ -146,7 +146,7 @@ def test_members_that_are_decided_after_a_measurement_replace_the_measured_model
     with console.quiet():
         spec = workbench.resolve(DecidedSettings(complete=small_config()))
         measured = workbench.inputs(spec)
-        more = spec.config.changed(members=2, embed_dim=64)
+        more = spec.config.with_values(members=2, embed_dim=64)
         inputs = workbench.inputs(RunSpec(more))
     assert measured.model.init.config.members == 1
     assert (inputs.model.init.config.members, inputs.model.init.config.embed_dim) == (2, 64)
