@@ -71,6 +71,8 @@ def configs(draw: st.DrawFn) -> Config:
             values["plan"] = ((0, 9), (5, steps)) if steps is not None and steps > 5 else ()
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
+        if section == "model" and values["members"] is not None:
+            values["members"] = 1 + values["members"] % 16  # at most 16
         if section == "transfer":
             values |= {
                 "wise_ft": "0.5",
