@@ -460,7 +460,6 @@ MAX_DECODED_ASPECT = 16
 
 
 BILINEAR = "-bilinear"  # how the names of such ways to resize end
-FILTER_REACH = 2  # pixels to each side that cubic interpolation reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,21 +538,10 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
             if width <= height
             else (int(size * width / height), size)
         )
-        wide, high = max(wide, size), max(high, size)
-        left, top = (wide - size) / 2, (high - size) / 2
+        image = image.resize((max(wide, size), max(high, size)), filtering)
+        left, top = ((length - size) / 2 for length in image.size)
         left, top = (int(left), int(top)) if "-floor" in resize else (round(left), round(top))
-        # Only the pixels of the crop are computed. Columns first: Pillow would choose the order by
-        # the shape, and the order decides how values are rounded.
-        begin, end = top * height / high, min(height, (top + size) * height / high)
-        reach = math.ceil(FILTER_REACH * max(1, height / high))
-        first, last = max(0, int(begin) - reach), min(height, math.ceil(end) + reach)
-        if last - first < height:
-            image = image.crop((0, first, width, last))
-        columns = left * width / wide, min(width, (left + size) * width / wide)
-        image = image.resize(
-            (size, last - first), filtering, (columns[0], 0, columns[1], last - first)
-        )
-        image = image.resize((size, size), filtering, (0, begin - first, size, end - first))
+        image = image.crop((left, top, left + size, top + size))
     return np.asarray(image)
 
 
