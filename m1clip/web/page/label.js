@@ -218,7 +218,7 @@ async function undo() {
 function showProgress(found) {
   const { labelled, needed, least, held_out: heldOut, from_metadata: inside, images, table } = found;
   state.progress = found;
-  const part = needed ? labelled / least : 1;
+  const part = labelled / (needed ? least : Math.max(images, 1));
   $("bar").style.width = `${100 * part}%`;
   $("progress").setAttribute("aria-valuenow", String(Math.round(100 * part)));
   const goal = needed

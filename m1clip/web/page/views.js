@@ -67,9 +67,9 @@ function showHeatMap(card, analysis, rows) {
   const layers = [...new Set(rows.flatMap((row) => Object.keys(row.value)))];
   const known = rows.flatMap((row) => Object.values(row.value)).filter((v) => typeof v === "number" && v > 0);
   card.figure.classList.add("wide");
-  if (!known.length) { hint(card.body, "waiting for the first evaluation"); card.now.textContent = ""; return; }
+  if (!layers.length) { hint(card.body, "waiting for the first evaluation"); card.now.textContent = ""; return; }
   const low = Math.log10(Math.min(...known)), high = Math.log10(Math.max(...known));
-  const scale = `${short(10 ** low)} (dark) to ${short(10 ** high)} (bright), logarithmic`;
+  const scale = known.length ? `${short(10 ** low)} (dark) to ${short(10 ** high)} (bright), logarithmic` : "no value above 0 so far";
   const lines = layers.map((layer) => {
     const values = rows.map((row) => row.value[layer]);
     const last = values[values.length - 1];
