@@ -30,7 +30,7 @@ from m1clip.model.clip import Features
 
 
 def decoupled_rows(ops: Ops, logits: Array, positive: Array) -> Array:
-    """InfoNCE whose denominator has only the negatives."""
+    """InfoNCE of one caption whose denominator has only the negatives; infinite without any."""
     negatives = ops.log_sum_exp(ops.masked_fill(logits, positive, float("-inf")))
     target = ops.cast(positive, logits)
     return -(target * (logits - negatives)).sum()
@@ -139,6 +139,19 @@ def test_positives_with_several_captions_per_image() -> None:
     assert same_image_or_caption(ids).int().tolist() == same
     assert LOSSES["infonce"].positives(ids, ALL, ALL).int().tolist() == own
     assert LOSSES["multi-positive"].positives(ids, ALL, ALL).int().tolist() == same
+
+
+@pytest.mark.parametrize("everything_matches", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_without_negatives_or_positives_stay_finite(
+    name: str, everything_matches: bool
+) -> None:
+    f = features(4, bias=-2.0)
+    value = loss_of(name, f, torch.full((4, 4), everything_matches))
+    value.backward()
+    assert value.isfinite()
+    assert f.image.grad is not None
+    assert f.image.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
