@@ -40,6 +40,7 @@ from m1clip.training.duration import (
     planned_steps,
 )
 from m1clip.training.schedule import scheduled_lr_fraction
+from m1clip.training.validation import encode as plain_encode
 
 
 def plan_of(*parts: tuple[int, int], **settings: Any) -> StepPlan:
@@ -258,16 +259,15 @@ def test_a_faster_machine_does_not_exceed_the_steps_that_help(
 def on_clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     """A clock for which a step takes 0.4 s and an evaluation 0.8 s."""
     clock = SimulatedTime()
-    clock.install(monkeypatch, duration, runs, loop, logger, validation, time_use)
-    plain_encode = validation.encode
+    clock.install(monkeypatch, duration, measure, runs, loop, logger, validation, time_use)
 
     def slow_encode(*args: Any) -> Any:
         clock.work(0.8)
         return plain_encode(*args)
 
     before_each_step(lambda train_step, batch, step: clock.work(0.4), monkeypatch)
-    monkeypatch.setattr(validation, "encode", slow_encode)
-    monkeypatch.setattr(runs, "encode", slow_encode)
+    for module in (validation, measure, runs):
+        monkeypatch.setattr(module, "encode", slow_encode)
     return clock
 
 
@@ -353,11 +353,10 @@ def test_first_step_of_a_model_is_no_measure_of_the_others(
 ) -> None:
     """It is slower than the others, as the first pass of an evaluation is."""
     passes = itertools.count()
-    quick_encode = measure.encode
 
     def slow_at_first(*args: Any) -> Any:
         on_clock.work(0.05 if next(passes) else 2.0)
-        return quick_encode(*args)
+        return plain_encode(*args)
 
     before_each_step(
         lambda train_step, batch, step: on_clock.work(first if step == 0 else usual), monkeypatch
