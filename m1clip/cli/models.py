@@ -151,7 +151,7 @@ def classify(
         Words or sentences, separated by commas.
     model
         general (the model in the box), a run, a model folder, an ONNX folder, or an open_clip or Hugging Face model;
-        default: the newest run in runs/, or general.
+        default: the newest run in runs/ that was trained on photos, or general.
     template
         A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
     json

@@ -53,8 +53,8 @@ def index(
         A folder of images; subfolders are included.
     model
         general (the model in the box), a run, a model folder, or an open_clip or Hugging Face model. Default: the one
-        that this folder was indexed with last; for a new index, the newest run in runs/, or general. Each model has its
-        own vectors.
+        that this folder was indexed with last; for a new index, the newest run in runs/ that was trained on photos, or
+        general. Each model has its own vectors.
     problems
         List every file that cannot be used, not only the first five.
     watch
@@ -127,7 +127,7 @@ def _mention_newest_run(folder: Path, used: str) -> None:
     """Say how to search with the newest run, if the index uses an older model."""
     from m1clip.model.folder import newest_run
 
-    run = newest_run()
+    run = newest_run(of_photos=True)
     if run is None or Path(used).is_relative_to(run.absolute()):
         return
     command = shlex.join(["m1clip", "index", str(folder), "--model", str(run)])

@@ -60,7 +60,8 @@ def open_split(
     source = open_data(sources, loaded.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(
-            f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}"
+            f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())};"
+            f" choose one with --split"
         )
     samples = load_split(
         source,

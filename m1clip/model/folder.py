@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -220,18 +221,30 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path}: no trained model found ({looked})")
 
 
-def newest_run(runs: Path = Path("runs")) -> Path | None:
-    """The run that was written to last, of those that have a model; None if no run has one."""
-    runs_with_model = [
+def newest_run(runs: Path = Path("runs"), of_photos: bool = False) -> Path | None:
+    """The run that was written to last, of those that have a model; None if no run has one.
+
+    `of_photos`: only a run that was not trained on synthetic images alone.
+    """
+    runs_with_model = {
         path.parent.parent
         for path in runs.glob(f"*/*/{WEIGHTS}")
         if path.parent.name in ("best", "model")
-    ]
+    }
     return max(
-        runs_with_model,
+        (run for run in runs_with_model if not (of_photos and _is_synthetic(run))),
         key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0,
         default=None,
     )
+
+
+def _is_synthetic(run: Path) -> bool:
+    """Whether a run was trained on synthetic images alone."""
+    try:
+        data = tomllib.loads(read_small(run / "config.toml").decode()).get("data", {})
+    except (OSError, ValueError):
+        return False  # not a run of this program, but perhaps a model
+    return isinstance(data, dict) and data.get("source") == ["synthetic"]
 
 
 def _read_boxed(name: str) -> SavedModel:

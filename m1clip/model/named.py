@@ -160,17 +160,20 @@ def boxed_files(name: str) -> dict[str, bytes]:
 
 
 def default_model() -> Path:
-    """The newest run in runs/, or else the model `general`.
+    """The newest run in runs/ that was trained on photos, or else the model `general`.
 
-    NoModelError if its towers are missing too.
+    Without its towers the newest run of any kind, such as the demo; NoModelError if there is none.
     """
     from m1clip.model.folder import newest_run
 
-    run = newest_run()
+    run = newest_run(of_photos=True)
     if run is not None:
         return run
     if BOXED[GENERAL].towers_installed():
         return Path(GENERAL)
+    run = newest_run()
+    if run is not None:
+        return run
     raise NoModelError(
         "no trained model in runs/, and the towers of the model in the box are not installed: "
         f"{INSTALL_TOWERS}; or train one, or specify one with --model"

@@ -145,6 +145,10 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
         (tmp_path / name / "run.jsonl").touch()
         os.utime(tmp_path / name / "run.jsonl", (number, number))
     assert newest_run(tmp_path) == tmp_path / "a"
+    (tmp_path / "a" / "config.toml").write_text('[data]\nsource = ["synthetic"]\n')
+    (tmp_path / "b" / "config.toml").write_text('[data]\nsource = ["photos"]\n')
+    assert newest_run(tmp_path) == tmp_path / "a"
+    assert newest_run(tmp_path, of_photos=True) == tmp_path / "b"
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,15 @@ def test_default_model_without_towers_is_an_error(
     monkeypatch.setattr(packages, "installed", lambda tower: False)
     with pytest.raises(NoModelError, match="no trained model in runs/"):
         named.default_model()
+
+
+def test_default_model_is_a_run_on_synthetic_images_only_without_the_towers(
+    boxed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = Path("runs/demo")
+    (demo / "best").mkdir(parents=True)
+    (demo / "best" / "model.safetensors").touch()
+    (demo / "config.toml").write_text('[data]\nsource = ["synthetic"]\n')
+    assert named.default_model() == Path("general")
+    monkeypatch.setattr(packages, "installed", lambda tower: False)
+    assert named.default_model() == demo
