@@ -165,6 +165,8 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
             if index_folder is not None:
                 check_index_folder(index_folder)
                 return index_folder, root
+    if folder is not None and not folder.expanduser().exists():
+        raise UserError(f"{folder}: no such folder")
     name = f"{folder or 'this folder'}"
     if foreign:
         raise UserError(

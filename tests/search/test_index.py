@@ -417,6 +417,11 @@ def test_index_without_a_model_leaves_no_folder(
         assert not (photos / INDEX_FOLDER).exists()
 
 
+def test_folder_that_does_not_exist_is_not_called_unindexed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="photoz: no such folder"):
+        module.find_index(tmp_path / "photoz")
+
+
 @pytest.mark.parametrize("state", ["nothing", "tables", "model"])
 def test_index_without_vectors_is_reported_in_one_line(
     state: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
