@@ -72,9 +72,10 @@ class TrainPage:
         searched.
         """
         index = self._opened()
+        work = self._work  # read first: a run that is started meanwhile is then found below
         newest = self._newest(index)
-        state = {"work": self._work, "failure": self._failure, "progress": index.progress()}
-        if self._work == "starting":
+        state = {"work": work, "failure": self._failure, "progress": index.progress()}
+        if work == "starting":
             return {**state, "state": "starting"}
         if newest is None:
             return {**state, "state": "none"}
