@@ -312,7 +312,12 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
             if "nccl_seconds" in figures
             else []
         )
-        words_typed = [word for word in sys.argv[1:] if word != "--quick"]
+        # A file that is written is named without its folder: results name no path of a machine.
+        words_typed = [
+            Path(word).name if Path(word).is_absolute() else word
+            for word in sys.argv[1:]
+            if word != "--quick"
+        ]
         command = " ".join(["python benchmarks/ranks.py", *words_typed]).partition(" --json")[0]
         subject, n = f"{plural(size, kind)} {where}: {work}", str(figures["images_per_second"]["n"])
         rows.append({"what": subject, "figure": ", ".join(words), "n": n, "command": command})

@@ -102,7 +102,7 @@ def test_several_models_are_ordered_by_precision_then_size() -> None:
 
 
 class FixedClock(module.CompareClock):
-    """A clock that stands still."""
+    """A clock that does not advance."""
 
     def __init__(self, remaining: float) -> None:
         super().__init__(seconds=480.0)
