@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "search-photos.png"
 PORT = 8768
@@ -51,18 +52,23 @@ def take_picture(query: str) -> None:
         page = browser.new_page(viewport=SIZE)
         page.set_default_timeout(PATIENCE_MS)
         open_page(page)
-        page.fill("input[type=search]", query)
-        page.get_by_text(re.compile(r"\d+ photos? of \d+ in")).wait_for()
+        search(page, query)  # the first one loads the model
+        page.get_by_text("Clear", exact=True).click()
+        search(page, query)
         page.wait_for_timeout(THUMBNAILS_MS)
         page.screenshot(path=str(PICTURE))
         browser.close()
 
 
-def open_page(page: object) -> None:
-    """Wait for the server: a refused connection is tried again until it listens."""
-    from playwright.sync_api import Error, Page
+def search(page: Any, query: str) -> None:
+    page.fill("input[type=search]", query)
+    page.get_by_text(re.compile(r"\d+ photos? of \d+ in")).wait_for()
 
-    assert isinstance(page, Page)
+
+def open_page(page: Any) -> None:
+    """Wait for the server: a refused connection is tried again until it listens."""
+    from playwright.sync_api import Error
+
     for _ in range(PATIENCE_MS // 1000):
         try:
             page.goto(f"http://127.0.0.1:{PORT}/")
