@@ -8,11 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTHON ?= python3
+# pip install with progress, and errors of one line.
+INSTALL = $(PYTHON) tools/set_up.py $(VENV)
 
 help:
-	@echo "make demo   train a small CLIP on synthetic images and show what it finds (3 to 6 minutes on 2 cores)"
+	@echo "make demo   train a small CLIP on synthetic images and show what it finds (6 minutes at most, and once the set-up)"
 	@echo "make test   ruff, mypy, import-linter, bandit, pytest, and which fraction of each package the tests execute"
 	@echo "make docs   the site in site/, from docs/; fails for a broken link"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
@@ -26,15 +27,13 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "m1clip needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (once, a few minutes) ..."
-	@$(PIP) -e .
+	@echo "setting up $(VENV): once, a few minutes; the download of torch is the largest part"
+	@$(INSTALL) "m1clip and torch" -e .
 	@touch $@
 
 # With the pretrained towers, which the default recipe trains on. Made again when this list changes.
 $(DEV): $(READY) Makefile
-	@echo "adding the tools for tests and the pretrained towers (once) ..."
-	@$(PIP) -e '.[dev,data,remote,plot,export,search,towers]'
+	@$(INSTALL) "tools for tests, and pretrained towers" -e '.[dev,data,remote,plot,export,search,towers]'
 	@touch $@
 
 setup: $(DEV)
@@ -59,17 +58,17 @@ test: lint
 
 # The site, without the network. NO_MKDOCS_2_WARNING: an advertisement of the theme.
 docs: $(READY)
-	@$(PIP) -e '.[docs]'
+	@$(INSTALL) "tools for the site" -e '.[docs]'
 	@$(BIN)/python tools/reference.py --check
 	@NO_MKDOCS_2_WARNING=1 OFFLINE=true $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "written: site/index.html"
 
 test-mlx: $(DEV)
-	@$(PIP) -e '.[mlx]'
+	@$(INSTALL) "MLX" -e '.[mlx]'
 	@$(BIN)/pytest tests/training/test_mlx.py $(PYTEST)
 
 test-pages: $(DEV)
-	@$(PIP) playwright
+	@$(INSTALL) "Playwright" playwright
 	@$(BIN)/pytest -rs tests/web $(PYTEST)
 
 # Writes docs/results/reliability.json and the table of docs/reliability.md.
@@ -82,8 +81,8 @@ NODE := $(VENV)/node
 test-export: $(DEV)
 	@mkdir -p $(NODE)
 	@npm install --prefix $(NODE) --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4 @huggingface/tokenizers onnxruntime-web || echo "not installed: transformers.js (npm)"
-	@$(PIP) playwright || echo "not installed: Playwright"
-	@$(PIP) -e '.[coreml]' || echo "not installed: coremltools"
+	@$(INSTALL) "Playwright" playwright || echo "not installed: Playwright"
+	@$(INSTALL) "coremltools" -e '.[coreml]' || echo "not installed: coremltools"
 	@$(PYTHON) -m venv $(VENV)/sentence-transformers && $(VENV)/sentence-transformers/bin/pip install --quiet -c constraints.txt sentence-transformers onnxruntime pillow || echo "not installed: sentence-transformers"
 	@test -z "$(IMMICH)" || { $(PYTHON) -m venv $(VENV)/immich && $(VENV)/immich/bin/pip install --quiet fastapi python-multipart gunicorn uvicorn pydantic-settings opencv-python-headless orjson huggingface_hub onnxruntime tokenizers rich pillow; } || echo "not installed: what Immich needs"
 	@NODE_FOLDER=$(NODE) IMMICH="$(IMMICH)" IMMICH_PYTHON=$(VENV)/immich/bin/python SENTENCE_TRANSFORMERS_PYTHON=$(VENV)/sentence-transformers/bin/python MODEL="$(MODEL)" PHOTO="$(PHOTO)" $(BIN)/pytest -rs tests/export
