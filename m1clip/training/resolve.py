@@ -761,12 +761,24 @@ def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]
         draft.decide("rule", max_epochs=limit)
     limit = draft.config.train.max_epochs or 0.0
     max_steps = steps_of_epochs(limit, steps_per_epoch)
+    is_rule = draft.chosen_by.get("max_epochs") == "rule"
+    affordable = f"{train.minutes:g} minutes are enough for"
     if length.steps <= max_steps:
+        if not is_rule and length.steps < max_steps:
+            console.print(
+                f"budget     {affordable} {length.steps} of {plural(max_steps, 'step')} at the"
+                " current speed; the clock corrects the number"
+            )
         return length
+    affordable += f" {length.steps / steps_per_epoch:.0f} epochs of {plural(images, 'image')}"
+    if is_rule:
+        reason = f"more than {limit:g} do not help"
+        hint = "--max-epochs, or --epochs"
+    else:
+        reason = f"the limit is {limit:g}"
+        hint = "--max-epochs"
     console.print(
-        f"budget     {train.minutes:g} minutes are enough for {length.steps / steps_per_epoch:.0f}"
-        f" epochs of {plural(images, 'image')}; more than {limit:g} do not help, so the run will end early "
-        f"(to choose otherwise: --max-epochs, or --epochs)"
+        f"budget     {affordable}; {reason}, so the run will end early (to choose otherwise: {hint})"
     )
     return Length(max_steps, length.evaluations)
 

@@ -16,7 +16,7 @@ from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
 from m1clip import console
-from m1clip.config import NAMES, Config, DataConfig, from_dict, recipe_defaults
+from m1clip.config import NAMES, Config, DataConfig, TrainConfig, from_dict, recipe_defaults
 from m1clip.data.augment import Augmentation
 from m1clip.errors import UserError
 from m1clip.hardware.machine_info import MachineInfo
@@ -31,6 +31,7 @@ from m1clip.model.presets import (
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import MILD, augmentation_strength, best_members, max_epochs
+from m1clip.training.duration import step_plan
 from m1clip.training.head_trial import (
     HeadCandidate,
     HeadStart,
@@ -652,6 +653,27 @@ def test_time_that_would_not_help_is_given_back() -> None:
         machine(images=1_000),
     )
     assert by_steps.config.train.steps == 10**6, "the user's own number is never limited"
+
+
+def test_demo_makes_all_its_steps_where_they_fit_and_fewer_elsewhere() -> None:
+    """The machine of these tests makes 100 steps a minute."""
+    data = Dataset(10_000, median_captions=5)
+
+    def decided(**options: Any) -> tuple[TrainConfig, str]:
+        with console.capture() as output:
+            spec = resolve(Settings(options, preset="demo"), data, machine(images=10_000))
+        return spec.config.train, output.getvalue()
+
+    fast, printed = decided()
+    plan = step_plan(fast)
+    assert fast.steps == 156
+    assert [step for step in range(1, 157) if plan.evaluates(step)] == [52, 104, 156]
+    assert "the limit is 2, so the run will end early" in printed
+    slow, printed = decided(minutes=1.2)
+    assert slow.steps == 121
+    assert "1.2 minutes are enough for 121 of 156 steps at the current speed" in printed
+    chosen, printed = decided(steps=200)
+    assert (chosen.steps, "budget" in printed) == (200, False)
 
 
 @pytest.mark.parametrize("minutes", [2, 20, 1_000])
