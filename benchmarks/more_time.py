@@ -7,7 +7,8 @@ Each run is `m1clip train --recipe scratch --batch-size 64 --steps N`, several a
 so augmentation and CutMix are what m1clip/training/budget.py decides for its number of epochs. 115
 steps are a minute of two CPU cores (docs/recipe.md). The rows of the table `JOBS` come first that
 matter most; a run that would not end in time is not started. Scores are of the validation split;
---test also scores the test split, with the model that is best on validation.
+--test FILE also scores the test split, with the model that is best on validation, into a file of
+its own: to be read when nothing is left to choose.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from recipe_study import start_mps
 from sides import machine, write
 from speedrun import write_splits
 
+import m1clip
 from m1clip.runlog import read_log
 from m1clip.training.spec import read_spec
 
@@ -79,6 +82,13 @@ JOBS = {
         *(Job(20, seed, 0, mix(0)) for seed in (0, 1)),
         *(Job(30, seed, 0, mix(1)) for seed in (0, 1)),
     ],
+    # Best on validation of models with mirror images, and what three models side by side gain.
+    "mirror": [
+        *(Job(60, seed, members=2) for seed in (0, 1, 2)),
+        Job(60, members=3),
+        *(Job(10, seed) for seed in (0, 1, 2, 3, 4)),
+        *(Job(30, seed) for seed in (0, 1)),
+    ],
     "test": [
         *(Job(60, seed, members=2) for seed in (0, 1, 2)),
         Job(30),
@@ -110,6 +120,7 @@ class Study:
         self.deadline = time.time() + options.seconds
         self.step_seconds = GUESSED_STEP_SECONDS
         self.runs: list[dict[str, Any]] = []
+        self.tests: dict[str, float] = {}  # by name of the run
         write_splits(str(options.data), scratch)
 
     def table_of(self, job: Job) -> Path:
@@ -118,7 +129,7 @@ class Study:
         lines = (self.scratch / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
         if job.images:
             lines = random.Random(job.seed).sample(lines, job.images)
-        for split in ("val", "test") if self.options.test else ("val",):
+        for split in ("val", "test") if self.options.test is not None else ("val",):
             lines += (self.scratch / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(True)
         path.write_text("".join(lines), encoding="utf-8")
         return path
@@ -148,12 +159,26 @@ class Study:
             print(f"{job.name}: {done.stdout[-800:]}{done.stderr[-800:]}", flush=True)
             return
         self.step_seconds = max(0.001, (seconds - FIRST_STEP_SECONDS) / job.steps / job.members)
-        self.runs.append(record(job, out, seconds))
+        self.runs.append(record(job, out, seconds) | {"views": self.by_view(job, out)})
         shown = " ".join(f"{point[1]:.1f}" for point in self.runs[-1]["validation"])
-        test = self.runs[-1].get("test")
         at = self.options.seconds - (self.deadline - time.time())
-        print(f"{at:4.0f} s  {job.name}: {shown} {test or ''} ({seconds:.0f} s)", flush=True)
+        views = self.runs[-1]["views"]
+        print(f"{at:4.0f} s  {job.name}: {shown} {views} ({seconds:.0f} s)", flush=True)
+        if self.options.test is not None:
+            self.tests[job.name] = self.runs[-1].pop("test")
+            write(self.options.test, self.tests)
         write(self.options.json, {"machine": machine(), "runs": self.runs})
+
+    def by_view(self, job: Job, out: Path) -> dict[str, float]:
+        """Validation recall@10 of a run's best model, with mirror images and without."""
+        table = str(self.table_of(job))
+        found = {}
+        for name, mirror in (("mirror", True), ("plain", False)):
+            model = m1clip.load(out, device=self.options.device)
+            model.clip.config = replace(model.clip.config, mirror=mirror)
+            scores = m1clip.evaluate(model, table, "val", self.options.device)
+            found[name] = both(dict(scores))
+        return found
 
 
 def record(job: Job, out: Path, seconds: float) -> dict[str, Any]:
@@ -228,7 +253,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=330)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--test", action="store_true")
+    parser.add_argument("--test", type=Path, help="a file for scores of the test split")
     parser.add_argument(
         "--options", nargs=argparse.REMAINDER, default=[], help="last: more for m1clip train"
     )

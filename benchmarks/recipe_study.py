@@ -25,6 +25,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from speedrun import write_splits
 from torch import Tensor
 
 from m1clip.data.augment import render
@@ -106,6 +108,9 @@ class Job:
     born: float = 0.5
     init_seed: int = -1  # of the weights; -1: `seed`, which then is that of batches and views only
     mild_end: float = 0.0  # the last part of the steps: no CutMix, whole captions and wider crops
+    ramp: bool = False  # `mild_end` begins little by little, not at once
+    clip: float = 0.0  # largest norm of the gradients; 0: any
+    mirror: bool = False  # score images with their mirror images
     neighbors: float = 0.0  # part of a batch that are images whose captions resemble the others'
     floor: float = 0.0  # of the learning rate at the end, for averages of weights
     average_end: float = 0.0  # also score the mean of the weights over this last part of the steps
@@ -115,13 +120,20 @@ def pack(data: Path, out: Path, teacher: Path | None, splits: list[str]) -> None
     """Write the JPEG files, tokens and optionally a teacher's embeddings of each split to one file."""
     from m1clip.text.bpe import BpeTokenizer
 
-    rows = [json.loads(line) for line in (data / "captions.jsonl").read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        write_splits(str(data), Path(folder))
+        lines = [
+            line
+            for split in SPLITS
+            for line in (Path(folder) / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+    rows = [json.loads(line) for line in lines]
     train = [text for row in rows if row["split"] == "train" for text in row["captions"]]
     tokenizer = BpeTokenizer().prune_to(train)
     packed: dict[str, Any] = {"vocab": tokenizer.vocab_size}
     for split in splits:
         own = [row for row in rows if row["split"] == split]
-        files = [(data / row["image"]).read_bytes() for row in own]
+        files = [Path(row["image"]).read_bytes() for row in own]
         texts = [text for row in own for text in row["captions"][:CAPTIONS]]
         tokens = torch.as_tensor(np.asarray(tokenizer.tokenize(texts, CONTEXT)), dtype=torch.int16)
         packed[split] = {
@@ -189,6 +201,7 @@ class Trainer:
             text_heads=job.text_width // 64,
             embed_dim=job.embed_dim,
             mlp_ratio=job.mlp_ratio,
+            mirror=job.mirror,
         )
         self.config = config
         self.model = build_clip(config)
@@ -271,7 +284,10 @@ class Trainer:
         progress = ((steps - warm) / max(1, job.steps - warm)).clamp(0, 1)
         decay = 1 - progress if job.linear else 0.5 * (1 + torch.cos(math.pi * progress))
         decay = job.floor + (1 - job.floor) * decay
-        mild = steps >= round((1 - job.mild_end) * job.steps)
+        first_mild = round((1 - job.mild_end) * job.steps)
+        mild = (steps >= first_mild).float()
+        if job.ramp:
+            mild = ((steps - first_mild) / max(1, job.steps - first_mild)).clamp(0, 1)
         self.mild = mild.float().to(self.device)
         averaged = (steps - round((1 - job.average_end) * job.steps) + 1).clamp(min=1)
         self.average_weights = (1 / averaged).float().to(self.device)
@@ -468,7 +484,7 @@ class Trainer:
         """KL divergence from the averaged model's logits of the complete images and captions."""
         assert self.average is not None
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16):
-            image = self.average.encode_image(render(pixels, None, self.preprocess)).float()
+            image = self.average.encode_view(render(pixels, None, self.preprocess)).float()
             text = self.average.encode_text(tokens.flatten(0, 1)).float()
         with torch.no_grad():
             soft = scale * image @ text.T
@@ -511,6 +527,8 @@ class Trainer:
             p.grad = None
         loss = self.loss()
         loss.backward()
+        if self.job.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip, foreach=True)
         self.muon.step()
         self.adamw.step()
         self.model.clamp_scale()
@@ -609,11 +627,12 @@ class Trainer:
     @torch.no_grad()
     def _by_view(self, split: str) -> dict[str, float]:
         """Recall@10 with each image as it is, averaged with its mirror image, and at 128 px."""
-        image, text = self.embed(split, self.model)
+        _, text = self.embed(split, self.model)
         larger = CLIP(self.config.resized(LARGER)).to(self.device).eval()
         larger.load_state_dict(self.model.state_dict())
-        vectors = {"": image}
+        vectors = {}
         for name, model, pixels in (
+            ("", self.model, self.data[split]["pixels"]),
             ("mirrored", self.model, self.data[split]["pixels"].flip(2)),
             ("larger", larger, self.data[split]["larger"]),
             ("larger mirrored", larger, self.data[split]["larger"].flip(2)),
@@ -623,7 +642,7 @@ class Trainer:
             model.eval()
             with torch.autocast(self.device.type, torch.bfloat16):
                 parts = [
-                    model.encode_image(render(part, None, preprocess)).float()
+                    model.encode_view(render(part, None, preprocess)).float()
                     for part in pixels.split(500)
                 ]
             vectors[name] = torch.cat(parts)
@@ -760,11 +779,12 @@ def check_capture(outcome: Any) -> None:
 
 def start_mps() -> bool:
     """Whether kernels of several processes run at the same time."""
-    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
-        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = "/tmp/mps-pipe"
-        os.environ["CUDA_MPS_LOG_DIRECTORY"] = "/tmp/mps-log"
-        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-            Path(os.environ[name]).mkdir(exist_ok=True)
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # whoever set it has started it
+        return True
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = "/tmp/mps-pipe"
+    os.environ["CUDA_MPS_LOG_DIRECTORY"] = "/tmp/mps-log"
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        Path(os.environ[name]).mkdir(exist_ok=True)
     try:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
         time.sleep(1)

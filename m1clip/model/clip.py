@@ -63,10 +63,24 @@ class CLIP(nn.Module):
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
-    def encode_image(
+    def encode_image(self, images: Tensor) -> Tensor:
+        """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
+
+        With `config.mirror`, the mean over each image and its mirror image; training sees one of
+        them at a time (`encode_view`).
+        """
+        vectors = self.encode_view(images)
+        if not self.config.mirror:
+            return vectors
+        total = vectors + self.encode_view(images.flip(3))
+        members = self.config.members  # each has a unit vector
+        by_member = total.view(-1, self.config.embed_dim // members)
+        return (normalize(by_member) * members**-0.5).view(-1, self.config.embed_dim)
+
+    def encode_view(
         self, images: Tensor, kept_patches: Tensor | None = None, *dropout_keys: Tensor
     ) -> Tensor:
-        """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
+        """(n, 3, size, size) normalized pixels, as they are -> (n, embed_dim) unit vectors.
 
         `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With
         `dropout_keys` (n,), the head has dropout.

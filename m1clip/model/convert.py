@@ -358,6 +358,7 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     odd += [f"{config.image_head.kind} heads"] if config.image_head.kind != "projection" else []
     odd += ["logit_bias"] if config.logit_bias and to == "hf" else []
     odd += [f"{config.members} members"] if config.members > 1 else []
+    odd += ["the mean with mirror images"] if config.mirror else []
     if odd:
         raise UserError(
             f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use"

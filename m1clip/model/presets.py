@@ -276,9 +276,16 @@ class CLIPConfig(_Part):
     embed_dim: int = 512  # of all members
     logit_bias: bool = False
     members: int = 1  # models of this shape side by side (model/members.py)
+    # Whether the vector of an image is the mean of its own and its mirror image's, outside of
+    # training (`CLIP.encode_image`).
+    mirror: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check(
+            not self.mirror or self.image_tower.kind == "vit",
+            "mirror needs an image tower of our own",
+        )
         if self.members == 1:
             return
         _check(
@@ -350,7 +357,7 @@ class CLIPConfig(_Part):
                 kinds[-1],
             )
             parts[name] = _part_from_dict(made, part, f"model: {name}")
-        return cls(**validate(cls, {"members": 1, **values, **parts}, "model"))
+        return cls(**validate(cls, {"members": 1, "mirror": False, **values, **parts}, "model"))
 
 
 # What the config.json of an older model may lack, and what it means there: the model `general` is
@@ -414,14 +421,14 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions,
 # residual branches that start at zero, MLPs half as wide as usual, and the mean of the token
-# embeddings (docs/recipe.md).
+# embeddings; and images are encoded with their mirror images (docs/recipe.md).
 _SMALL_DATA: dict[str, Any] = {
     "pooling": "mean",
     "positions": "sincos",
     "init": "zero",
     "stem": "conv",
 }
-_SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
+_SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean", "mirror": True}
 # The original project: biases on the patch layer and the projections, no norm before the first
 # block.
 _ORIGINAL = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
@@ -466,7 +473,7 @@ FIELDS_OF_SETTING: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-OWN_FIELDS = ("embed_dim", "logit_bias", "members")  # of a CLIPConfig itself
+OWN_FIELDS = ("embed_dim", "logit_bias", "members", "mirror")  # of a CLIPConfig itself
 
 
 def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
@@ -551,5 +558,6 @@ def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
             if own.get(part, all(own.values())):
                 values.setdefault(item.name, getattr(getattr(config, part), name))
     if all(own.values()):
-        values |= {"embed_dim": config.embed_dim, "members": config.members}
+        own_names = ("embed_dim", "members", "mirror")
+        values |= {name: getattr(config, name) for name in own_names}
     return replace(model, **values)

@@ -69,7 +69,7 @@ class ModelAhead:
             length = shape.context_length
             tokens = torch.full((LOADING_IMAGES, length), 1 if end is None else end, device=device)
             with autocast(self.device, self.precision)():
-                vectors = torch.cat([model.encode_image(images), model.encode_text(tokens)])
+                vectors = torch.cat([model.encode_view(images), model.encode_text(tokens)])
             vectors.sum().backward()
         except RuntimeError as error:
             if not is_out_of_memory(error):

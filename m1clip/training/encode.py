@@ -145,7 +145,7 @@ class BatchEncoder:
         # Compiled code may draw different dropout masks with and without an autograd graph.
         self.first_pass_with_graph = compile and self.has_dropout
         compiled: Callable[[Any], Any] = torch.compile if compile else lambda function: function
-        self.encode_image = compiled(model.encode_image)
+        self.encode_image = compiled(model.encode_view)
         self.encode_text = compiled(model.encode_text)
         self.project_image = compiled(model.project_image)
         self.project_text = compiled(model.project_text)
@@ -310,7 +310,7 @@ class BatchEncoder:
         encoder.model = model
         encoder.has_dropout = False
         encoder.first_pass_with_graph = False
-        encoder.encode_image, encoder.encode_text = model.encode_image, model.encode_text
+        encoder.encode_image, encoder.encode_text = model.encode_view, model.encode_text
         encoder.project_image, encoder.project_text = model.project_image, model.project_text
         return encoder
 

@@ -196,6 +196,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_data(draft, dataset, model, machine.facts)
     if draft.config.data.crop_min == 1:  # a part of the image would make its caption false
         undecided.discard("cutmix")
+    _decide_mirror(draft, model)
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
     _limit_batch(draft, settings.config, images)
@@ -618,9 +619,21 @@ def cutmix_obstacle(config: Config, model: InitialModel, ranks: int) -> str | No
     return next((name for name, applies in obstacles.items() if applies), None)
 
 
+def _decide_mirror(draft: Draft, model: InitialModel) -> None:
+    """Whether images are encoded with their mirror images: not unless training flips images."""
+    requested = draft.config.model.mirror
+    mirror = model.shape.mirror if requested is None else requested
+    if requested and not model.trainable.image:
+        raise UserError("--mirror does not work with a frozen image tower: remove it")
+    if requested is None and not (model.trainable.image and draft.config.data.flip):
+        mirror = False
+    draft.decide("rule", mirror=mirror)
+
+
 def _decide_shape(draft: Draft, model: InitialModel) -> None:
     """Write the sizes of the model into the settings."""
-    values = dataclasses.asdict(model_config(draft.config.model, model.shape))
+    shape = dataclasses.replace(model.shape, mirror=bool(draft.config.model.mirror))
+    values = dataclasses.asdict(model_config(draft.config.model, shape))
     values["model"] = values.pop("name")
     draft.decide("rule", **values)
 

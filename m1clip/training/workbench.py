@@ -154,7 +154,7 @@ class Workbench:
         self._source = source
         self._is_checked = False
         self._model_parts: ModelParts | None = None
-        self._members: int | None = None  # in the settings that the model was made from
+        self._members = 1  # in the settings that the model was made from
         self._initial_saved: SavedModel | None = None
         self._text_tokens = 0  # of the longest caption
         self._splits: dict[str, Split] = {}
@@ -279,10 +279,11 @@ class Workbench:
 
     def _parts(self, config: Config) -> ModelParts:
         """The initial model with its tokenizer and preprocessing."""
-        if self._members != config.model.members:  # decided after the first measurement
+        members = config.model.members or 1
+        if self._members != members:  # decided after the first measurement
             self._model_parts = None
             self._inputs = None
-            self._members = config.model.members
+            self._members = members
         if self._model_parts is None:
             if config.transfer.init is not None:
                 saved = self._initial(config)
@@ -294,6 +295,11 @@ class Workbench:
                 source = self._open(config)
                 tokenizer = self.ranks.on_rank0(lambda: _own_tokenizer(config, source, self._saved))
                 self._model_parts = _from_random_weights(config, tokenizer)
+        init, mirror = self._model_parts.init, config.model.mirror
+        if mirror not in (None, init.config.mirror):  # decided after the data was read
+            init = dataclasses.replace(init, config=dataclasses.replace(init.config, mirror=mirror))
+            self._model_parts = self._model_parts._replace(init=init)
+            self._inputs = None
         return self._model_parts
 
     def _initial(self, config: Config) -> SavedModel:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ def without(modules: str, code: str, *words: str | Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_graph_has_the_mean_with_mirror_images(tmp_path: Path) -> None:
+    model = tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos")
+    model.clip.config = replace(model.clip.config, mirror=True)
+    model.save(tmp_path / "model")
+    saved = read_model(tmp_path / "model")
+    with console.quiet():
+        convert(saved, "onnx", tmp_path / "graphs")
+    exported = m1clip.load(tmp_path / "graphs")
+    flipped = np.ascontiguousarray(NOISE[:, :, ::-1])
+    for images in (NOISE, flipped):
+        np.testing.assert_allclose(
+            exported.encode_image(images), model.encode_image(NOISE), atol=2e-6
+        )
 
 
 def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:

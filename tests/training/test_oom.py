@@ -57,14 +57,14 @@ def little_memory(
     monkeypatch: pytest.MonkeyPatch, max_batch: int, error: type[Exception] = torch.OutOfMemoryError
 ) -> None:
     """An image tower that runs out of memory above a number of images."""
-    real = CLIP.encode_image
+    real = CLIP.encode_view
 
     def encode(self: CLIP, pixels: Tensor, *rest: Tensor) -> Tensor:
         if self.training and len(pixels) > max_batch:
             raise error("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
         return real(self, pixels, *rest)
 
-    monkeypatch.setattr(CLIP, "encode_image", encode)
+    monkeypatch.setattr(CLIP, "encode_view", encode)
 
 
 def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,7 +81,7 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
     loss, expected = gradients_of(plain, lambda: compute_gradients(plain.parts, batch, 0))
     _, update = make()
     little_memory(monkeypatch, max_batch=5)
-    update.parts.encoder.encode_image = update.model.encode_image
+    update.parts.encoder.encode_image = update.model.encode_view
     changes = Changes()
     without_update = replace(update.parts, update=update.parts.update.without_update())
     attempts = StepAttempts(clear=update.clear)
@@ -98,7 +98,7 @@ def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) 
     """compare needs the error to find the largest batch."""
     inputs, update = make()
     little_memory(monkeypatch, max_batch=5)
-    update.parts.encoder.encode_image = update.model.encode_image
+    update.parts.encoder.encode_image = update.model.encode_view
     with pytest.raises(torch.OutOfMemoryError):
         update.run(inputs.training[0], 0)
 

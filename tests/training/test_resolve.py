@@ -27,6 +27,7 @@ from m1clip.model.presets import (
     PretrainedImageConfig,
     PretrainedTextConfig,
     VisionTowerConfig,
+    preset,
 )
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
@@ -695,6 +696,41 @@ def test_members_share_a_time_that_is_too_long_for_one_model(minutes: float) -> 
         other, printed = limited(minutes, **options)
         assert (other.config.model.members or 1) == 1, options
         assert "side by side" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "mentions_sides", "mirror"),
+    [
+        ({}, False, True),
+        ({"data": ("synthetic",)}, False, False),
+        ({}, True, False),
+        ({"flip": 0.0}, False, False),
+        ({"mirror": False}, False, False),
+        ({"mirror": True, "flip": 0.0}, False, True),
+        ({"init": "runs/x"}, False, True),
+        ({"init": "runs/x", "unfreeze_image": 0}, False, False),
+    ],
+)
+def test_images_have_mirror_images_where_training_flips_them(
+    options: dict[str, Any], mentions_sides: bool, mirror: bool
+) -> None:
+    usual = machine()
+
+    def initial_model(config: Config) -> InitialModel:
+        model = usual.measure.initial_model(config)
+        return dataclasses.replace(model, shape=preset("tiny"))
+
+    measure = dataclasses.replace(usual.measure, initial_model=initial_model)
+    recipe = "finetune" if "init" in options else "scratch"
+    settings = Settings({"data": ("photos",), "recipe": recipe, "steps": 100, **options})
+    dataset = Dataset(1_000, mentions_sides=mentions_sides)
+    spec = resolve(settings, dataset, dataclasses.replace(usual, measure=measure))
+    assert spec.config.model.mirror == mirror
+
+
+def test_mirror_images_of_a_frozen_tower_are_rejected() -> None:
+    with pytest.raises(UserError, match="--mirror does not work with a frozen image tower"):
+        limited(1, recipe="frozen", mirror=True)
 
 
 def strength_of(spec: RunSpec) -> tuple[float, float, float]:

@@ -199,7 +199,7 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
     image, text = [], []
     for at in range(0, len(pixels), micro_batch):
         update.parts.encoder._seed_dropout(3, 2 * at)
-        image.append(update.model.encode_image(pixels[at : at + micro_batch]))
+        image.append(update.model.encode_view(pixels[at : at + micro_batch]))
     captions_per_image = len(batch.tokens) // len(pixels)
     for at in range(0, len(batch.tokens), captions_per_image * micro_batch):
         update.parts.encoder._seed_dropout(3, 2 * at + 1)
@@ -327,7 +327,7 @@ def test_two_functions_lie_between_the_loop_and_the_model(
     micro_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: set[tuple[str, ...]] = set()
-    real = CLIP.encode_image
+    real = CLIP.encode_view
 
     def encode(self: CLIP, *args: Any) -> Tensor:
         stack = traceback.extract_stack()[:-1]
@@ -336,7 +336,7 @@ def test_two_functions_lie_between_the_loop_and_the_model(
             called.add(tuple(names[names.index("loop._train_steps") + 1 :]))
         return real(self, *args)
 
-    monkeypatch.setattr(CLIP, "encode_image", encode)
+    monkeypatch.setattr(CLIP, "encode_view", encode)
     run_small(tmp_path, {"train.micro_batch": micro_batch, "train.steps": 2})
     again = {("step.train_step", "world.backward", "encode.backward", "encode._backward_of")}
     expected = {("step.train_step", "encode.forward")} | (again if micro_batch else set())
