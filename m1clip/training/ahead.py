@@ -9,6 +9,7 @@ import torch
 
 from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.model.clip import CLIP
+from m1clip.model.members import MemberTowers
 from m1clip.model.towers import VisionTower
 from m1clip.training.inputs import seeded_build
 from m1clip.training.oom import is_out_of_memory
@@ -48,7 +49,7 @@ class ModelAhead:
         self._has_run.result()
         if dataclasses.replace(model_init, stem_filters=None) != self.model_init:
             return None
-        if fitted is not None and isinstance(model.image_tower, VisionTower):
+        if fitted is not None and isinstance(model.image_tower, VisionTower | MemberTowers):
             with torch.no_grad():
                 model.image_tower.set_stem_filters(fitted)
         return model

@@ -17,13 +17,17 @@ SHAPE = with_fields(
 )
 
 
-def test_model_built_ahead_is_the_initial_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("members", [1, 2])
+def test_model_built_ahead_is_the_initial_model(
+    members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its weights do not depend on the step that loads the kernels; fitted filters are set."""
     monkeypatch.setattr(ahead, "LOADING_IMAGES", 2)
     device = Device("cpu", read_machine_info())
-    early = ahead.ModelAhead(ModelInit(SHAPE), 7, device, "fp32")
+    shape = dataclasses.replace(SHAPE, members=members)
+    early = ahead.ModelAhead(ModelInit(shape), 7, device, "fp32")
     draw = torch.Generator().manual_seed(0)
-    fitted = ModelInit(SHAPE, stem_filters=torch.randn(4, 3, 3, 3, generator=draw))
+    fitted = ModelInit(shape, stem_filters=torch.randn(4, 3, 3, 3, generator=draw))
     model = early.model_for(fitted)
     assert model is not None
     expected = seeded_build(fitted, 7)
