@@ -201,9 +201,11 @@ def decode_options(machine: MachineInfo, device: str = "cpu") -> DecodeOptions:
     return DecodeOptions(decode_threads(), machine.memory_bytes, cpus, device == "cuda")
 
 
-def gpu_decoder_for(refs: Sequence[ImageRef], options: DecodeOptions) -> DecodeBatch | None:
-    """The decoder of the GPU, if there is one and it can decode nearly all of these images."""
-    return gpu_decoder() if options.on_gpu and refs and mostly_for_gpu(refs) else None
+def gpu_decoder_for(
+    refs: Sequence[ImageRef], options: DecodeOptions, side: int
+) -> DecodeBatch | None:
+    """The decoder of the GPU, if there is one and it should decode nearly all of these images."""
+    return gpu_decoder() if options.on_gpu and refs and mostly_for_gpu(refs, side) else None
 
 
 def processes_for(refs: Sequence[ImageRef], cpus: int | None = None) -> int:

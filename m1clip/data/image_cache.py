@@ -114,7 +114,7 @@ def cache_split(
         return choose_kind(config.cache, synthetic=synthetic, needed=needed, free=free, **size)
 
     kind = kind_for(0, 0)
-    gpu = gpu_decoder_for(refs, options) if kind == "disk" else None
+    gpu = gpu_decoder_for(refs, options, side) if kind == "disk" else None
     if kind == "disk":
         cache = RowCache(
             cache_folder(config.cache_dir, folders),
@@ -149,7 +149,7 @@ def cache_split(
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         # Processes read the files for the GPU.
         in_processes = split == "train" and all(ref.in_processes for ref in keep)
-        decodes_on_gpu = in_processes and gpu_decoder_for(keep, options) is not None
+        decodes_on_gpu = in_processes and gpu_decoder_for(keep, options, side) is not None
         images = LazyImages(keep, side, resize, on_gpu=decodes_on_gpu)
     failures = check_failures(bad, refs, split, len(tried), config.max_unreadable)
     if len(images) < len(samples):

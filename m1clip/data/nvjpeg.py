@@ -43,6 +43,9 @@ GPU_BLOCKS_AHEAD = 4  # of each thread
 FILES_WEIGHED = 8  # to find how many bytes images have
 TRIED_FILES = 64  # images that are looked at, ...
 SUITABLE_FRACTION = 0.9  # ... and the fraction that the GPU must be able to decode
+# Shorter side of an image, relative to what it is scaled to. Scaling down hides how the colors,
+# which most JPEG files have at half the resolution, were interpolated.
+MIN_REDUCTION = 1.5
 RGB_MODE = 3  # of torchvision.io.ImageReadMode
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
@@ -228,15 +231,18 @@ class ReadForGpu:
         return [self(ref)[1] for ref in refs]
 
 
-def mostly_for_gpu(refs: Sequence[ImageRef]) -> bool:
-    """Whether the GPU can decode nearly all of these images, by a sample of them.
+def mostly_for_gpu(refs: Sequence[ImageRef], side: int) -> bool:
+    """Whether the GPU should decode nearly all of these images, by a sample of them.
 
-    The others are decoded by a few threads, which would be slower than processes for all.
+    The others are decoded by a few threads, which would be slower than processes for all. Images
+    that are hardly larger than `side` are left to the CPU: with the GPU's colors, a model from
+    random weights is worse on images that a CPU has decoded (docs/lab-recipe.md).
     """
     draw = np.random.default_rng(0)
     sample = [refs[index] for index in draw.permutation(len(refs))[:TRIED_FILES]]
     data = map_with_timeout(sample, read_bytes, threads=READ_THREADS)
-    suitable = [isinstance(encoded, bytes) and jpeg_size(encoded) is not None for encoded in data]
+    sizes = [jpeg_size(encoded) if isinstance(encoded, bytes) else None for encoded in data]
+    suitable = [size is not None and min(size) >= MIN_REDUCTION * side for size in sizes]
     return sum(suitable) >= SUITABLE_FRACTION * len(sample)
 
 

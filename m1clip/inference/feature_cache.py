@@ -62,7 +62,9 @@ class FeatureCache:
         """(images, their features, the samples that can be read, the failures)."""
         inputs = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
         refs = [sample.image for sample in samples]
-        gpu = gpu_decoder_for(refs, self.decoding) if len(refs) >= FEWEST_ITEMS else None
+        gpu = None
+        if len(refs) >= FEWEST_ITEMS:
+            gpu = gpu_decoder_for(refs, self.decoding, self.preprocess.image_size)
         cache = self._cache("image", self.image, f"{inputs}|nvjpeg" if gpu else inputs)
 
         def compute(missing: list[int], failed: dict[int, str], writer: RowWriter) -> Computed:

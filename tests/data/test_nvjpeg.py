@@ -198,8 +198,9 @@ def test_few_images_for_the_gpu_are_left_to_processes(tmp_path: Path) -> None:
     photo(tmp_path / "a.jpg")
     Image.new("RGB", (50, 40)).save(tmp_path / "b.png")
     jpeg, png = FileImage(str(tmp_path / "a.jpg")), FileImage(str(tmp_path / "b.png"))
-    assert nvjpeg.mostly_for_gpu([jpeg] * 95 + [png] * 5)
-    assert not nvjpeg.mostly_for_gpu([jpeg, png] * 50)
+    assert nvjpeg.mostly_for_gpu([jpeg] * 95 + [png] * 5, 20)
+    assert not nvjpeg.mostly_for_gpu([jpeg, png] * 50, 20)
+    assert not nvjpeg.mostly_for_gpu([jpeg] * 100, 30), "hardly larger than what is cached"
 
 
 def test_without_a_gpu_the_cpu_decodes() -> None:
