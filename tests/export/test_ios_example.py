@@ -1,23 +1,56 @@
 """examples/ios agrees with what the Core ML export writes.
 
-It is not compiled: no Swift toolchain is needed here.
+The tokenizer is compiled and compared with the library `tokenizers` where there is a Swift compiler
+(SWIFTC, or swiftc on the PATH). The model needs Core ML: only its names are compared.
 """
 
 import inspect
 import json
+import os
 import re
+import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import pytest
+
 from m1clip.data.images import Preprocess
 from m1clip.export import coreml
 from m1clip.text import bpe
-from m1clip.text.tokenizers import CharTokenizer
+from m1clip.text.tokenizers import CharTokenizer, Tokenizer, wordpiece_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ios"
 TOKENIZER = (FOLDER / "Tokenizer.swift").read_text(encoding="utf-8")
 MODEL = (FOLDER / "ClipModel.swift").read_text(encoding="utf-8")
+SWIFTC = shutil.which(os.environ.get("SWIFTC", "swiftc"))
+# Prints the ids of texts: tokenizer.json, a list of texts, and the length are its arguments.
+MAIN = """
+import Foundation
+let words = CommandLine.arguments
+let tokenizer = try Tokenizer(contentsOf: URL(fileURLWithPath: words[1]))
+let json = try Data(contentsOf: URL(fileURLWithPath: words[2]))
+let texts = try JSONSerialization.jsonObject(with: json) as! [String]
+let rows = texts.map { tokenizer.encode($0, length: Int(words[3])!, padding: -1).map { Int($0) } }
+print(String(data: try JSONSerialization.data(withJSONObject: rows), encoding: .utf8)!)
+"""
+LENGTH = 24
+TEXTS = [
+    "",
+    "A dog's ball, on the GRASS!",
+    "two dogs run along the beach.Two   more follow",
+    "Zürich CAFÉ naïve İstanbul ΟΔΟΣ",  # lowercasing changes lengths and splits a character
+    "cafe\u0301 \u00c5ngstro\u0308m \u212b",
+    "小狗在海滩上 and a cat",
+    "강아지가 뛴다",
+    "“quotes” don’t $5+3=8 [CLS] <|endoftext|> ##ing",
+    "\ttabs\nlines\u3000spaces\u00a0\u200bnone\ufeff",
+    "a dog 🐶🏖️ on a beach",
+    "x" * 101 + " after a long word",
+    "unknownzzz word",
+    "one two three four five six seven eight nine ten " * 3,
+]
 
 
 def constant(name: str) -> str:
@@ -87,5 +120,46 @@ def test_every_resize_rule_is_known_to_the_code() -> None:
     assert 'resize.hasSuffix("bilinear")' in MODEL
 
 
-def test_readme_says_that_it_was_not_compiled() -> None:
-    assert "Not compiled and not run" in (FOLDER / "README.md").read_text(encoding="utf-8")
+def test_readme_says_what_was_not_run() -> None:
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert "`ClipModel.swift` was not compiled and not run" in readme
+
+
+def wordpieces() -> list[str]:
+    """A vocabulary with words, pieces that continue a word, and most characters of TEXTS."""
+    letters = sorted({letter for text in TEXTS for letter in text.lower()} - set(" \t\nz"))
+    pieces = ["dog", "beach", "bea", "##s", "##ch", "run", "##zzz", "unknown", "c", "##afe", "cafe"]
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    every = [*specials, *pieces, *letters, *(f"##{letter}" for letter in letters)]
+    return list(dict.fromkeys(every))
+
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "bpe": bpe.BpeTokenizer(),
+    "characters": CharTokenizer("abcdefghijklmnopqrstuvwxyz .,'"),
+    "wordpiece": wordpiece_tokenizer(wordpieces()),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if SWIFTC is None:
+        pytest.skip("no Swift compiler")
+    folder = tmp_path_factory.mktemp("swift")
+    (folder / "main.swift").write_text(MAIN, encoding="utf-8")
+    command = [SWIFTC, str(FOLDER / "Tokenizer.swift"), "main.swift", "-o", "tokenize"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "tokenize"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_swift_gives_the_ids_of_the_library(name: str, program: Path, tmp_path: Path) -> None:
+    library = TOKENIZERS[name].library()
+    (tmp_path / "tokenizer.json").write_text(library.to_str(), encoding="utf-8")
+    (tmp_path / "texts.json").write_text(json.dumps(TEXTS), encoding="utf-8")
+    words = [program, tmp_path / "tokenizer.json", tmp_path / "texts.json", str(LENGTH)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    for text, row in zip(TEXTS, json.loads(done.stdout), strict=True):
+        ids = library.encode(text).ids
+        expected = ids if len(ids) <= LENGTH else [*ids[: LENGTH - 1], ids[-1]]
+        assert row == expected + [-1] * (LENGTH - len(expected)), text

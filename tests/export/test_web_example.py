@@ -17,6 +17,7 @@ import pytest
 from photos import make_photos, save_model
 
 import m1clip
+from m1clip.model.pretrained.packages import installed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "web"
 NODE = Path(os.environ.get("NODE_FOLDER", Path(__file__).parents[2] / ".venv" / "node"))
@@ -37,19 +38,24 @@ def libraries(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def site(tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model_name(tmp_path: Path) -> str:
+    """A small model with CLIP's tokenizer; tests name another one by `parametrize`."""
+    return str(save_model(tmp_path / "model"))
+
+
+@pytest.fixture
+def site(tmp_path: Path, libraries: Path, model_name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    model = save_model(tmp_path / "model")
     photos = make_photos(tmp_path / "photos", 6)
     main = runpy.run_path(str(EXAMPLE / "prepare.py"))["main"]
-    words = [photos, "--model", model, "--libraries", libraries, "--out", tmp_path / "site"]
+    words = [photos, "--model", model_name, "--libraries", libraries, "--out", tmp_path / "site"]
     assert main(list(map(str, words))) == 0
     return tmp_path / "site"
 
 
-def expected(site: Path) -> tuple[np.ndarray, dict[str, float]]:
+def expected(site: Path, model_name: str) -> tuple[np.ndarray, dict[str, float]]:
     """The vector of the query, and the cosine of each image, in Python."""
-    model = m1clip.load(site.parent / "model", precision="fp32")
+    model = m1clip.load(model_name, precision="fp32")
     query = np.asarray(model.encode_text(QUERY))[0]
     root = site.parent / "photos"
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.jpg"))
@@ -57,12 +63,14 @@ def expected(site: Path) -> tuple[np.ndarray, dict[str, float]]:
     return query, dict(zip(names, vectors @ query, strict=True))
 
 
-def test_prepared_page_has_vectors_thumbnails_and_no_image_tower(site: Path) -> None:
+def test_prepared_page_has_vectors_thumbnails_and_no_image_tower(
+    site: Path, model_name: str
+) -> None:
     import json
 
     library = json.loads((site / "images.json").read_text())
     vectors = np.fromfile(site / "vectors.f16", "<f2").reshape(-1, library["dim"])
-    query, cosines = expected(site)
+    query, cosines = expected(site, model_name)
     result = dict(zip([image["name"] for image in library["images"]], vectors @ query, strict=True))
     assert result == pytest.approx(cosines, abs=2e-3)  # float16
     assert all((site / image["thumbnail"]).is_file() for image in library["images"])
@@ -89,7 +97,31 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.skipif(not NODE.is_dir(), reason="`make test-export` installs the npm packages")
-def test_page_in_chromium_finds_what_python_finds(site: Path, address: str) -> None:
+def test_page_in_chromium_finds_what_python_finds(
+    site: Path, address: str, model_name: str
+) -> None:
+    check_page(site, address, model_name)
+
+
+class TestGeneral:
+    """The same with the model in the box, which has another tokenizer and pretrained towers."""
+
+    @pytest.fixture
+    def model_name(self) -> str:
+        if not installed("efficientnet-lite0+lite2") or not installed("minilm"):
+            pytest.skip("the pretrained towers are not installed")
+        return "general"
+
+    @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+    @pytest.mark.skipif(not NODE.is_dir(), reason="`make test-export` installs the npm packages")
+    def test_page_in_chromium_finds_what_python_finds(
+        self, site: Path, address: str, model_name: str
+    ) -> None:
+        check_page(site, address, model_name)
+
+
+def check_page(site: Path, address: str, model_name: str) -> None:
+    """Token ids, the vector of the query and all cosines of the page are those of Python."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     foreign = []
     with playwright.sync_playwright() as running:
@@ -116,8 +148,8 @@ def test_page_in_chromium_finds_what_python_finds(site: Path, address: str) -> N
         if os.environ.get("SCREENSHOT"):
             page.screenshot(path=os.environ["SCREENSHOT"])
         browser.close()
-    query, cosines = expected(site)
-    model = m1clip.load(site.parent / "model")
+    query, cosines = expected(site, model_name)
+    model = m1clip.load(model_name)
     ids = model.tokenizer.tokenize([QUERY], 16)[0]
     assert result["ids"] == ids[: len(result["ids"])].tolist()
     assert np.abs(np.array(result["vector"]) - query).max() < 1e-5
