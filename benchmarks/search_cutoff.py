@@ -6,12 +6,13 @@
 Two kinds of queries over the images of a split: words and pairs of words, where an image matches if
 its captions mention them; and captions, where only the image matches that the caption was written
 for. The weights and the cutoffs are fitted on the validation split; the tables and the reliability
-diagram show the test split. Compared with a threshold on the cosine similarity, and one on the
-standard score of the cosine within the library's images. Queries of one or two words are encoded as
-`m1clip search` does (m1clip/search/short_queries.py); "plain cosine" is the cosine of the query
-alone, which is the baseline. "in use" has the weights and the cutoff of the package. The last rows
-of a table are differences from the baseline, over the same resamples of queries. The test split is
-read once, with the rules and cutoffs of the validation split.
+diagram show the test split. Compared with a threshold on the cosine similarity, and with two that
+adapt to each query: the standard score of the cosine within the library's images, and the cosine
+above the query's mean over them. Queries of one or two words are encoded as `m1clip search` does
+(m1clip/search/short_queries.py); "plain cosine" is the cosine of the query alone, which is the
+baseline. "in use" has the weights and the cutoff of the package. The last rows of a table are
+differences from the baseline, over the same resamples of queries. The test split is read once, with
+the rules and cutoffs of the validation split.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import number, percent, table
 from m1clip.search.query import CUTOFF, MATCH_WEIGHTS, UNSURE, probabilities, zscore
-from m1clip.search.short_queries import common_vector, short_vectors
+from m1clip.search.short_queries import everyday_vectors, reference_vectors, short_vectors
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
@@ -74,34 +75,38 @@ class Queries:
         texts: np.ndarray,
         match: np.ndarray,
         group: np.ndarray,
+        reference: np.ndarray,
         plain: np.ndarray | None = None,
     ) -> None:
         self.group, self.present = group, group % 2 == 0
         # The same with the vectors of the queries alone.
-        self.plain = self if plain is None else Queries(images, plain, match, group)
+        self.plain = self if plain is None else Queries(images, plain, match, group, reference)
         self.match = match
         queries_found = []
+        statistics: dict[
+            bytes, tuple[np.ndarray, np.ndarray]
+        ] = {}  # by the images that are removed
         self.precision_at_10 = []
         for text, matching, present in zip(texts, match, self.present, strict=True):
             order = np.argsort(-(images @ text))[:10]
             self.precision_at_10.append(matching[order].sum() / min(10, matching.sum()))
             keep = np.ones(len(images), bool) if present else ~matching
             library = images[keep]
-            library_stats, scores = (
-                (library.mean(axis=0), np.diag(library.var(axis=0))),
-                library @ text,
-            )
+            key = b"" if present else matching.tobytes()
+            if key not in statistics:
+                statistics[key] = library.mean(axis=0), np.cov(library.T, bias=True)
+            scores = library @ text
             best = np.argsort(-scores)[:LISTED]
-            standard = (scores[best] - scores.mean()) / scores.std()
             queries_found.append(
                 (
                     scores[best],
-                    standard,
-                    zscore(scores[best], text, library_stats),
+                    (scores[best] - scores.mean()) / scores.std(),
+                    scores[best] - scores.mean(),
+                    zscore(scores[best], reference, statistics[key]),
                     matching[keep][best],
                 )
             )
-        self.cosine, self.standard, self.zscore, right = map(
+        self.cosine, self.standard, self.centered, self.zscore, right = map(
             np.stack, zip(*queries_found, strict=True)
         )
         self.right = right.astype(bool)
@@ -114,6 +119,7 @@ class Queries:
             "plain cosine": self.plain.cosine,
             "cosine": self.cosine,
             "standard score": self.standard,
+            "above the query's mean": self.centered,
             "probability": chance,
         }
 
@@ -246,7 +252,7 @@ def diagram(bins: list[dict[str, float]], path: Path) -> None:
     axes.set(
         xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="fraction that matches"
     )
-    axes.set(title="Flickr8k test, words as queries")
+    axes.set(title="Words as queries, test splits")
     figure.savefig(path, dpi=110)
 
 
@@ -274,14 +280,18 @@ def main() -> None:
         samples = [sample for _, source in sources for sample in source.samples(split)]
         images = encode_images(model, sources, split, options.cache)
         words, match = word_queries(samples)
-        in_use = short_vectors(encode, words, common_vector(encode))
-        tasks["words"].append(Queries(images, in_use, match, np.arange(len(words)), encode(words)))
+        everyday = everyday_vectors(encode)
+        in_use = short_vectors(encode, words, everyday)
+        reference = reference_vectors(everyday, short=True)
+        groups = np.arange(len(words))
+        tasks["words"].append(Queries(images, in_use, match, groups, reference, encode(words)))
         captions = np.asarray(
             model.encode_text([text for sample in samples for text in sample.captions])
         )
         own = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
+        reference = reference_vectors(everyday, short=False)
         tasks["captions"].append(
-            Queries(images, captions, own[:, None] == np.arange(len(samples)), own)
+            Queries(images, captions, own[:, None] == np.arange(len(samples)), own, reference)
         )
     weights = fit_weights(tasks["words"][0].zscore, tasks["words"][0].right)
     record: dict[str, Any] = {"weights": weights}

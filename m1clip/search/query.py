@@ -47,12 +47,12 @@ from m1clip.search.index import (
     vectors_of,
 )
 from m1clip.search.nearest import SAMPLE, nearest
-from m1clip.search.short_queries import common_vector, is_short, short_vectors
+from m1clip.search.short_queries import everyday_vectors, is_short, reference_vectors, short_vectors
 from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
 # model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py.
-MATCH_WEIGHTS = (-4.2, 0.57)
+MATCH_WEIGHTS = (-4.5, 0.89)
 CUTOFF = 0.5  # results below it do not count as matches
 # Results above it are listed if there is no match: on validation, half of the top ones are correct.
 UNSURE = 0.2
@@ -224,7 +224,7 @@ class Index:
         self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
-        self._common: tuple[int, np.ndarray] | None = None  # `common_vector` of that model
+        self._everyday_of: tuple[int, np.ndarray] | None = None  # `everyday_vectors` of that model
         self._file: Vectors | None = None
         self._known_statistics: tuple[int, tuple[np.ndarray, LibraryStats]] | None = (
             None  # with their version
@@ -417,7 +417,9 @@ class Index:
         parts, taught = self._parts(text, like, exclude)
         query = self._combine(parts)
         # Probabilities are only fitted for single texts.
-        calibrated = single is not None and not taught
+        reference = None
+        if single is not None and not taught:
+            reference = reference_vectors(self._everyday(), is_short(single))
         filtered = (where or Filter()).sql()
         marks = self.concepts.marks(_parse_weight(single)[0]) if single is not None else {}
         with self._reading() as db:
@@ -428,9 +430,9 @@ class Index:
             count = min(total, k + k // 4 + 8 + len(negative))
             while True:
                 chosen, scores = self._nearest(query, count, rows)
-                chance = (
-                    probabilities(zscore(scores, query, self.library_stats)) if calibrated else None
-                )
+                chance = None
+                if reference is not None:
+                    chance = probabilities(zscore(scores, reference, self.library_stats))
                 if len(positive) or len(negative):
                     ranked = self._with_marks(query, chosen, scores, chance, positive, negative)
                     results = self._results(*ranked, filtered, collapse)[:k]
@@ -738,11 +740,15 @@ class Index:
         vectors = self.encode_texts(texts).copy()
         short = [index for index, text in enumerate(texts) if is_short(text)]
         if short:
-            if self._common is None or self._common[0] != self.set_id:
-                self._common = (self.set_id, common_vector(self.encode_texts))
             chosen = [texts[index] for index in short]
-            vectors[short] = short_vectors(self.encode_texts, chosen, self._common[1])
+            vectors[short] = short_vectors(self.encode_texts, chosen, self._everyday())
         return vectors
+
+    def _everyday(self) -> np.ndarray:
+        """(words, dim) unit vectors of everyday words, by the model of the index."""
+        if self._everyday_of is None or self._everyday_of[0] != self.set_id:
+            self._everyday_of = (self.set_id, everyday_vectors(self.encode_texts))
+        return self._everyday_of[1]
 
     def _of_index(self, encoded: Any) -> np.ndarray:
         """(n, dim) float32 vectors of the model.
@@ -877,17 +883,15 @@ def _parse_weight(text: str) -> tuple[str, float]:
     return (match[2], float(match[1])) if match else (text, 1.0)
 
 
-def zscore(scores: np.ndarray, query: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
-    """(n,) how far scores are above their mean over the library, in standard deviations of one of
-    its dimensions.
+def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
+    """(n,) how far scores are above those of everyday words, in standard deviations of these.
 
-    The spread of the query's own scores would hide matching images, because it is larger if the
-    library has some.
+    `reference` has the vectors of the words. A mean and spread of the query's own scores would hide
+    matching images: both are larger if the library has many.
     """
     mean, covariance = library_stats
-    return np.asarray(
-        (scores - query @ mean) / max(float(np.sqrt(np.trace(covariance) / len(mean))), 1e-6)
-    )
+    variance = np.einsum("wd,de,we->w", reference, covariance, reference).mean()
+    return np.asarray((scores - (reference @ mean).mean()) / max(float(np.sqrt(variance)), 1e-6))
 
 
 def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHTS) -> np.ndarray:

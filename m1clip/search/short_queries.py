@@ -36,14 +36,23 @@ def _without_article(text: str) -> str:
     return " ".join(words[1:] if words[:1] and words[0].lower() in ARTICLES else words)
 
 
-def common_vector(encode: Encode) -> np.ndarray:
-    """(dim,) the mean of the vectors of everyday words."""
-    return _with_article(encode, EVERYDAY_WORDS).mean(axis=0)
+def everyday_vectors(encode: Encode) -> np.ndarray:
+    """(words, dim) unit vectors of everyday words."""
+    return _with_article(encode, EVERYDAY_WORDS)
 
 
-def short_vectors(encode: Encode, texts: Sequence[str], common: np.ndarray) -> np.ndarray:
-    """(n, dim) unit vectors of short queries; `common` is the `common_vector` of the same model."""
-    return _unit(_with_article(encode, texts) - COMMON_SHARE * common)
+def short_vectors(encode: Encode, texts: Sequence[str], everyday: np.ndarray) -> np.ndarray:
+    """(n, dim) unit vectors of short queries; `everyday` has the `everyday_vectors` of the model."""
+    return _less_common(_with_article(encode, texts), everyday)
+
+
+def reference_vectors(everyday: np.ndarray, short: bool) -> np.ndarray:
+    """(words, dim) everyday words as queries of the same kind, with which a score is compared."""
+    return _less_common(everyday, everyday) if short else everyday
+
+
+def _less_common(vectors: np.ndarray, everyday: np.ndarray) -> np.ndarray:
+    return _unit(vectors - COMMON_SHARE * everyday.mean(axis=0))
 
 
 def _with_article(encode: Encode, texts: Sequence[str]) -> np.ndarray:

@@ -297,14 +297,31 @@ def test_command_line(
 def test_probability_depends_on_the_zscore_only(count: int, scale: float) -> None:
     rng = np.random.default_rng(0)
     images = scale * rng.normal(size=(50, 8)).repeat(count // 50, axis=0) + 3.0
-    library_stats, query = (images.mean(axis=0), np.cov(images.T, bias=True)), np.ones(8) / 8**0.5
-    scores = query @ library_stats[0] + scale * np.array([0.0, 4.0, 8.0, 12.0])
-    zscores = zscore(scores, query, library_stats)
-    spread = np.sqrt(images.var(axis=0).mean()) / scale
-    np.testing.assert_allclose(zscores, np.array([0, 4, 8, 12]) / spread, atol=1e-9)
+    words = rng.normal(size=(5, 8))
+    library_stats = images.mean(axis=0), np.cov(images.T, bias=True)
+    of_words = images @ words.T
+    spread = np.sqrt(of_words.var(axis=0).mean())
+    scores = of_words.mean() + spread * np.array([0.0, 3.0, 6.0, 9.0])
+    zscores = zscore(scores, words, library_stats)
+    np.testing.assert_allclose(zscores, [0, 3, 6, 9], atol=1e-9)
     chance = probabilities(zscores)
     assert (np.diff(chance) > 0).all()
     assert chance[0] < 0.05 < CUTOFF < chance[3]
+
+
+def test_many_matching_images_do_not_hide_each_other() -> None:
+    """The score of a query is as high in a library that is full of its subject."""
+    rng = np.random.default_rng(0)
+    query, *words = np.linalg.qr(rng.normal(size=(16, 16)))[0]
+    others = rng.normal(size=(200, 16)) / 4
+    others -= np.outer(others @ query, query)
+    zscores = []
+    for fraction in (0.01, 0.9):
+        library = others.copy()
+        library[: round(200 * fraction)] += query
+        stats = library.mean(axis=0), np.cov(library.T, bias=True)
+        zscores.append(zscore(np.array([1.0]), np.stack(words), stats)[0])
+    assert zscores[1] > 0.9 * zscores[0]
 
 
 LESS = "1 nearest image of less than 20% not listed (--all lists them)"

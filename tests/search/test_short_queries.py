@@ -8,7 +8,13 @@ from photos import make_photos, save_model
 
 import m1clip
 from m1clip.search.index import update_index
-from m1clip.search.short_queries import EVERYDAY_WORDS, common_vector, is_short, short_vectors
+from m1clip.search.short_queries import (
+    EVERYDAY_WORDS,
+    everyday_vectors,
+    is_short,
+    reference_vectors,
+    short_vectors,
+)
 
 
 def encode(texts: list[str]) -> np.ndarray:
@@ -33,8 +39,7 @@ def test_sentences_are_not_short(text: str) -> None:
 
 
 def test_what_all_words_share_counts_less() -> None:
-    common = common_vector(encode)
-    (vector,) = short_vectors(encode, ["dog"], common)
+    (vector,) = short_vectors(encode, ["dog"], everyday_vectors(encode))
     (plain,) = encode(["dog"])
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
     assert 0 < vector[0] < 0.8 * plain[0]
@@ -43,8 +48,15 @@ def test_what_all_words_share_counts_less() -> None:
 
 
 def test_article_makes_no_difference() -> None:
-    common = common_vector(encode)
-    assert np.array_equal(*(short_vectors(encode, [text], common) for text in ("dog", "a dog")))
+    everyday = everyday_vectors(encode)
+    assert np.array_equal(*(short_vectors(encode, [text], everyday) for text in ("dog", "a dog")))
+
+
+def test_scores_of_short_queries_are_compared_with_short_queries() -> None:
+    everyday = everyday_vectors(encode)
+    assert reference_vectors(everyday, short=False) is everyday
+    short = short_vectors(encode, EVERYDAY_WORDS, everyday)
+    assert np.allclose(reference_vectors(everyday, short=True), short)
 
 
 def test_search_uses_them_and_leaves_sentences_as_they_are(tmp_path: Path) -> None:
@@ -54,7 +66,7 @@ def test_search_uses_them_and_leaves_sentences_as_they_are(tmp_path: Path) -> No
     sentence, word = index._query_vectors(["a dog on a beach", "dog"])
     plain = np.asarray(index.model.encode_text("a dog on a beach"))[0]
     assert np.allclose(sentence, plain, atol=1e-5)
-    common = common_vector(index.encode_texts)
-    expected = short_vectors(index.encode_texts, ["dog"], common)[0]
+    everyday = everyday_vectors(index.encode_texts)
+    expected = short_vectors(index.encode_texts, ["dog"], everyday)[0]
     assert np.allclose(word, expected, atol=1e-5)
     assert not np.allclose(word, np.asarray(index.model.encode_text("dog"))[0], atol=1e-3)
