@@ -31,9 +31,9 @@ from m1clip.data.images import FileImage
 from m1clip.data.sources import open_source
 from m1clip.evaluation.retrieval import ranks
 from m1clip.evaluation.statistics import wilson
-from m1clip.evaluation.zeroshot import TEMPLATES
 from m1clip.formatting import table
 from m1clip.inference.batches import TowerRunner, in_order
+from m1clip.inference.inputs import TEMPLATES
 from m1clip.io import write_json
 from m1clip.model.clip import CLIP
 from m1clip.model.weights import weights_hash

@@ -28,7 +28,7 @@ from m1clip.data.sources import open_sources
 from m1clip.data.types import Sample
 from m1clip.evaluation.probe import fit_classifier
 from m1clip.evaluation.statistics import wilson
-from m1clip.evaluation.zeroshot import TEMPLATES
+from m1clip.inference.inputs import TEMPLATES
 
 WORDS = ("beach", "bike", "boat", "car", "dog", "mountain", "pool", "skateboard", "snow", "street")
 PROMPTS = {

@@ -42,8 +42,8 @@ from torch import Tensor
 
 from m1clip.data.images import FileImage
 from m1clip.evaluation.retrieval import ranks
-from m1clip.evaluation.zeroshot import TEMPLATES as ZEROSHOT_TEMPLATES
 from m1clip.inference.batches import TowerRunner, in_order
+from m1clip.inference.inputs import TEMPLATES as ZEROSHOT_TEMPLATES
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.folder import TOWER_PREFIXES, write_boxed
 from m1clip.model.named import BOXED, CONFIG, GENERAL, HEADS

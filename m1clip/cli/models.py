@@ -153,7 +153,8 @@ def classify(
         general (the model in the box), a run, a model folder, an ONNX folder, or an open_clip or Hugging Face model;
         default: the newest run in runs/ that was trained on photos, or general.
     template
-        A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
+        A sentence with {} for the label; repeat the option to average several templates. Default: for labels of
+        one or two words, those of eval --classes; else the label alone.
     json
         Print JSON.
     """
@@ -177,9 +178,7 @@ def classify(
         readable = {
             path: result for path, result in pixels.items() if not isinstance(result, Exception)
         }
-        ranked = (
-            loaded.classify(list(readable.values()), names, template or ("{}",)) if readable else []
-        )
+        ranked = loaded.classify(list(readable.values()), names, template) if readable else []
         for path, ranking in zip(readable, ranked, strict=True):
             answers.append(
                 {"image": str(path), "labels": [{"label": n, "probability": p} for n, p in ranking]}

@@ -14,15 +14,9 @@ from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import accuracy_by_class, top_k
 from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import plural, table
+from m1clip.inference.inputs import TEMPLATES
 from m1clip.inference.model import Model
 
-TEMPLATES = (
-    "a photo of a {}.",
-    "an image of a {}.",
-    "a close-up photo of a {}.",
-    "there is a {} here.",
-    "{}",
-)
 TOP_K = (1, 5)
 CONFUSIONS = 8  # shown
 

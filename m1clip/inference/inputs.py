@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     ImageInput = str | Path | bytes | bytearray | Image.Image | np.ndarray | Tensor
 
+# The sentences of a class name; on validation, general is right more often with them than with the
+# name alone or with sentences about photos only (docs/general.md).
+TEMPLATES = ("{}", "a {}", "the {}", "a photo of a {}.")
+NAME_WORDS = 2  # the most words of a label that `default_templates` makes sentences of
+ARTICLES = (["a"], ["an"], ["the"])
 IMAGE_TYPES = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
 IMAGES_EXPECTED = (
     "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8"
@@ -135,6 +140,16 @@ def labels_of(labels: Sequence[str]) -> list[str]:
     if len(names) < 2:
         raise UserError("classify needs two or more labels")
     return names
+
+
+def default_templates(labels: Sequence[str]) -> tuple[str, ...]:
+    """TEMPLATES if all labels are names of one or two words, else ("{}",).
+
+    "a dog" and "two dogs on a beach" would not fit into the sentences.
+    """
+    names = [label.split() for label in labels]
+    fits = all(len(words) <= NAME_WORDS and words[:1] not in ARTICLES for words in names)
+    return TEMPLATES if fits else ("{}",)
 
 
 def sentences(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]:

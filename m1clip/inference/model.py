@@ -19,6 +19,7 @@ from m1clip.inference.inputs import (
     NOT_FINITE,
     TEXTS_EXPECTED,
     count,
+    default_templates,
     labels_of,
     many,
     model_path,
@@ -206,14 +207,16 @@ class Model:
         self,
         images: ImageInput | Iterable[ImageInput],
         labels: Sequence[str],
-        templates: Sequence[str] = ("{}",),
+        templates: Sequence[str] = (),
     ) -> list[list[tuple[str, float]]]:
         """For each image, (label, probability) from the most to the least probable.
 
-        A template is a sentence with {} for the label; multiple templates are averaged.
+        A template is a sentence with {} for the label; multiple templates are averaged. By default,
+        names of one or two words are averaged over the templates of `m1clip eval --classes`, and
+        labels are taken as they are if any is longer or has an article.
         """
         labels = labels_of(labels)
-        classes = self.class_vectors(labels, templates)
+        classes = self.class_vectors(labels, templates or default_templates(labels))
         logits = np.asarray(self.encoder.logit_scale * self.encode_image(images) @ classes.T)
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         return [

@@ -34,7 +34,7 @@ from m1clip.errors import UserError
 from m1clip.inference import batches, load
 from m1clip.inference.batches import TowerRunner, in_order
 from m1clip.inference.features import encode_split
-from m1clip.inference.inputs import LoadingProcess
+from m1clip.inference.inputs import TEMPLATES, LoadingProcess, default_templates
 from m1clip.inference.model import Model
 from m1clip.inference.torch_encoder import TorchEncoder
 from m1clip.model.clip import build_clip
@@ -561,9 +561,16 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
         assert sum(probability for _, probability in scores) == pytest.approx(1.0)
     averaged = model.classify(images[0], labels, templates=["a {}", "the {}"])[0]
     assert {label for label, _ in averaged} == set(labels)
-    assert model.classify(images, labels, templates="{}") == model.classify(
-        images, labels, templates=()
-    )
+    # A label with an article is taken as it is, and so are the others.
+    assert model.classify(images, labels, templates="{}") == model.classify(images, labels)
+
+
+def test_names_are_classified_as_in_eval(model: Model, images: list[Path]) -> None:
+    names = ["night", "red ball"]
+    assert model.classify(images, names) == model.classify(images, names, TEMPLATES)
+    assert model.classify(images, names) != model.classify(images, names, ["{}"])
+    assert default_templates(["dog", "two dogs on a beach"]) == ("{}",)
+    assert default_templates(["dog", "the cat"]) == ("{}",)
 
 
 @pytest.mark.parametrize(
