@@ -532,17 +532,25 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
     if squashes:
         image = image.resize((size, size), filtering)
     elif (width, height) != (size, size):
-        # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
-        wide, high = (
-            (size, int(size * height / width))
-            if width <= height
-            else (int(size * width / height), size)
-        )
-        image = image.resize((max(wide, size), max(high, size)), filtering)
-        left, top = ((length - size) / 2 for length in image.size)
-        left, top = (int(left), int(top)) if "-floor" in resize else (round(left), round(top))
+        wide, high, left, top = square_geometry(width, height, size, resize)
+        image = image.resize((wide, high), filtering)
         image = image.crop((left, top, left + size, top + size))
     return np.asarray(image)
+
+
+def square_geometry(width: int, height: int, size: int, resize: str) -> tuple[int, int, int, int]:
+    """(width, height) of an image once resized, and (left, top) of the square that is cropped."""
+    if resize.startswith("squash"):
+        return size, size, 0, 0
+    # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
+    if width <= height:
+        wide, high = size, max(size, int(size * height / width))
+    else:
+        wide, high = max(size, int(size * width / height)), size
+    left, top = (wide - size) / 2, (high - size) / 2
+    if "-floor" in resize:
+        return wide, high, int(left), int(top)
+    return wide, high, round(left), round(top)
 
 
 def _without_ends(image: Image.Image) -> Image.Image:

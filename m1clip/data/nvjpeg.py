@@ -24,7 +24,7 @@ from PIL import Image
 
 from m1clip.data.decode_pool import reports_in_order
 from m1clip.data.decode_worker import Late
-from m1clip.data.images import BILINEAR, MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
+from m1clip.data.images import MAX_DECODED_ASPECT, MAX_PIXELS, BadImage, map_with_timeout
 from m1clip.data.types import ImageRef
 from m1clip.formatting import ceil_div
 
@@ -146,43 +146,6 @@ def _is_rotated(segment: bytes) -> bool:
         return True
 
 
-def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
-    """(n, side, side, 3) uint8 of decoded images, as `to_square` makes them.
-
-    Images of one size together.
-    """
-    import torch
-
-    device = images[0].device
-    mode = "bilinear" if resize.endswith(BILINEAR) else "bicubic"
-    squares_on_device = torch.empty((len(images), side, side, 3), dtype=torch.uint8, device=device)
-    by_size: dict[torch.Size, list[int]] = {}
-    for index, image in enumerate(images):
-        by_size.setdefault(image.shape, []).append(index)
-    for shape, indices in by_size.items():
-        height, width = shape[1:]
-        if resize.startswith("squash"):
-            wide = high = side
-        elif width <= height:
-            wide, high = side, max(side, int(side * height / width))
-        else:
-            wide, high = max(side, int(side * width / height)), side
-        pixels = torch.stack([images[index] for index in indices]).float()
-        if (width, height) != (wide, high):
-            pixels = torch.nn.functional.interpolate(
-                pixels, (high, wide), mode=mode, antialias=True, align_corners=False
-            )
-        halved = (
-            int(margin / 2) if "-floor" in resize else round(margin / 2)
-            for margin in (high - side, wide - side)
-        )
-        top, left = halved
-        cut = pixels[:, :, top : top + side, left : left + side]
-        rows = cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-        squares_on_device[torch.tensor(indices, device=device)] = rows
-    return squares_on_device
-
-
 def read_bytes(ref: ImageRef) -> bytes | BadImage:
     """The encoded bytes of an image, or why they cannot be read."""
     try:
@@ -276,6 +239,8 @@ class GpuBatches:
     def on_gpu(self, refs: Sequence[ImageRef], read: Sequence[Read]) -> tuple[Reports, Tensor]:
         """(reports, (n, side, side, 3) pixels) of images, which are 0 where an image failed."""
         import torch
+
+        from m1clip.data.resample import squares
 
         squares_of: list[tuple[list[int], Tensor]] = []
         others: dict[int, Read] = {

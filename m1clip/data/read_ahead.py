@@ -235,7 +235,8 @@ class GpuReadAhead:
         parts: list[Tensor] = []
         failed = {}
         for chunk in request.chunks:
-            while chunk.decoded is None:
+            # Blocks of later chunks, too, so that the GPU has work while this one is decoded.
+            while chunk.decoded is None or (self._blocks and not chunk.decoded.done()):
                 self._receive()
             reports, part = chunk.decoded.result()
             parts.append(part)

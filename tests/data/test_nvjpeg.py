@@ -17,7 +17,7 @@ from m1clip.data import decoding, nvjpeg
 from m1clip.data.cache import Computed, RowCache, RowWriter, row_key
 from m1clip.data.decode_worker import Late
 from m1clip.data.images import FileImage, decode, to_square
-from m1clip.data.nvjpeg import jpeg_size, squares
+from m1clip.data.nvjpeg import jpeg_size
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
@@ -56,23 +56,6 @@ def test_only_ordinary_jpegs_go_to_the_gpu(tmp_path: Path) -> None:
     assert jpeg_size(photo(path, size=(640, 20))) is None, "its ends are cropped first"
     assert jpeg_size(b"") is None
     assert jpeg_size(b"\x89PNG" + bytes(100)) is None
-
-
-@pytest.mark.parametrize(
-    "resize", ["shortest", "shortest-floor", "squash", "shortest-floor-bilinear", "squash-bilinear"]
-)
-def test_squares_differ_from_those_of_pillow_by_rounding(resize: str) -> None:
-    draw = np.random.default_rng(0)
-    images = []
-    for size in ((50, 40), (41, 67), (50, 40), (32, 32), (33, 70)):
-        coarse = Image.fromarray(draw.integers(0, 256, (5, 5, 3), np.uint8))
-        images.append(coarse.resize(size, Image.Resampling.BICUBIC))
-    tensors = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in images]
-    decoded = squares(tensors, SIDE, resize).numpy().astype(int)
-    for made, image in zip(decoded, images, strict=True):
-        difference = np.abs(made - to_square(image, SIDE, resize))
-        assert difference.max() <= 2
-        assert difference.mean() < 0.3
 
 
 @pytest.mark.parametrize("processes", [0, 2])
