@@ -38,7 +38,9 @@ CACHE_FOLDER = ".m1clip-cache"
 ROWS_FILE, KEYS, LOCK = "rows.bin", "names.bin", "lock"
 KEY_BYTES = 16
 FREE = bytes(KEY_BYTES)  # the key of a row that has no content
-SAVE_SECONDS = 2.0  # between two syncs: work that is lost when a process is killed
+# Between two syncs: work that is lost when a process is killed. Rows that wait for the last sync are
+# waited for: with 2 s, filling a cache by nvJPEG took 1.3 times as long.
+SAVE_SECONDS = 0.25
 DISK_MARGIN = 1.05
 
 

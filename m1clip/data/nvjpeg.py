@@ -29,7 +29,6 @@ from m1clip.data.types import ImageRef
 from m1clip.formatting import ceil_div
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 GPU_BATCH = 256  # images that are decoded together
@@ -46,6 +45,7 @@ SUITABLE_FRACTION = 0.9  # ... and the fraction that the GPU must be able to dec
 # Shorter side of an image, relative to what it is scaled to. Scaling down hides how the colors,
 # which most JPEG files have at half the resolution, were interpolated.
 MIN_REDUCTION = 1.5
+TINY_SIZE = 48, 64  # (height, width) of the image that a decoder is tried with
 RGB_MODE = 3  # of torchvision.io.ImageReadMode
 GROUP_PIXELS = 2**26  # decoded together: as float32 they take 0.8 GB
 START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
@@ -78,7 +78,24 @@ def gpu_decoder() -> DecodeBatch | None:
     # None, of another version of torch, or without nvJPEG
     except (ImportError, OSError, AttributeError, RuntimeError):
         return None
-    return decode if pixels[0].shape == (3, 8, 8) else None
+    if pixels[0].shape != (3, *TINY_SIZE):
+        return None
+    return _hardware_decoder(decode) or decode
+
+
+def _hardware_decoder(others: DecodeBatch) -> DecodeBatch | None:
+    """The decoder that uses the JPEG hardware of the GPU; None if it has none."""
+    import torch
+
+    from m1clip.data.nvjpeg_hardware import HardwareDecoder, open_library
+
+    try:
+        decode = HardwareDecoder(open_library(), others)
+        pixels = decode([torch.frombuffer(bytearray(_tiny_jpeg()), dtype=torch.uint8)])
+    # AttributeError: of another version; RuntimeError: NvJpegError, as before Ampere
+    except (OSError, AttributeError, RuntimeError):
+        return None
+    return decode if pixels[0].shape == (3, *TINY_SIZE) else None
 
 
 def _load_torchvision_images() -> None:
@@ -100,7 +117,7 @@ def _load_torchvision_images() -> None:
 
 def _tiny_jpeg() -> bytes:
     stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "JPEG")
+    Image.new("RGB", TINY_SIZE[::-1]).save(stream, "JPEG")
     return stream.getvalue()
 
 

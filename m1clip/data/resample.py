@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from m1clip.data.images import BILINEAR, square_geometry
+from m1clip.formatting import ceil_div
 
 WEIGHT_UNITS = 2.0**22  # Pillow's weights are multiples of its inverse
 CUBIC_SLOPE = -0.5  # Pillow's parameter of bicubic interpolation
 # Matrices of weights on the device, each up to 1 MB for a photo of 1,000 pixels: photos of one
 # source have a few sizes.
 KEPT_WEIGHTS = 256
+ALIGNMENT = 8  # of the numbers in a line, without which a matmul takes five times as long
 
 
 class Weights(NamedTuple):
@@ -30,7 +32,7 @@ class Weights(NamedTuple):
 
     first: int
     last: int
-    parts: tuple[Tensor, ...]  # (last - first, outputs) each; their sum are the weights
+    matrix: Tensor  # (pixels, outputs), with rows of zeros at the end
 
 
 def squares(images: Sequence[Tensor], side: int, resize: str) -> Tensor:
@@ -63,11 +65,12 @@ def _resized_together(images: list[Tensor], side: int, resize: str) -> Tensor:
     ]
     rows, columns = used.shape[2:]
     # (rows, n, 3, columns): each pass is one matmul, the second one from the left
-    pixels = used.permute(2, 0, 1, 3).to(horizontal.parts[0].dtype)
-    pixels = pixels.reshape(rows * count * 3, columns)
-    shrunk = _rounded([_product(pixels, part) for part in horizontal.parts])
-    by_row = shrunk.to(pixels.dtype).reshape(rows, count * 3 * side)
-    resized = _rounded([_product(part.T, by_row) for part in vertical.parts])
+    shape = (len(vertical.matrix), count, 3, len(horizontal.matrix))
+    pixels = torch.zeros(shape, dtype=horizontal.matrix.dtype, device=device)
+    pixels[:rows, ..., :columns] = used.permute(2, 0, 1, 3)
+    shrunk = _to_bytes(_product(pixels.flatten(end_dim=2), horizontal.matrix))
+    by_row = shrunk.to(pixels.dtype).reshape(len(vertical.matrix), count * 3 * side)
+    resized = _to_bytes(_product(vertical.matrix.T, by_row))
     # (side, n, 3, side) -> (n, side, side, 3)
     return resized.reshape(side, count, 3, side).permute(1, 0, 3, 2).contiguous()
 
@@ -79,12 +82,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def _rounded(terms: list[Tensor]) -> Tensor:
-    """The sum of some terms as bytes. Halves are rounded up, as by Pillow."""
-    total = terms[0].add_(0.5)
-    for term in terms[1:]:
-        total += term
-    return total.clamp_(0, 255).to(torch.uint8)
+def _to_bytes(values: Tensor) -> Tensor:
+    """Bytes of new values. Halves are rounded up, as by Pillow."""
+    return values.add_(0.5).clamp_(0, 255).to(torch.uint8)
 
 
 @lru_cache(KEPT_WEIGHTS)
@@ -93,18 +93,15 @@ def _weights(
 ) -> Weights:
     """The weights of the pixels `start` to `start + count` of a line of `length` that is resized.
 
-    On CUDA each weight is the sum of two in float16, which has 11 bits, and pixels have 8; the
-    sums are computed in float32. Elsewhere all is exact in float64.
+    In float16 on CUDA, where the sums are computed in float32; exact elsewhere.
     """
     weights = _pillow_weights(length, resized, bilinear)[:, start : start + count]
     used = np.flatnonzero(weights.any(axis=1))
     first, last = int(used[0]), int(used[-1]) + 1
-    exact = torch.from_numpy(weights[first:last].copy())
-    if device.type != "cuda":
-        return Weights(first, last, (exact.to(device),))
-    high = exact.half()
-    low = (exact - high.double()).half()
-    return Weights(first, last, (high.to(device), low.to(device)))
+    dtype = torch.float16 if device.type == "cuda" else torch.float64
+    padded = torch.zeros(ALIGNMENT * ceil_div(last - first, ALIGNMENT), count, dtype=torch.float64)
+    padded[: last - first] = torch.from_numpy(weights[first:last])
+    return Weights(first, last, padded.to(device, dtype))
 
 
 def _pillow_weights(length: int, resized: int, bilinear: bool) -> np.ndarray:

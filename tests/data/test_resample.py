@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from m1clip.data.images import to_square
-from m1clip.data.resample import Weights, _product, _rounded, _weights, squares
+from m1clip.data.resample import _to_bytes, _weights, squares
 
 SIDE = 32
 WIDE = ((50, 40), (67, 41), (50, 40), (32, 32), (60, 33), (31, 20), (500, 375))
@@ -42,19 +42,15 @@ def test_squares_equal_those_of_pillow(resize: str) -> None:
         np.testing.assert_array_equal(square, to_square(Image.fromarray(image), SIDE, resize))
 
 
-def test_split_weights_of_cuda_round_like_exact_ones() -> None:
-    """The sums of two products, whose factors are float16, differ once in 10^4 values or less."""
+def test_float16_weights_of_cuda_differ_by_rounding_only() -> None:
     (image,) = noise(((500, 375),))
     exact = _weights(500, 298, 37, 224, False, torch.device("cpu"))
-    weights = exact.parts[0]
-    high = weights.half()
-    split = Weights(exact.first, exact.last, (high, (weights - high.double()).half()))
-    lines = planes(image).reshape(-1, 500)[:, exact.first : exact.last]
-    expected = _rounded([_product(lines.double(), weights)]).int()
-    products = [lines.float() @ part.float() for part in split.parts]
-    difference = (_rounded(products).int() - expected).abs()
+    lines = planes(image).reshape(-1, 500)[:, exact.first : exact.last].double()
+    matrix = exact.matrix[: exact.last - exact.first]
+    expected = _to_bytes(lines @ matrix).int()
+    difference = (_to_bytes(lines.float() @ matrix.half().float()).int() - expected).abs()
     assert difference.max() <= 1
-    assert (difference > 0).float().mean() < 1e-4
+    assert 0 < (difference > 0).float().mean() < 0.04
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -64,4 +60,4 @@ def test_squares_on_cuda_differ_by_rounding_only() -> None:
     for square, image in zip(made, images, strict=True):
         difference = np.abs(square.astype(int) - to_square(Image.fromarray(image), SIDE))
         assert difference.max() <= 1
-        assert (difference > 0).mean() < 1e-3
+        assert (difference > 0).mean() < 0.06
