@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -53,6 +53,11 @@ ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
     "features": (3e-4, 1e-4),
 }
 CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too few images
+# A start whose geometric mean rank is higher by this factor, and by so many standard errors, is not
+# trained: with up to 1,000 images, eight epochs raised recall@10 by 2% at most, and mostly lowered it
+# (docs/results/few_images.json).
+MAX_LOST = math.log(1.5)
+CLEARLY = 3.0
 SPLIT_STREAM = 1 << 17  # a random stream separate from the data's
 SAME_AS_GENERAL = ("image_tower", "text_tower", "embed_dim")  # of a model whose heads fit
 WIDER_PARTS = ("up.weight", "up.bias")  # parts of a head with one row per hidden unit
@@ -60,6 +65,9 @@ NARROW_PART = "down.weight"  # the part with one column per hidden unit
 
 
 HeadStart = Literal["cca", "general"]
+InitialHeads = tuple[ResidualKind | None, HeadStart | None]
+# The scores of each held-out image before training, then after it.
+Scores = Iterator[np.ndarray]
 STARTS = {"cca": "CCA of these images", "general": "the model general"}
 
 
@@ -70,6 +78,11 @@ class HeadCandidate(NamedTuple):
     adapter: ResidualKind | None = None  # of a trained model; None: new heads
     start: HeadStart | None = None  # of new heads
 
+    @property
+    def initial(self) -> InitialHeads:
+        """What the heads are before training, whatever the learning rate."""
+        return self.adapter, self.start
+
     def __str__(self) -> str:
         on = "" if self.adapter is None else f"adapters on {self.adapter}, "
         start = "" if self.start is None else f"from {STARTS[self.start]}, "
@@ -78,7 +91,7 @@ class HeadCandidate(NamedTuple):
 
 class HeadTrial(NamedTuple):
     """The candidate to use and why, and the mean rank of each on held-out images, of the initial
-    heads first.
+    heads first. A candidate that is not trained has the rank of its own initial heads.
     """
 
     chosen: HeadCandidate
@@ -134,26 +147,24 @@ def log_ranks(features: SplitFeatures) -> np.ndarray:
     return (by_text / np.maximum(count, 1) + by_image) / 2
 
 
-def run_trial(inputs: RunInputs, model: CLIP) -> tuple[np.ndarray, np.ndarray]:
-    """(scores before, after) training on the trial's images, of each held-out image.
+def run_trial(inputs: RunInputs, model: CLIP) -> Scores:
+    """The scores of the held-out images before training on the trial's images, then after it.
 
     Lower is better.
     """
     train_step = inputs.make_step(model)
-    before = log_ranks(encode(inputs, train_step.model, "val"))
+    yield log_ranks(encode(inputs, train_step.model, "val"))
     steps = inputs.config.train.steps
     for step, batch in enumerate(batches(inputs.training, 0, steps, 0, "fork", pin=False)):
         train_step.parts.update.optimizer.set_lr(
             scheduled_lr_fraction(inputs.config.optim, inputs.spec.plan, step)
         )
         train_step.run(batch, step)
-    return before, log_ranks(encode(inputs, train_step.model, "val"))
+    yield log_ranks(encode(inputs, train_step.model, "val"))
 
 
 def choose_heads(
-    candidates: Sequence[HeadCandidate],
-    images: int,
-    trial: Callable[[HeadCandidate], tuple[np.ndarray, np.ndarray]],
+    candidates: Sequence[HeadCandidate], images: int, trial: Callable[[HeadCandidate], Scores]
 ) -> HeadTrial:
     """The candidate with the lowest rank on held-out images.
 
@@ -166,7 +177,7 @@ def choose_heads(
         return HeadTrial(candidates[-1]._replace(lr=lowest), few)
     if len(candidates) == 1:
         return HeadTrial(candidates[0], "there is nothing to choose")
-    scores = [trial(candidate) for candidate in candidates]
+    scores = _scores(candidates, trial)
     before = [float(score.mean()) for score, _ in scores]
     after = [float(score.mean()) for _, score in scores]
     best, best_start = int(np.argmin(after)), int(np.argmin(before))
@@ -174,8 +185,8 @@ def choose_heads(
     shown = [math.exp(value) for value in (before[best_start], after[best])]
     gains = scores[best_start][0] - scores[best][1]  # of each held-out image
     needed = 0.0
-    if candidates[best].adapter is None and len(gains) > 1:
-        needed = float(gains.std(ddof=1)) / len(gains) ** 0.5
+    if candidates[best].adapter is None:
+        needed = standard_error(gains)
     where = f"on {held_out} held-out training images (geometric mean)"
     facts = (before[best_start], tuple(after), held_out)
     if gains.mean() <= needed:
@@ -184,6 +195,45 @@ def choose_heads(
         return HeadTrial(candidates[best_start]._replace(lr=lowest), why, *facts)
     reason = f"the rank of what is right falls from {shown[0]:.2f} to {shown[1]:.2f} {where}"
     return HeadTrial(candidates[best], reason, *facts)
+
+
+def _scores(
+    candidates: Sequence[HeadCandidate], trial: Callable[[HeadCandidate], Scores]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The scores before and after each candidate's trial.
+
+    A start that is clearly worse than another is not trained: both scores are those before.
+    """
+    started: dict[HeadCandidate, Scores] = {}
+    before: dict[InitialHeads, np.ndarray] = {}
+    for candidate in candidates:
+        if candidate.initial not in before:
+            started[candidate] = trial(candidate)
+            before[candidate.initial] = next(started[candidate])
+    lowest = min(before.values(), key=np.mean)
+    scores = []
+    for candidate in candidates:
+        initial = before[candidate.initial]
+        if is_clearly_worse(initial, lowest):
+            scores.append((initial, initial))
+            continue
+        run = started.pop(candidate, None)
+        if run is None:
+            run = trial(candidate)
+            next(run)
+        scores.append((initial, next(run)))
+    return scores
+
+
+def is_clearly_worse(scores: np.ndarray, others: np.ndarray) -> bool:
+    """Whether the ranks of some heads are higher by a factor that training does not make up for."""
+    loss = scores - others  # of each held-out image
+    return bool(loss.mean() > max(MAX_LOST, CLEARLY * standard_error(loss)))
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; 0 for one value."""
+    return float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def copy_with_own_heads(model: CLIP) -> CLIP:

@@ -65,6 +65,7 @@ from m1clip.training.head_trial import (
     HeadCandidate,
     HeadStart,
     HeadTrial,
+    Scores,
     choose_heads,
     copy_with_own_heads,
     fits_general,
@@ -428,7 +429,7 @@ class Workbench:
             starts = head_starts(config, model_init.config, len(train.samples))
         rows, held_out = split_rows(len(train.samples), config.seed)
 
-        def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
+        def trial(candidate: HeadCandidate) -> Scores:
             splits = {
                 "train": train.subset_of_features(rows),
                 "val": train.subset_of_features(held_out),

@@ -17,6 +17,7 @@ from m1clip.training.head_trial import (
     MAX_HELD_OUT,
     NEW_HEAD_LRS,
     HeadCandidate,
+    Scores,
     choose_heads,
     fits_general,
     general_heads,
@@ -91,9 +92,10 @@ def test_new_heads_are_trained_only_for_a_clear_gain(
 ) -> None:
     noise = np.random.default_rng(0).normal(size=100)
 
-    def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
+    def trial(candidate: HeadCandidate) -> Scores:
         before = np.full(100, 2.0)
-        return before, before - gain - 0.3 * (noise - noise.mean())
+        yield before
+        yield before - gain - 0.3 * (noise - noise.mean())
 
     candidates = head_candidates(adapters, () if adapters else ("cca",))
     chosen = choose_heads(candidates, 500, trial)
@@ -101,6 +103,33 @@ def test_new_heads_are_trained_only_for_a_clear_gain(
     assert chosen.chosen.lr == (candidates[0].lr if is_trained else careful)
     assert ("clearly" in chosen.reason) == (gain == 0.01 and not is_trained)
     assert tuple(candidate.lr for candidate in head_candidates((), ("cca",))) == NEW_HEAD_LRS
+
+
+@pytest.mark.parametrize(
+    ("factor", "spread", "are_trained"),
+    [(2.0, 0.1, 2), (1.2, 0.1, 4), (2.0, 6.0, 4)],
+    ids=["clearly worse", "a little worse", "worse by chance"],
+)
+def test_start_that_is_clearly_worse_is_not_trained(
+    factor: float, spread: float, are_trained: int
+) -> None:
+    noise = np.random.default_rng(0).normal(size=100)
+    noise -= noise.mean()
+    built, trained = [], []
+
+    def trial(candidate: HeadCandidate) -> Scores:
+        built.append(candidate)
+        worse = np.log(factor) + spread * noise if candidate.start == "cca" else np.zeros(100)
+        yield 2.0 + worse
+        trained.append(candidate)
+        yield 1.9 + worse - candidate.lr
+
+    candidates = head_candidates((), ("cca", "general"))
+    result = choose_heads(candidates, 500, trial)
+    assert len(trained) == are_trained
+    assert len(built) == (3 if are_trained == 2 else 4), "the worse start is built once"
+    assert result.chosen == HeadCandidate(max(NEW_HEAD_LRS), None, "general")
+    assert len(result.ranks) == 4
 
 
 def test_log_ranks_are_the_mean_of_both_directions() -> None:

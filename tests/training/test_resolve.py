@@ -37,6 +37,7 @@ from m1clip.training.head_trial import (
     HeadCandidate,
     HeadStart,
     HeadTrial,
+    Scores,
     choose_heads,
     head_candidates,
 )
@@ -275,8 +276,9 @@ def machine(
             adapters, starts = ("embeddings", "features"), ()
         candidates = head_candidates(adapters, starts, lr)
 
-        def trial(candidate: HeadCandidate) -> tuple[np.ndarray, np.ndarray]:
-            return np.array([2.0]), np.array([1.0 - candidate.lr])
+        def trial(candidate: HeadCandidate) -> Scores:
+            yield np.array([2.0])
+            yield np.array([1.0 - candidate.lr])
 
         return choose_heads(candidates, images, trial)
 
