@@ -223,6 +223,15 @@ def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> 
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="seeds are then not queued")
+def test_seeding_dropout_leaves_nothing_behind() -> None:
+    """torch.manual_seed queues a call for each kind of GPU that has not been used yet."""
+    inputs, thinned = make_with_dropout({})
+    queued = len(torch.cuda._queued_calls)
+    gradients(thinned, inputs.training[0])
+    assert len(torch.cuda._queued_calls) == queued
+
+
 def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
     inputs, exact = make()
     batch = inputs.training[0]
