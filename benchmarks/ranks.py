@@ -7,6 +7,7 @@
     python benchmarks/ranks.py --trace trace.json --ranks 2     # one step of rank 0, for chrome://tracing or Perfetto
     python benchmarks/ranks.py --independent                    # as many processes without communication
     python benchmarks/ranks.py --ceiling                        # both in turn
+    python benchmarks/ranks.py --gloo                           # every other step with gloo instead of shared memory
     python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
 
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sides import machine, set_up, spread, write
 
@@ -38,6 +39,10 @@ from m1clip.formatting import plural
 from m1clip.hardware.machine_info import environment
 from m1clip.hardware.timing import timing
 from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+
+if TYPE_CHECKING:
+    from m1clip.training.compose import TrainStep
+    from m1clip.training.inputs import RunInputs
 
 WARMUP = 3
 
@@ -74,40 +79,61 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         )
     ).for_rank(ranks)
     step, seconds, exchanges = job.make_step(), [], []
+    use_gloo = alternate_with_gloo(step) if options.gloo and ranks.host is not None else None
+    # Every other step is made differently; the others are counted.
+    stride = 1 + (options.overlap or use_gloo is not None)
     parts: dict[str, float] = {}
-    for number in range(WARMUP + options.steps * (1 + options.overlap)):
-        overlapping[0] = not options.overlap or (number - WARMUP) % 2 == 0
+    other_parts: dict[str, float] = {}
+    for number in range(stride * (WARMUP + options.steps)):
+        is_own = number % stride == 0
+        if use_gloo is not None:
+            use_gloo(not is_own)
+        overlapping[0] = not options.overlap or is_own
         begin = time.perf_counter()
         step.run(job.training[number], number)
         job.device.synchronize()
         seconds.append(time.perf_counter() - begin)
         phases = step.phases.take()
         exchanges.append(phases.get("exchange", 0.0))
-        if number >= WARMUP:
+        if number >= stride * WARMUP:
+            sums = parts if is_own else other_parts
             for name, value in phases.items():
-                parts[name] = parts.get(name, 0.0) + value / options.steps
+                sums[name] = sums.get(name, 0.0) + value / options.steps
+    if use_gloo is not None:
+        use_gloo(False)
     overlap = None
     if options.trace and ranks.size > 1:
         overlap = traced_overlap(options, lambda number: step.run(job.training[number], number))
         ranks.gather(torch.zeros(1))
-    steps = slice(WARMUP, None, 1 + options.overlap)
-    result = {
-        "batch": batch,
-        "seconds": seconds[steps],
-        "exchange": exchanges[steps],
-        "parts": parts,
-    }
+    own, others = (slice(stride * WARMUP + first, None, stride) for first in range(2))
+    result = {"batch": batch, "seconds": seconds[own], "exchange": exchanges[own], "parts": parts}
     if overlap is not None:
         result["traced_overlap"] = overlap
     if options.overlap:
         result["overlap"] = [
-            late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)
+            late / during for during, late in zip(seconds[own], seconds[others], strict=True)
         ]
+    if use_gloo is not None:
+        result |= {"gloo": seconds[others], "gloo_parts": other_parts}
     if cuda and ranks.size == 1:
         result["nccl"] = nccl_seconds(
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
     return result if ranks.rank == 0 else None
+
+
+def alternate_with_gloo(step: TrainStep) -> Callable[[bool], None]:
+    """A function that makes the next steps exchange by gloo, or through shared memory again."""
+    world = step.parts.world
+    exchange, ranks = world.exchange, world.ranks
+    host, transports = ranks.host, {True: None, False: None}
+
+    def use_gloo(is_gloo: bool) -> None:
+        transports[ranks.host is None] = exchange._transport
+        exchange._transport = transports[is_gloo]
+        ranks.host = None if is_gloo else host
+
+    return use_gloo
 
 
 def traced_overlap(options: argparse.Namespace, step: Callable[[int], object]) -> dict[str, float]:
@@ -124,7 +150,12 @@ def traced_overlap(options: argparse.Namespace, step: Callable[[int], object]) -
             path.write_bytes(own.read_bytes())
         events = json.loads(own.read_text())["traceEvents"]
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    sent = [event for event in timed if "all_reduce" in event["name"] and "gloo" in event["name"]]
+    sent = [
+        event
+        for event in timed
+        if event["name"] == "shared_memory:all_reduce"
+        or ("all_reduce" in event["name"] and "gloo" in event["name"])
+    ]
     backward = [event for event in timed if "evaluate_function" in event["name"]]
     spans = union([(e["ts"], e["ts"] + e["dur"]) for e in sent])
     layers = union([(e["ts"], e["ts"] + e["dur"]) for e in backward])
@@ -191,6 +222,7 @@ def wrapped(options: argparse.Namespace) -> dict[str, Any]:
         ranks.size = 1
         jobs[name] = job, compose_step(parts)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    host_seconds: dict[str, list[float]] = {name: [] for name in jobs}
     losses: dict[str, list[float]] = {name: [] for name in jobs}
     for number in range(WARMUP + options.steps):
         for name, (job, step) in jobs.items():
@@ -198,9 +230,14 @@ def wrapped(options: argparse.Namespace) -> dict[str, Any]:
             job.device.synchronize()
             begin = time.perf_counter()
             result = step.run(batch, number)
+            host_seconds[name].append(time.perf_counter() - begin)
             job.device.synchronize()
             seconds[name].append(time.perf_counter() - begin)
             losses[name].append(float(result.loss))
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        for name, (job, step) in jobs.items():
+            write_profile(options.profile / name.replace(" ", "_"), job, step)
     dist.destroy_process_group()
     own = {name: values[WARMUP:] for name, values in seconds.items()}
     return {
@@ -211,8 +248,40 @@ def wrapped(options: argparse.Namespace) -> dict[str, Any]:
             )
             for name, values in own.items()
         },
+        # Until the host has launched all of a step; less than the step if the GPU is slower.
+        "host": {
+            name: dataclasses.asdict(timing(values[WARMUP:]))
+            for name, values in host_seconds.items()
+        },
         "last_loss": {name: values[-1] for name, values in losses.items()},
     }
+
+
+def write_profile(path: Path, job: RunInputs, step: TrainStep) -> None:
+    """Where the host spends its time in five steps, in Python functions and in operators."""
+    import cProfile
+    import pstats
+
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = job.training[0]
+    job.device.synchronize()
+    calls = cProfile.Profile()
+    calls.enable()
+    for number in range(5):
+        step.run(batch, number)
+    calls.disable()
+    job.device.synchronize()
+    with path.with_suffix(".calls.txt").open("w") as file:
+        pstats.Stats(calls, stream=file).sort_stats("tottime").print_stats(40)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for number in range(2):
+            step.run(batch, number)
+        job.device.synchronize()
+    averages = recorded.key_averages()
+    path.with_suffix(".operators.txt").write_text(
+        averages.table(sort_by="self_cpu_time_total", row_limit=60)
+    )
 
 
 def nccl_seconds(parameters: list[Any], rounds: int) -> list[float]:
@@ -297,6 +366,8 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
             words.append(
                 f"{spread(figures['of_independent'])} of as many processes without communication"
             )
+        if "of_gloo" in figures:
+            words.append(f"{spread(figures['of_gloo'])} times as fast as with gloo")
         words += (
             [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"]
             if size > 1
@@ -346,7 +417,11 @@ def main() -> None:
     parser.add_argument(
         "--ceiling", action="store_true", help="alternate with processes that do not communicate"
     )
+    parser.add_argument("--gloo", action="store_true", help="every other step exchanges by gloo")
     parser.add_argument("--wrapped", action="store_true", help="one rank with exchange and FSDP2")
+    parser.add_argument(
+        "--profile", type=Path, help="with --wrapped: write where the host spends its time there"
+    )
     parser.add_argument("--trace", type=Path, help="write a trace of one step of rank 0 there")
     parser.add_argument("--spin", action="store_true", help="threads wait as torch lets them")
     parser.add_argument("--steps", type=int, default=10)
@@ -360,7 +435,7 @@ def main() -> None:
     if options.wrapped:
         result = {
             "machine": machine(),
-            "options": {**vars(options), "json": None},
+            "options": {**vars(options), "json": None, "profile": None},
             **wrapped(options),
         }
         for name, ratio in result["ratio"].items():
@@ -387,7 +462,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": machine(),
         "quick": options.quick,
-        "options": {**vars(options), "json": None, "trace": None},
+        "options": {**vars(options), "json": None, "trace": None, "profile": None},
     }
     ceilings: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes if size > 1}
     for _ in range(options.rounds):
@@ -413,6 +488,20 @@ def main() -> None:
             figures["of_independent"] = [
                 own / other for own, other in zip(speeds[size], most, strict=True)
             ]
+        if options.gloo and size > 1 and not options.independent:
+            others = [row["batch"] / timing(row["gloo"]).median for row in group]
+            figures["gloo_images_per_second"] = others
+            figures["of_gloo"] = [
+                other / own
+                for row in group
+                for own, other in zip(row["seconds"], row["gloo"], strict=True)
+            ]
+            if sizes[0] == 1:
+                figures["gloo_efficiency"] = [
+                    other / (size * alone)
+                    for other, alone in zip(others, speeds[sizes[0]], strict=True)
+                ]
+            result.setdefault("gloo_parts", {})[size] = group[0]["gloo_parts"]
         figures |= (
             {"overlap": [ratio for row in group for ratio in row["overlap"]]}
             if options.overlap

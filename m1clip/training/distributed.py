@@ -28,11 +28,13 @@ from torch import Tensor
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.memory import MemoryPressure
+from m1clip.training.host_ranks import HostRanks, SharedBuckets, connect_host
 from m1clip.training.oom import is_out_of_memory
 
 Result = TypeVar("Result")
 Sizes = list[list[int]]  # images and captions of each rank
 TIMEOUT_VARIABLE, RANK_TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
+SHARED_MEMORY_VARIABLE = "M1CLIP_SHARED_MEMORY"  # 0: ranks of a host use gloo, too
 REPORT_SECONDS = 5.0  # a rank that has lost another one waits at least this long for reports
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
@@ -76,6 +78,7 @@ class Ranks:
     names: tuple[str, ...] = ()  # process and host of each rank
     timeout: float = RANK_TIMEOUT
     _exchanges: int = 0  # rare ones so far; the same number on every rank
+    host: HostRanks | None = None  # if all ranks are on one host: what they exchange on the CPU
     needs_host_copy: Callable[[str], bool] = needs_host_copy  # by type of device
     _last_exchange: float | None = None  # when the last exchange ended
     _longest_gap: float = 0.0  # seconds between two exchanges
@@ -88,12 +91,20 @@ class Ranks:
             return tensor
         return tensor.to("cpu", copy=True)
 
+    def host_for(self, tensor: Tensor) -> HostRanks | None:
+        """The shared memory in which a tensor is exchanged; None: by gloo or NCCL."""
+        return self.host if tensor.device.type == "cpu" else None
+
     def gather(self, values: Tensor) -> Tensor:
         """(ranks, ...) from tensors of equal shape."""
         sent = self.to_host(values.contiguous())
-        gathered = sent.new_empty((self.size, *sent.shape))
+        host = self.host_for(sent)
         with self._watched():
-            dist.all_gather(list(gathered), sent)
+            if host is not None:
+                gathered = host.gather(sent)
+            else:
+                gathered = sent.new_empty((self.size, *sent.shape))
+                dist.all_gather(list(gathered), sent)
         return gathered.to(values.device)
 
     def all_reduce_max(self, *values: int) -> list[int]:
@@ -167,9 +178,13 @@ class Ranks:
             torch.cat(list(map(_pad_rows, rows, max_counts))) for rows in zip(*split, strict=True)
         ]
         sent = [self.to_host(part) for part in parts]
-        received = torch.empty_like(sent[0])
+        host = self.host_for(sent[0])
         with self._watched():
-            dist.reduce_scatter(received, sent)
+            if host is not None:
+                received = host.reduce_scatter(sent)
+            else:
+                received = torch.empty_like(sent[0])
+                dist.reduce_scatter(received, sent)
         own = received.to(gradients[0].device)
         return [
             part[:count]
@@ -199,8 +214,12 @@ class Ranks:
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add the tensors of all ranks, in place."""
         flat = self.to_host(torch.cat([t.reshape(-1) for t in tensors]))
+        host = self.host_for(flat)
         with self._watched():
-            dist.all_reduce(flat)
+            if host is not None:
+                host.all_reduce(flat)
+            else:
+                dist.all_reduce(flat)
         parts = flat.to(tensors[0].device).split([t.numel() for t in tensors])
         torch._foreach_copy_(
             tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
@@ -390,6 +409,38 @@ class SentBucket(NamedTuple):
     gradients: Tensor
 
 
+class ProcessGroupBuckets:
+    """Buckets of gradients, added by gloo or NCCL while the backward pass computes others."""
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int], like: Tensor) -> None:
+        """For buckets with these numbers of gradients."""
+        self.ranks = ranks
+        self.sizes = sizes
+        spare = torch.zeros(max(sizes, default=0), dtype=like.dtype, device=like.device)
+        self._spare = ranks.to_host(spare)
+        self._sent: list[SentBucket] = []
+
+    def send(self, number: int, gradients: list[Tensor]) -> Tensor:
+        """Begin to add a bucket; returns its flat gradients."""
+        flat = torch.cat(gradients)
+        sent = self.ranks.to_host(flat)
+        work = dist.all_reduce(sent, async_op=True)
+        self._sent.append(SentBucket(work, sent, flat))
+        return flat
+
+    def skip(self, number: int) -> None:
+        """Take part with any numbers, since nobody uses the result, and without new memory."""
+        dist.all_reduce(self._spare[: self.sizes[number]])
+
+    def finish(self) -> None:
+        """Wait until the buckets that were sent are sums."""
+        for work, sent, gradients in self._sent:
+            work.wait()
+            if sent is not gradients:
+                gradients.copy_(sent)
+        self._sent = []
+
+
 class GradientExchange:
     """Adds the gradients of all ranks in buckets, each as soon as the backward pass has completed its gradients.
 
@@ -410,33 +461,41 @@ class GradientExchange:
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
-        max_size = max((sum(map(Tensor.numel, bucket)) for bucket in self.buckets), default=0)
-        spare = torch.zeros(max_size, dtype=parameters[0].dtype, device=parameters[0].device)
-        self._spare = ranks.to_host(spare)
+        self._numels = [[p.numel() for p in bucket] for bucket in self.buckets]
+        self._transport: ProcessGroupBuckets | SharedBuckets | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._missing = list(map(len, self.buckets))
-        self._sent: list[SentBucket] = []
+        self._sent = 0
+
+    def _make_transport(self) -> ProcessGroupBuckets | SharedBuckets:
+        """What adds the buckets, made when all ranks begin to."""
+        like = self.buckets[0][0]
+        sizes = list(map(sum, self._numels))
+        host = self.ranks.host_for(like)
+        if host is None:
+            return ProcessGroupBuckets(self.ranks, sizes, like)
+        return SharedBuckets(host, sizes, like.dtype)
 
     def _completed(self, number: int, parameter: Tensor) -> None:
         if self.final:
             self._missing[number] -= 1
-            while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
+            while self._sent < len(self.buckets) and not self._missing[self._sent]:
                 self._send()
 
     def _send(self) -> None:
-        bucket = self.buckets[len(self._sent)]
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
-        )
-        for p, part in zip(bucket, flat.split(list(map(Tensor.numel, bucket))), strict=True):
+        assert self._transport is not None
+        bucket = self.buckets[self._sent]
+        gradients = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket
+        ]
+        with self.ranks._watched():
+            flat = self._transport.send(self._sent, gradients)
+        for p, part in zip(bucket, flat.split(self._numels[self._sent]), strict=True):
             if p.grad is not None:
                 p.grad = part.view_as(p)  # instead of a second copy
-        sent = self.ranks.to_host(flat)
-        with self.ranks._watched():
-            work = dist.all_reduce(sent, async_op=True)
-        self._sent.append(SentBucket(work, sent, flat))
+        self._sent += 1
 
     def before_pass(self, is_last: bool) -> None:
         """Send the gradients of the next backward pass as soon as they are complete, if it is the last one."""
@@ -445,27 +504,27 @@ class GradientExchange:
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
         """Exchange what the backward passes of a step complete."""
+        if self._transport is None:
+            with self.ranks._watched():
+                self._transport = self._make_transport()
         try:
             yield
-            while len(self._sent) < len(self.buckets):  # some parameters had no gradient
+            while self._sent < len(self.buckets):  # some parameters had no gradient
                 self._send()
         except (RuntimeError, MemoryError, MemoryPressure) as error:
             if isinstance(error, MemoryPressure) or is_out_of_memory(error):
                 with self.ranks._watched():
-                    # Without new memory; nobody uses the result.
-                    for bucket in self.buckets[len(self._sent) :]:
-                        dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
+                    for number in range(self._sent, len(self.buckets)):
+                        self._transport.skip(number)
             raise
         finally:
             self.final = False
 
     def finish(self) -> None:
         """Wait for the buckets that were sent: the gradients are then those of all ranks."""
-        for work, sent, gradients in self._sent:
+        if self._transport is not None:
             with self.ranks._watched():
-                work.wait()
-            if sent is not gradients:
-                gradients.copy_(sent)
+                self._transport.finish()
         self._begin()
 
 
@@ -526,6 +585,16 @@ def _connect(device: str) -> Ranks:
         Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}")
     )
     ranks = Ranks(rank, size, store, names, seconds, 1)
+    ranks.host = _connect_host(ranks)
     # All ranks have arrived, so these are the same moment.
     ranks.check_clocks(ranks.gather_objects(time.time()))
     return ranks
+
+
+def _connect_host(ranks: Ranks) -> HostRanks | None:
+    """Shared memory of the ranks, if all are on one host and may use it."""
+    allowed = os.environ.get(SHARED_MEMORY_VARIABLE, "1") != "0" and hasattr(socket, "AF_UNIX")
+    hosts = ranks.gather_objects(socket.gethostname() if allowed else "")
+    if not all(hosts) or len(set(hosts)) > 1:
+        return None
+    return connect_host(ranks.rank, ranks.size, ranks.timeout, ranks.gather_objects)

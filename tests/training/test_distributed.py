@@ -293,7 +293,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
         late.remove()
         assert step.parts.world.exchange is not None
         results["sent"] = (
-            len(step.parts.world.exchange._sent),
+            step.parts.world.exchange._sent,
             len(step.parts.world.exchange.buckets),
         )
         if ranks.rank == 1:
