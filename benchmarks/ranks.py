@@ -5,6 +5,7 @@
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
     python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
     python benchmarks/ranks.py --trace trace.json --ranks 2     # one step of rank 0, for chrome://tracing or Perfetto
+    python benchmarks/ranks.py --limits                         # memory and matmuls of as many processes
     python benchmarks/ranks.py --independent                    # as many processes without communication
     python benchmarks/ranks.py --ceiling                        # both in turn
     python benchmarks/ranks.py --gloo                           # every other step with gloo instead of shared memory
@@ -45,12 +46,14 @@ if TYPE_CHECKING:
     from m1clip.training.inputs import RunInputs
 
 WARMUP = 3
+LIMIT_SECONDS = 2.0  # for each of the `limits`
 
 
 def work(options: argparse.Namespace) -> dict[str, Any] | None:
     """Train some steps as one rank; the first one returns the seconds of each."""
     import torch
 
+    from m1clip.bench.plan import sent_bytes
     from m1clip.training.distributed import GradientExchange, connect
 
     ranks = connect(options.device)
@@ -115,11 +118,44 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         ]
     if use_gloo is not None:
         result |= {"gloo": seconds[others], "gloo_parts": other_parts}
+    if ranks.size > 1:
+        # What `m1clip plan --ranks` would add to the step of one rank.
+        sent = sent_bytes(
+            sum(p.numel() for p in step.model.parameters()),
+            batch,
+            step.model.config.embed_dim,
+            ranks.size,
+            options.optimizer,
+            job.precision,
+        )
+        result["predicted_exchange"] = sent / ranks.bandwidth(job.device.torch)
     if cuda and ranks.size == 1:
         result["nccl"] = nccl_seconds(
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
     return result if ranks.rank == 0 else None
+
+
+def limits(options: argparse.Namespace) -> dict[str, float]:
+    """What the cores of one process can do: copy memory and multiply matrices, without m1clip."""
+    import torch
+
+    torch.set_num_threads(options.cores)
+    source = torch.ones(1 << 27)  # 512 MB: more than the caches
+    target = torch.empty_like(source)
+    matrix = torch.ones(2048, 2048, dtype=torch.bfloat16)
+    figures = {}
+    for name, call, amount in (
+        ("copied_gb_per_second", lambda: target.copy_(source), 2 * source.nbytes / 1e9),
+        ("bf16_tflop_per_second", lambda: matrix @ matrix, 2 * 2048**3 / 1e12),
+    ):
+        call()
+        count, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < LIMIT_SECONDS:
+            call()
+            count += 1
+        figures[name] = amount * count / (time.perf_counter() - begin)
+    return figures
 
 
 def alternate_with_gloo(step: TrainStep) -> Callable[[bool], None]:
@@ -338,6 +374,8 @@ def run(options: argparse.Namespace, size: int, independent: bool = False) -> di
     if any(process.returncode for process in started):
         raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
     results = [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
+    if options.limits:  # all together
+        return {name: sum(item[name] for item in results) for name in results[0]}
     if independent:  # the mean of all, as if they were ranks
         results[0]["batch"] *= size
         results[0]["seconds"] = [
@@ -366,6 +404,10 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
             words.append(
                 f"{spread(figures['of_independent'])} of as many processes without communication"
             )
+        if "efficiency_of_means" in figures and size > 1:
+            words.append(f"{spread(figures['efficiency_of_means'])} by the mean step")
+        if "predicted_over_measured" in figures:
+            words.append(f"predicted step {spread(figures['predicted_over_measured'])} of measured")
         if "of_gloo" in figures:
             words.append(f"{spread(figures['of_gloo'])} times as fast as with gloo")
         words += (
@@ -418,6 +460,9 @@ def main() -> None:
         "--ceiling", action="store_true", help="alternate with processes that do not communicate"
     )
     parser.add_argument("--gloo", action="store_true", help="every other step exchanges by gloo")
+    parser.add_argument(
+        "--limits", action="store_true", help="memory and matmuls of as many processes, no steps"
+    )
     parser.add_argument("--wrapped", action="store_true", help="one rank with exchange and FSDP2")
     parser.add_argument(
         "--profile", type=Path, help="with --wrapped: write where the host spends its time there"
@@ -446,7 +491,7 @@ def main() -> None:
             write(options.json, result)
         return
     if options.worker:
-        measured = work(options)
+        measured = limits(options) if options.limits else work(options)
         if measured is not None:
             print(json.dumps(measured), flush=True)
         return
@@ -458,6 +503,15 @@ def main() -> None:
     sizes = [size for size in options.ranks if size <= max_ranks]
     for size in set(options.ranks) - set(sizes):
         print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
+    if options.limits:
+        result = {"machine": machine(), "options": {"cores": options.cores}}
+        result["processes"] = {size: run(options, size, independent=True) for size in sizes}
+        for size, figures in result["processes"].items():
+            words = ", ".join(f"{value:.1f} {name}" for name, value in figures.items())
+            print(f"  {size} at once: {words}")
+        if options.json:
+            write(options.json, result)
+        return
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     result: dict[str, Any] = {
         "machine": machine(),
@@ -482,6 +536,19 @@ def main() -> None:
         exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in group]
         figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
+        if sizes[0] == 1:
+            figures["efficiency_of_means"] = [
+                statistics.mean(alone["seconds"])
+                / statistics.mean(row["seconds"])
+                * (row["batch"] / (size * alone["batch"]))
+                for row, alone in zip(group, rows[1], strict=True)
+            ]
+        if "predicted_exchange" in group[0] and sizes[0] == 1 and not options.total:
+            figures["predicted_over_measured"] = [
+                (timing(alone["seconds"]).median + row["predicted_exchange"])
+                / timing(row["seconds"]).median
+                for row, alone in zip(group, rows[1], strict=True)
+            ]
         if ceilings.get(size):
             most = [row["batch"] / timing(row["seconds"]).median for row in ceilings[size]]
             figures["independent_images_per_second"] = most
@@ -516,6 +583,7 @@ def main() -> None:
             name: dataclasses.asdict(timing(values)) for name, values in figures.items()
         }
         result["parts"][size] = group[0]["parts"]
+        result.setdefault("step_seconds", {})[size] = [row["seconds"] for row in group]
     result["rows"] = table(options, result["ranks"])
     facts = result["machine"]
     print(f"{facts['cuda'] or facts['cpu']}, torch {facts['torch']}, commit {facts['commit']}")
