@@ -81,6 +81,8 @@ def _hang_at(gate: int) -> None:
         gloo = _get_default_group()._get_backend(torch.device("cpu"))
         assert gloo.options._timeout == timedelta(seconds=ranks.timeout)
         ranks.timeout = SHORT_TIMEOUT
+        if ranks.host is not None:
+            ranks.host.timeout = SHORT_TIMEOUT
         _set_pg_timeout(timedelta(seconds=SHORT_TIMEOUT))
 
     before_each_step(hang)

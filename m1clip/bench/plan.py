@@ -94,6 +94,9 @@ def make_plan(
             "sent_bytes": sent,
             "bandwidth": speed,
             "measured_ranks": 0 if bandwidth else connected.size,
+            "in_shared_memory": (
+                bandwidth is None and connected.host is not None and device.kind != "cuda"
+            ),
             "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
             "fsdp": config.train.fsdp,
         }
@@ -197,6 +200,8 @@ def plan_text(plan: dict[str, Any]) -> str:
         )
         if by_ranks["measured_ranks"]:
             source = f"measured between {by_ranks['measured_ranks']} ranks"
+            if by_ranks["in_shared_memory"]:
+                source += " of this host, in shared memory; other hosts are slower"
         lines = (
             f"\nranks      {n}, PREDICTED:"
             f" {plan['batch_size'] / plan['step_seconds']:,.0f} images/s,"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._nn import flatten_dense_tensors, unflatten_dense_tensors
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
@@ -39,8 +40,9 @@ REPORT_SECONDS = 5.0  # a rank that has lost another one waits at least this lon
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
 BUCKET_VALUES = 1 << 21  # gradient values exchanged at a time: 8 MB of float32
-# Times as many on CUDA, where each exchange costs the host 0.1 ms, and the network is faster.
-CUDA_BUCKETS = 4
+# On CUDA, where each exchange costs the host 0.2 ms, at most about this many buckets: the last one
+# is sent when nothing is left to overlap with.
+CUDA_BUCKETS = 8
 PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
 
 
@@ -91,6 +93,11 @@ class Ranks:
             return tensor
         return tensor.to("cpu", copy=True)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that the others can read."""
+        return 0 if self.host is None else self.host.own_bytes
+
     def host_for(self, tensor: Tensor) -> HostRanks | None:
         """The shared memory in which a tensor is exchanged; None: by gloo or NCCL."""
         return self.host if tensor.device.type == "cpu" else None
@@ -106,6 +113,17 @@ class Ranks:
                 gathered = sent.new_empty((self.size, *sent.shape))
                 dist.all_gather(list(gathered), sent)
         return gathered.to(values.device)
+
+    def gather_views(self, values: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have equal shape.
+
+        To be read before the next but one exchange: they may be in the memory of the others.
+        """
+        host = self.host_for(values)
+        if host is None:
+            return list(self.gather(values))
+        with self._watched():
+            return host.gather_views(values)
 
     def all_reduce_max(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks."""
@@ -422,7 +440,7 @@ class ProcessGroupBuckets:
 
     def send(self, number: int, gradients: list[Tensor]) -> Tensor:
         """Begin to add a bucket; returns its flat gradients."""
-        flat = torch.cat(gradients)
+        flat = flatten_dense_tensors(gradients)
         sent = self.ranks.to_host(flat)
         work = dist.all_reduce(sent, async_op=True)
         self._sent.append(SentBucket(work, sent, flat))
@@ -454,14 +472,15 @@ class GradientExchange:
         self.ranks = ranks
         self.final = False  # whether the present backward pass is the last one of its parameters
         self.buckets: list[list[Tensor]] = [[]]
-        limit = BUCKET_VALUES * (CUDA_BUCKETS if parameters[0].is_cuda else 1)
+        limit = BUCKET_VALUES
+        if parameters[0].is_cuda:
+            limit = max(limit, sum(map(Tensor.numel, parameters)) // CUDA_BUCKETS)
         for p in parameters:
             last = self.buckets[-1]
             if last and sum(map(Tensor.numel, last)) + p.numel() > limit:
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
-        self._numels = [[p.numel() for p in bucket] for bucket in self.buckets]
         self._transport: ProcessGroupBuckets | SharedBuckets | None = None
         self._begin()
 
@@ -472,7 +491,7 @@ class GradientExchange:
     def _make_transport(self) -> ProcessGroupBuckets | SharedBuckets:
         """What adds the buckets, made when all ranks begin to."""
         like = self.buckets[0][0]
-        sizes = list(map(sum, self._numels))
+        sizes = [sum(map(Tensor.numel, bucket)) for bucket in self.buckets]
         host = self.ranks.host_for(like)
         if host is None:
             return ProcessGroupBuckets(self.ranks, sizes, like)
@@ -487,14 +506,13 @@ class GradientExchange:
     def _send(self) -> None:
         assert self._transport is not None
         bucket = self.buckets[self._sent]
-        gradients = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket
-        ]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         with self.ranks._watched():
             flat = self._transport.send(self._sent, gradients)
-        for p, part in zip(bucket, flat.split(self._numels[self._sent]), strict=True):
+        parts = unflatten_dense_tensors(flat, gradients)
+        for p, part in zip(bucket, parts, strict=True):
             if p.grad is not None:
-                p.grad = part.view_as(p)  # instead of a second copy
+                p.grad = part  # instead of a second copy
         self._sent += 1
 
     def before_pass(self, is_last: bool) -> None:

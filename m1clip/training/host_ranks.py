@@ -36,6 +36,7 @@ ALIGNMENT = 64  # bytes; a cache line
 MAX_EVENTS = 4096  # bytes received at a time
 MAX_FILES = 8  # file descriptors received at a time
 CONNECT_SECONDS = 60.0
+PREFIX = "m1clip-ranks-"  # of temporary names
 
 
 class HostRanks:
@@ -52,6 +53,7 @@ class HostRanks:
         # Two areas in turn. A rank that writes to one has seen all others begin the exchange in the
         # other one, so they have read what was in the first.
         self._areas: list[list[Tensor]] = [[], []]
+        self.own_bytes = 0  # allocated by this rank
 
     # Events.
 
@@ -124,13 +126,16 @@ class HostRanks:
                 os.close(file)
         finally:
             os.close(own)
+        self.own_bytes += size
         return mapped
 
     def _area(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """A tensor of each rank, for one exchange."""
         self._areas.reverse()
         size = math.prod(shape) * dtype.itemsize
-        if not self._areas[0] or self._areas[0][0].nbytes < size:
+        old_size = self._areas[0][0].nbytes if self._areas[0] else 0
+        if old_size < max(size, 1):
+            self.own_bytes -= old_size
             self._areas[0] = self.allocate(2 * size)
         return [part[:size].view(dtype).view(shape) for part in self._areas[0]]
 
@@ -138,10 +143,14 @@ class HostRanks:
 
     def gather(self, values: Tensor) -> Tensor:
         """(ranks, ...) from tensors of equal shape."""
+        return torch.stack(self.gather_views(values))
+
+    def gather_views(self, values: Tensor) -> list[Tensor]:
+        """The tensors of all ranks in their memory, valid until the next but one exchange."""
         parts = self._area(values.shape, values.dtype)
         parts[self.rank].copy_(values)
         self.meet()
-        return torch.stack(parts)
+        return parts
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over all ranks of the part for this rank; all parts have the same shape."""
@@ -216,7 +225,7 @@ class SharedBuckets:
         After `finish` they are the sums.
         """
         flat = self.buckets[number][self.host.rank]
-        torch.cat(gradients, out=flat)
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
         self.skip(number)
         return flat
 
@@ -263,7 +272,7 @@ def connect_host(
 
     None on all ranks if one of them cannot.
     """
-    folder = Path(tempfile.mkdtemp(prefix="m1clip-"))  # only this user can connect
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can connect
     peers: dict[int, socket.socket] = {}
     problem = ""
     try:
@@ -311,9 +320,9 @@ def _connect_pairs(
 def _anonymous_file(size: int) -> int:
     """The descriptor of a file in memory that no folder lists."""
     if hasattr(os, "memfd_create"):  # Linux
-        descriptor = os.memfd_create("m1clip")
+        descriptor = os.memfd_create(PREFIX)
     else:
-        descriptor, path = tempfile.mkstemp(prefix="m1clip-")
+        descriptor, path = tempfile.mkstemp(prefix=PREFIX)
         Path(path).unlink()
     os.ftruncate(descriptor, size)
     return descriptor

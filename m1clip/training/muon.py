@@ -171,10 +171,10 @@ class Muon(SkippableOptimizer):
             add(range(len(weights)), self._scatter_rows(ranks, updates_by_index, parts, shapes))
             return
         sizes = [sum(math.prod(shapes[index]) for index in part) for part in parts]
-        flat = torch.zeros(max(sizes), dtype=self.dtype, device=weights[0].device)
+        flat = torch.empty(max(sizes), dtype=self.dtype, device=weights[0].device)
         for view, index in zip(_views(flat, [shapes[index] for index in own]), own, strict=True):
             view.copy_(updates_by_index[index])
-        for part, received in zip(parts, ranks.gather(flat), strict=True):
+        for part, received in zip(parts, ranks.gather_views(flat), strict=True):
             add(part, _views(received, [shapes[index] for index in part]))
 
     def _gather_matrices(

@@ -240,7 +240,11 @@ def make_oom_handler(inputs: RunInputs, micro_batch: int, report: Report) -> OOM
     train, device = inputs.config.train, inputs.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if device.kind == "cpu":
-        return OOMHandler(micro_batch, own_bytes, limit or memory_limit(), report)
+
+        def used_bytes() -> int:
+            return own_bytes() + inputs.ranks.shared_bytes
+
+        return OOMHandler(micro_batch, used_bytes, limit or memory_limit(), report)
     total = float(device.total_bytes()) if device.kind in ("mps", "mlx") else None
     return OOMHandler(micro_batch, device.memory_bytes, limit or total, report)
 

@@ -292,10 +292,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
         """When other buckets of gradients are being exchanged."""
         late.remove()
         assert step.parts.world.exchange is not None
-        results["sent"] = (
-            step.parts.world.exchange._sent,
-            len(step.parts.world.exchange.buckets),
-        )
+        results["sent"] = (step.parts.world.exchange._sent, len(step.parts.world.exchange.buckets))
         if ranks.rank == 1:
             raise MemoryError
 
