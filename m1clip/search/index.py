@@ -435,8 +435,10 @@ def _choose_model(
 
 
 def _use_model(db: sqlite3.Connection, set_id: int) -> None:
-    """Search with this model by default."""
-    db.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), set_id))
+    """Search with this model by default, although the clock was set back meanwhile."""
+    last = "SELECT max(used) FROM models WHERE typeof(used) = 'real' AND id != ?2"
+    latest = f"max(?1, ifnull(({last}), 0) + 1)"
+    db.execute(f"UPDATE models SET used = {latest} WHERE id = ?2", (time.time(), set_id))
 
 
 # Files

@@ -336,7 +336,8 @@ class Index:
             row = db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
         try:
             done, total, at = str(row[0]).split() if row else ("0", "0", "0")
-            running = done != total and time.time() - float(at) < INDEXER_SECONDS
+            # The clock may have been set back since: news of the future are old ones.
+            running = done != total and abs(time.time() - float(at)) < INDEXER_SECONDS
             return (int(done), int(total)) if running else None
         except ValueError:  # not written by m1clip
             return None

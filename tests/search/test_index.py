@@ -165,6 +165,20 @@ def test_each_model_has_its_own_vectors(model: Path, tmp_path: Path) -> None:
         m1clip.Index(photos, tmp_path)
 
 
+def test_last_model_is_searched_although_the_clock_was_set_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, other = make_photos(tmp_path / "photos", 4), save_model(tmp_path / "other", 24)
+    update_index(photos, model)
+    now = time.time
+    for hours, path, dim in ((1, other, 24), (2, model, 16), (3, other, 24)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now() - 3600 * hours)
+        update_index(photos, path)
+        assert m1clip.Index(photos).dim == dim
+        assert update_index(photos).added == 0, "without a model: the last one"
+        assert m1clip.Index(photos).dim == dim
+
+
 def test_model_for_later_is_searched_once_all_images_have_its_vectors(
     model: Path, tmp_path: Path
 ) -> None:

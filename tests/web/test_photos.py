@@ -609,6 +609,22 @@ def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
     update_index(library)
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_killed_indexer_is_not_running_although_the_clock_was_set(
+    hours: int, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update_index(library)
+    index, now = Index(library), time.time
+    note = f"3 10 {now():.0f}"  # of an indexer that did not end
+    with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / "index.sqlite")) as db, db:
+        db.execute("INSERT OR REPLACE INTO about VALUES ('progress', ?)", (note,))
+    assert index.progress() == (3, 10)
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    assert index.progress() is None
+    monkeypatch.undo()
+    update_index(library)
+
+
 async def client(port: int, deadline: float, random: Random, answered: list[int]) -> None:
     """One of many clients until a deadline: searches, photos, wrong bytes, and connections that send nothing."""
     kinds = {
