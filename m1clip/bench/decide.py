@@ -54,7 +54,7 @@ class PresetBench:
             memory=self._memory,
             fits_one_gpu=self._fits_one_gpu,
             readable_images=lambda config: self.images,
-            steps_in_time=_reject_minutes,
+            steps_in_time=reject_minutes,
         )
         return Machine(self.facts, measurements, self.ranks, check_compile=check_compile)
 
@@ -81,7 +81,7 @@ class PresetBench:
         return fits_one_gpu(config, ModelInit(shape), self.facts, self._device(config), rows)
 
 
-def _reject_minutes(config: Config) -> Length:
+def reject_minutes(config: Config) -> Length:
     raise UserError(
         "--minutes: the number of steps is measured on your images, so name them: m1clip plan"
         " photos --minutes 10; or use --epochs or --steps"

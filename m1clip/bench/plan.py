@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m1clip import console
-from m1clip.bench.decide import PresetBench
+from m1clip.bench.decide import PresetBench, reject_minutes
 from m1clip.bench.steps import (
     ASSUMED_GEMM_FRACTION,
     Configuration,
@@ -50,8 +50,10 @@ def make_plan(
     for option, value, minimum in (("images", images, 2), ("ranks", ranks, 1)):
         if value is not None and not value >= minimum:
             raise UserError(f"--{option} must be at least {minimum:g}, not {value:g}")
-    train_config = Settings(options).config.train  # an error for a value that train would reject
-    connected = connect(train_config.device)
+    config = Settings(options).config  # an error for a value that train would reject
+    if config.train.minutes is not None:
+        reject_minutes(config)  # before anything is measured
+    connected = connect(config.train.device)
     count = _rank_count(ranks, connected.size, bandwidth)
     facts = read_machine_info()
     process_bytes(facts)  # before measurements, which add to the memory of this process
