@@ -26,7 +26,7 @@ from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.decoding import LazyImages
 from m1clip.data.failures import Failure
 from m1clip.data.images import FileImage, decode
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches, pairs_stay_together
 from m1clip.data.types import Sample, sample_ids_of
 from m1clip.text.base import LENGTH_MULTIPLE
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
@@ -185,14 +185,14 @@ def test_error_in_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> None:
     assert "in piece" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
 def test_killed_worker_is_restarted_and_the_batches_are_the_same(
-    method: str, tmp_path: Path
+    method: str, workers: int, tmp_path: Path
 ) -> None:
     data, warnings, batches_seen = training_set(), list[str](), list[Batch]()
     data.images = mapped(data.images, tmp_path)
     others = set(multiprocessing.active_children())  # of earlier tests
-    for batch in batches(data, 0, 9, 2, method, False, warnings.append):
+    for batch in batches(data, 0, 9, workers, method, False, warnings.append):
         batches_seen.append(batch)
         if len(batches_seen) == 3:
             victim = next(
@@ -207,6 +207,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(
     assert set(multiprocessing.active_children()) <= others
 
 
+@pytest.mark.filterwarnings("error")  # of torch, if a tensor were allocated in another shape
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["sorted", "full length", "features"])
 def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
@@ -220,6 +221,18 @@ def test_joined_pieces_are_the_batch(count: int, kind: str) -> None:
     expected = data[2].tensors()
     assert joined.tensors().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in joined.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "together"),
+    [(7, 1, True), (8, 2, True), (6, 2, False), (12, 3, True), (9, 3, False), (20, 4, False)],
+)
+def test_pairs_of_cutmix_are_on_one_rank(batch: int, ranks: int, together: bool) -> None:
+    """A pair is two images from an even row on: each rank's part must begin at one."""
+    parts = [BatchPlan(100, batch, 0, part=(rank, ranks)).members(0)[1] for rank in range(ranks)]
+    begins = [sum(map(len, parts[:rank])) for rank in range(ranks)]
+    assert all(begin % 2 == 0 for begin in begins) == together
+    assert pairs_stay_together(batch, ranks) == together
 
 
 class RecordedImages(LazyImages):

@@ -14,6 +14,7 @@ import torch
 from small_run import (
     assert_same_bits,
     before_each_step,
+    prepared,
     resume_quietly,
     run_small,
     small_config,
@@ -143,12 +144,12 @@ class Log:
 
 
 def checker(state: TrainState | None = None) -> tuple[RunContext, Log]:
-    """A run with a fake model, in which sample 7 has non-finite features."""
-    batch = SimpleNamespace(sample_ids=torch.tensor([7]))
-    samples = [SimpleNamespace(id=f"image {number}") for number in range(20)]
+    """A run with a fake model, in which the sample of step n, n + 5, has non-finite features."""
+    batches = [SimpleNamespace(sample_ids=torch.tensor([number + 6])) for number in range(20)]
+    samples = [SimpleNamespace(id=f"image {number}") for number in range(40)]
     config = small_config()
     spec = SimpleNamespace(config=config, plan=step_plan(config.train))
-    training = Batches([batch] * 20)
+    training = Batches(batches)
     inputs = SimpleNamespace(spec=spec, config=config, device=SimpleNamespace(kind="cpu"), precision="bf16",
                             splits={"train": SimpleNamespace(samples=samples)}, training=training,
                             ranks=Ranks())  # fmt: skip
@@ -177,17 +178,40 @@ def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(
     assert run.state.skipped == 1
     assert [line["step"] for line in log.records if line["event"] == "update skipped"] == [2, 3, 5]
     assert log.records[0]["samples"] == ["image 2", "image 7"]
-    assert log.records[0]["suspects"] == ["image 7"]
+    assert [line["suspects"] for line in log.records] == [["image 7"], [], ["image 10"]]
+    assert {line["reason"] for line in log.records} == {"the loss is not finite"}
     assert len(warnings) == 2
-    assert "samples with non-finite features: image 7" in warnings[0]
+    assert "step 2: the loss is not finite" in warnings[0]
+    assert "samples with non-finite features: image 7 (" in warnings[0]
     feed(run, [NAN], first=6)
     with pytest.raises(Rollback):
         feed(run, [NAN], first=7)
 
 
+@pytest.mark.parametrize(
+    ("samples", "shown"),
+    [
+        ([1, 2, 3], "the batch contained: image 1, image 2, image 3 ("),
+        ([1, 2, 3, 4, 5], "the batch contained: image 1, image 2, image 3 and 2 more ("),
+    ],
+)
+def test_gradient_that_is_not_finite_counts_in_bf16_and_some_samples_are_shown(
+    samples: list[int], shown: str
+) -> None:
+    run, log = checker()
+    run.train_step.parts.encoder.nonfinite_rows = lambda batch: []  # type: ignore[method-assign]
+    run.checks.record(1, torch.tensor(samples), torch.tensor(1.0), torch.tensor(math.inf))
+    with console.record_warnings() as warnings:
+        assert run.checks.read(run) == 1
+    (record,) = log.records
+    assert record["reason"] == "the gradient is not finite"
+    assert len(record["samples"]) == len(samples), "the log has all"
+    assert shown in warnings[0]
+
+
 def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
-    scales = [512.0]
+    scales = [2.0]
     run, log = checker()
     run.train_step.parts.update.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
     with console.record_warnings() as warnings:
@@ -236,6 +260,19 @@ def test_loss_that_stays_high_is_reported_once() -> None:
     assert reports[2] == pytest.approx(3.2)
     falling = SpikeDetector()
     assert not any(falling.add(5.0 - 0.05 * step) for step in range(80))
+
+
+@pytest.mark.parametrize(
+    ("usual_losses", "loss", "is_reported"),
+    [(16, 3.25, True), (16, 3.23, False), (15, 3.25, False)],
+)
+def test_equal_losses_count_as_varying_by_one_percent(
+    usual_losses: int, loss: float, is_reported: bool
+) -> None:
+    """8 deviations of at least 1% above the median, which needs 16 losses."""
+    spikes = SpikeDetector()
+    assert not any(spikes.add(3.0) for _ in range(usual_losses))
+    assert [spikes.add(loss) for _ in range(3)] == [None, None, 3.0 if is_reported else None]
 
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
@@ -350,6 +387,19 @@ def test_run_without_a_checkpoint_rolls_back_to_its_start(
     assert back["back_to"] == 0
 
 
+def test_rollback_to_the_start_forgets_the_moments(tmp_path: Path) -> None:
+    inputs = prepared(small_config())
+    update = inputs.make_step()
+    before = everything(update)
+    for step in range(2):
+        update.run(inputs.training[step], step)
+    log = RunLog(tmp_path)
+    state = roll_back(RunContext(inputs, update, tmp_path, log, state=TrainState(step=2)))
+    log.close()
+    assert (state.step, state.lr_factor) == (0, 0.5)
+    assert_same_bits(everything(update), before)
+
+
 def test_run_stops_with_a_diagnosis_after_the_last_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,4 +414,6 @@ def test_run_stops_with_a_diagnosis_after_the_last_rollback(
     ):
         train_config(small_config(changes), tmp_path / "run")
     assert len(events(tmp_path / "run", "rolled back")) == 3
+    (diverged,) = events(tmp_path / "run", "diverged")
+    assert (diverged["step"], diverged["rollbacks"]) == (7, 3)
     assert "learning rate is now 0.125 times the configured one" in output.getvalue()
