@@ -31,7 +31,21 @@ from fake_server import completion
 from m1clip.bench import compare
 from m1clip.bench.compare import configurations
 from m1clip.cli.main import app, main
+from m1clip.model.presets import PRESETS, with_fields
 from m1clip.training import learning_curve
+
+# Steps of the complete model would take most of the time. Here, since the processes of a comparison
+# import this module too.
+PRESETS["tiny"] = with_fields(
+    PRESETS["tiny"],
+    image_size=32,
+    vision_width=32,
+    vision_layers=1,
+    vision_heads=1,
+    text_width=32,
+    text_layers=1,
+    text_heads=1,
+)
 
 SMALL = (
     "--recipe scratch --model tiny --image-size 32 --vision-width 32 --vision-layers 1 "

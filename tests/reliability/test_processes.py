@@ -18,7 +18,6 @@ import pytest
 from small_run import (
     TIMEOUT,
     Command,
-    command,
     environment,
     hold_at,
     run_small,
@@ -57,15 +56,8 @@ def steps(run: Path) -> list[int]:
 
 
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
-    reference = command(
-        "train",
-        *small_arguments({**ENDLESS, "train.steps": 60}),
-        "--out",
-        "reference",
-        cwd=tmp_path,
-    )
-    assert reference.returncode == 0, reference.stderr
-    process = start(tmp_path, partial(hold_at, 8, tmp_path / "go"), steps=60)
+    run_small(tmp_path / "reference", {**ENDLESS, "train.steps": 16, "data.workers": 0})
+    process = start(tmp_path, partial(hold_at, 8, tmp_path / "go"), steps=16)
     psutil.Process(process.pid).children()[0].kill()
     (tmp_path / "go").touch()
     assert process.wait() == 0, process.read()
@@ -138,10 +130,19 @@ def test_closed_terminal_saves_the_run_while_it_waits_for_data(tmp_path: Path) -
     assert f"stopped at step {stopped['step']}; continue with: m1clip train --resume run" in output
 
 
+def ignore_hangup_and_hold(step: int, file: Path) -> None:
+    """In the training process: as `nohup` starts it, and wait before a step."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hold_at(step, file)
+
+
 def test_nohup_run_ignores_the_closed_terminal(tmp_path: Path) -> None:
-    process = start(tmp_path, partial(signal.signal, signal.SIGHUP, signal.SIG_IGN), steps=100)
+    held = partial(ignore_hangup_and_hold, 8, tmp_path / "go")
+    process = start(tmp_path, held, steps=12)
     process.send_signal(signal.SIGHUP, group=True)
+    (tmp_path / "go").touch()
     assert (process.wait(), process.read()[1]) == (0, "")
+    assert kinds(tmp_path / "run")[-1] == "end"
 
 
 @pytest.mark.parametrize("output", ["| head -1", "> /dev/full", ">&-"])

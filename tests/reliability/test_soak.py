@@ -178,7 +178,7 @@ def test_growth_is_found_under_noise_and_a_single_jump_is_ignored() -> None:
 
 @pytest.mark.slow
 def test_short_soak_leaves_no_files_or_threads_open(tmp_path: Path) -> None:
-    run, samples = soak(tmp_path, seconds=6, every=0.2)
+    run, samples = soak(tmp_path, seconds=3, every=0.1)
     assert missing(run) == []
     for (name, figure), values in samples.items():  # memory is still warming up
         assert figure not in ("fds", "threads") or growth(values) <= ALLOWED[figure], name
