@@ -293,13 +293,17 @@ def compare(
         record |= input_differences(folder, (first, last), splits[0], texts)
     if runtime.graph is not None:
         record["operator_set"] = operator_set(runtime.graph)
-    # A vocabulary that grew reads words that it did not have differently: compare captions with as
-    # many tokens.
+    # A vocabulary that grew reads words that it did not have differently: captions with as many
+    # tokens must have the same vectors, and the others are reported beside them.
     lengths = [split.captions.lengths[: len(texts)] for split in splits]
     grew = first.tokenizer.vocab_size != last.tokenizer.vocab_size
     cut = grew & (lengths[0] == first.context_length)  # not at the same word
     same = np.flatnonzero((lengths[0] == lengths[1]) & ~cut)
     record["runtimes"][exported] |= vector_differences(before, after, same)
+    others = np.setdiff1d(np.arange(len(texts)), same)
+    if len(others):
+        difference = vector_differences(before, after, others)["text"]
+        record["other_tokens"] = {"captions": len(others), "of": len(texts), **difference}
     if examples.real:
         record["runtimes"][original] |= recall_changes(before, before)
         record["runtimes"][exported] |= recall_changes(before, after)
@@ -390,6 +394,13 @@ def report_table(record: dict[str, Any]) -> str:
         mean = f"mean difference {number(pixels['mean'])} of 255, largest {pixels['max']}"
         lines.append(
             f"pixels     {mean}: {pixels['images']} images decoded at full size and resized"
+        )
+    if "other_tokens" in record:
+        other = record["other_tokens"]
+        lines.append(
+            f"new words  {other['captions']:,} of {other['of']:,} captions have other tokens with"
+            f" the larger vocabulary: smallest cosine {other['cosine_min']:.4f}, mean"
+            f" {other['cosine_mean']:.4f}; the rows above are of the rest"
         )
     if "operator_set" in record:
         runtime = record["versions"]["onnxruntime"]

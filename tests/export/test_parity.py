@@ -71,6 +71,22 @@ def test_the_report_is_on_the_screen_and_in_the_folder(
         assert words in shown
 
 
+def test_captions_with_words_that_only_the_larger_vocabulary_has_are_reported_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = [f"image number {number} of val" for number in range(8)]
+    tiny_model("clip-bpe-pruned", known).save(tmp_path / "model")
+    data = make_set(tmp_path / "set", train=2, val=8, test=2)
+    words = ("export", tmp_path / "model", "--to", "openclip", "--data", data)
+    assert exit_code(*words, "--out", tmp_path / "out") == 0
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert record["runtimes"]["openclip"]["text"]["cosine_min"] == pytest.approx(1)
+    other = record["other_tokens"]
+    assert (other["captions"], other["of"]) == (8, 16)  # "the 3th of the val images"
+    assert other["cosine_min"] <= other["cosine_mean"] < 0.9999
+    assert "8 of 16 captions have other tokens" in capsys.readouterr().out
+
+
 def noisy(features: SplitFeatures, noise: float) -> SplitFeatures:
     image = features.image + noise * np.random.default_rng(7).normal(size=features.image.shape)
     return features._replace(image=units(image))
