@@ -1,4 +1,4 @@
-// Vectors of images and texts with the two packages of `m1clip export RUN --to coreml`, and search.
+// Vectors of images and texts with the two packages of `m1clip export RUN --to coreml`.
 import CoreGraphics
 import CoreML
 import CoreVideo
@@ -57,15 +57,6 @@ final class ClipModel {
         return (0..<vector.count).map { vector[$0].floatValue }
     }
 
-    /// Where the complete image is drawn so that the square shows what the model was trained on.
-    static func placement(width: Int, height: Int, side: Int, resize: String) -> CGRect {
-        if resize.hasPrefix("squash") { return CGRect(x: 0, y: 0, width: side, height: side) }
-        let shorter = min(width, height)
-        let wide = width == shorter ? side : side * width / shorter
-        let high = height == shorter ? side : side * height / shorter
-        return CGRect(x: -((wide - side) / 2), y: -((high - side) / 2), width: wide, height: high)
-    }
-
     private func pixelBuffer(of image: CGImage) throws -> CVPixelBuffer {
         let side = settings.image.image_size
         var created: CVPixelBuffer?
@@ -82,20 +73,9 @@ final class ClipModel {
                     | CGBitmapInfo.byteOrder32Little.rawValue)
         else { throw ClipError.damaged("no bitmap for an image") }
         context.interpolationQuality = settings.image.resize.hasSuffix("bilinear") ? .medium : .high
-        let place = ClipModel.placement(
+        let place = placement(
             width: image.width, height: image.height, side: side, resize: settings.image.resize)
         context.draw(image, in: place)
         return buffer
     }
-}
-
-/// Vectors have length 1: the cosine is the sum of products.
-func cosine(_ one: [Float], _ other: [Float]) -> Float {
-    zip(one, other).map(*).reduce(0, +)
-}
-
-/// The places of the nearest vectors, the nearest first.
-func nearest(_ query: [Float], in vectors: [[Float]], count: Int) -> [(place: Int, cosine: Float)] {
-    let scores = vectors.enumerated().map { (place: $0, cosine: cosine(query, $1)) }
-    return Array(scores.sorted { $0.cosine > $1.cosine }.prefix(count))
 }

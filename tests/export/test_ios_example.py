@@ -12,11 +12,12 @@ import shutil
 import subprocess
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from PIL import Image
 
-from m1clip.data.images import Preprocess
+from m1clip.data.images import Preprocess, to_square
 from m1clip.export import coreml
 from m1clip.text import bpe
 from m1clip.text.tokenizers import CharTokenizer, Tokenizer, wordpiece_tokenizer
@@ -24,11 +25,19 @@ from m1clip.text.tokenizers import CharTokenizer, Tokenizer, wordpiece_tokenizer
 FOLDER = Path(__file__).parents[2] / "examples" / "ios"
 TOKENIZER = (FOLDER / "Tokenizer.swift").read_text(encoding="utf-8")
 MODEL = (FOLDER / "ClipModel.swift").read_text(encoding="utf-8")
+SEARCH = (FOLDER / "Search.swift").read_text(encoding="utf-8")
 SWIFTC = shutil.which(os.environ.get("SWIFTC", "swiftc"))
-# Prints the ids of texts: tokenizer.json, a list of texts, and the length are its arguments.
+# Prints the ids of texts: tokenizer.json, a list of texts, and the length are its arguments; or the
+# placement of an image: its width and height, the side of the square, and the rule.
 MAIN = """
 import Foundation
 let words = CommandLine.arguments
+if words.count == 6 {
+    let place = placement(
+        width: Int(words[2])!, height: Int(words[3])!, side: Int(words[4])!, resize: words[5])
+    print(place.minX, place.minY, place.width, place.height)
+    exit(0)
+}
 let tokenizer = try Tokenizer(contentsOf: URL(fileURLWithPath: words[1]))
 let json = try Data(contentsOf: URL(fileURLWithPath: words[2]))
 let texts = try JSONSerialization.jsonObject(with: json) as! [String]
@@ -116,7 +125,8 @@ def test_every_resize_rule_is_known_to_the_code() -> None:
     endings = {rule.split("-")[1] for rule in rules if "-" in rule}
     assert beginnings == {"squash", "shortest"}
     assert endings <= {"floor", "bilinear"}
-    assert 'resize.hasPrefix("squash")' in MODEL
+    assert 'resize.hasPrefix("squash")' in SEARCH
+    assert 'resize.contains("-floor")' in SEARCH
     assert 'resize.hasSuffix("bilinear")' in MODEL
 
 
@@ -147,9 +157,40 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no Swift compiler")
     folder = tmp_path_factory.mktemp("swift")
     (folder / "main.swift").write_text(MAIN, encoding="utf-8")
-    command = [SWIFTC, str(FOLDER / "Tokenizer.swift"), "main.swift", "-o", "tokenize"]
+    command = [
+        SWIFTC,
+        *map(str, sorted(FOLDER.glob("[ST]*.swift"))),
+        "main.swift",
+        "-o",
+        "tokenize",
+    ]
     subprocess.run(command, cwd=folder, check=True)
     return folder / "tokenize"
+
+
+@pytest.mark.parametrize("resize", sorted(get_args(get_type_hints(Preprocess)["resize"])))
+@pytest.mark.parametrize("size", [(31, 20), (20, 31), (32, 27), (27, 34), (20, 20), (1999, 1000)])
+def test_swift_shows_the_part_of_an_image_that_python_shows(
+    size: tuple[int, int], resize: str, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = 20
+    calls: dict[str, tuple[int, ...]] = {}
+    for method in ("resize", "crop"):
+        original = getattr(Image.Image, method)
+
+        def record(
+            image: Any, box: Any, *args: Any, _of: Any = original, _name: str = method
+        ) -> Any:
+            calls[_name] = box
+            return _of(image, box, *args)
+
+        monkeypatch.setattr(Image.Image, method, record)
+    to_square(Image.new("RGB", size), side, resize)
+    wide, high = calls.get("resize", (side, side))
+    left, top, *_ = calls.get("crop", (0, 0))
+    words = [program, "place", *map(str, (*size, side)), resize]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert [float(word) for word in done.stdout.split()] == [-left, top - (high - side), wide, high]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
