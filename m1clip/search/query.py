@@ -888,11 +888,14 @@ def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStat
     """(n,) how far scores are above those of everyday words, in standard deviations of these.
 
     `reference` has the vectors of the words. A mean and spread of the query's own scores would hide
-    matching images: both are larger if the library has many.
+    matching images: both are larger if the library has many. The spread is that over the images;
+    where they are too few or too similar to show it, that over the words.
     """
     mean, covariance = library_stats
-    variance = np.einsum("wd,de,we->w", reference, covariance, reference).mean()
-    return np.asarray((scores - (reference @ mean).mean()) / max(float(np.sqrt(variance)), 1e-6))
+    of_words = reference @ mean
+    over_images = np.einsum("wd,de,we->w", reference, covariance, reference).mean()
+    spread = float(np.sqrt(max(over_images, of_words.var())))
+    return np.asarray((scores - of_words.mean()) / max(spread, 1e-6))
 
 
 def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHTS) -> np.ndarray:

@@ -296,7 +296,7 @@ def test_command_line(
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 def test_probability_depends_on_the_zscore_only(count: int, scale: float) -> None:
     rng = np.random.default_rng(0)
-    images = scale * rng.normal(size=(50, 8)).repeat(count // 50, axis=0) + 3.0
+    images = scale * rng.normal(size=(50, 8)).repeat(count // 50, axis=0)
     words = rng.normal(size=(5, 8))
     library_stats = images.mean(axis=0), np.cov(images.T, bias=True)
     of_words = images @ words.T
@@ -307,6 +307,15 @@ def test_probability_depends_on_the_zscore_only(count: int, scale: float) -> Non
     chance = probabilities(zscores)
     assert (np.diff(chance) > 0).all()
     assert chance[0] < 0.05 < CUTOFF < chance[3]
+
+
+def test_one_image_is_compared_with_the_spread_of_the_words() -> None:
+    rng = np.random.default_rng(0)
+    image, *words = rng.normal(size=(11, 16)) / 4
+    stats = image, np.zeros((16, 16))
+    of_words = np.stack(words) @ image
+    scores = of_words.mean() + of_words.std() * np.array([-2.0, 0.0, 2.0])
+    np.testing.assert_allclose(zscore(scores, np.stack(words), stats), [-2, 0, 2])
 
 
 def test_many_matching_images_do_not_hide_each_other() -> None:
