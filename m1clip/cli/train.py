@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -184,6 +185,7 @@ def _train(
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped
 
+    gc.freeze()  # what was imported stays: each collection would search it for 0.1 s
     try:
         if resume is not None:
             result = runs.resume(resume, **settings)

@@ -38,7 +38,7 @@ from m1clip.hardware.device import (
     rules,
 )
 from m1clip.hardware.machine_info import MachineInfo
-from m1clip.hardware.memory import map_large_blocks, return_freed_memory
+from m1clip.hardware.memory import keep_freed_memory, map_large_blocks, return_freed_memory
 from m1clip.hardware.timing import Load, timing
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.training.compose import TrainStep, compose_step
@@ -307,6 +307,7 @@ def measure(
         calls = {
             option: functools.partial(_timed_step, step, work) for option, step in steps.items()
         }
+        keep_freed_memory()  # as in a run after its first step: all block sizes were allocated once
         rounds = time_rounds(calls, reference_option, limit - (time.perf_counter() - begin), load)
         results |= {
             option: dataclasses.replace(results[option], seconds=tuple(seconds))
