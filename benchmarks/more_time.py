@@ -70,6 +70,9 @@ def mix(part: float) -> tuple[str, ...]:
     return ("--cutmix", f"{part:g}")
 
 
+CONSTANT = ("--mild-after", "0")
+HARD = ("--label-smoothing", "0")
+NEITHER = (*CONSTANT, *HARD)
 LADDER = (60, 30, 20, 15, 10, 5)
 JOBS = {
     "rule": [Job(minutes, seed) for seed in (0, 1) for minutes in LADDER],
@@ -82,12 +85,16 @@ JOBS = {
         *(Job(20, seed, 0, mix(0)) for seed in (0, 1)),
         *(Job(30, seed, 0, mix(1)) for seed in (0, 1)),
     ],
-    # Best on validation of models with mirror images, and what three models side by side gain.
-    "mirror": [
+    # Label smoothing and milder augmentation at the end (both: the default), alone and without.
+    "changes": [
         *(Job(60, seed, members=2) for seed in (0, 1, 2)),
-        Job(60, members=3),
-        *(Job(10, seed) for seed in (0, 1, 2, 3, 4)),
+        Job(60, 0, 0, NEITHER, members=2),
         *(Job(30, seed) for seed in (0, 1)),
+        *(Job(10, seed) for seed in (0, 1, 2, 3)),
+        *(Job(10, seed, 0, CONSTANT) for seed in (0, 1, 2)),
+        *(Job(10, seed, 0, NEITHER) for seed in (0, 1, 2)),
+        *(Job(10, seed, 0, HARD) for seed in (0, 1, 2)),
+        *(Job(minutes, seed) for seed in (0, 1) for minutes in (5, 2)),
     ],
     "test": [
         *(Job(60, seed, members=2) for seed in (0, 1, 2)),

@@ -537,7 +537,9 @@ class Trainer:
             own = list(self.average.parameters())
             if self.job.average_end:
                 weight = self.average_weights.index_select(0, self.step_index.view(1))[0]
-                torch._foreach_lerp_(own, weights, weight)
+                steps = torch._foreach_sub(weights, own)  # a lerp by a tensor cannot be captured
+                torch._foreach_mul_(steps, weight)
+                torch._foreach_add_(own, steps)
             else:
                 torch._foreach_lerp_(own, weights, 1 - (self.job.ema or 0.998))
         self.step_index += 1

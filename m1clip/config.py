@@ -209,6 +209,11 @@ class DataConfig(Section):
         "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, "
         "--tokenizer char and --init."
     )
+    mild_after: Annotated[int | None, Range(0)] = None
+    (
+        "From this step on, augment less: complete captions, crops of at least 0.8, no CutMix; 0: "
+        "never. Default: after four fifths of the steps from random weights."
+    )
     cutmix: Fraction | None = None
     (
         "Probability that a training image gets a box of another one (CutMix), up to half of its area. "
@@ -295,6 +300,8 @@ class TrainConfig(Section):
     )
     loss: LossName = DEFAULT_LOSS
     "How images and captions are compared."
+    label_smoothing: Annotated[float | None, Range(0, 1, below=True)] = None
+    "Part of the target of each image and caption that is spread over all pairs of the batch."
     text_contrast: NotNegative | None = None
     (
         "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, "

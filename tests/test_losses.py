@@ -52,6 +52,7 @@ NEW_LOSSES = {
     "decoupled": Loss("without positives below", decoupled_rows, own_captions),
     "hinge": Loss("of each row", hinge_rows, same_image_or_caption),
     "squared": Loss("of each pair", squared_rows, own_captions, pairwise=True, needs_bias=True),
+    "smoothed": LOSSES["multi-positive"].smoothed(0.1),
 }
 ALL = slice(None)
 NO_IDS = Ids(*(torch.empty(0, dtype=torch.int64) for _ in range(3)))
@@ -483,9 +484,17 @@ def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 FUSED = [name for name, loss in LOSSES.items() if loss.fused is not None]
 
 
-@given(st.sampled_from(FUSED), st.integers(0, 999), st.sampled_from([1.0, 14.3, 74.0, 76.0, 100.0]))
-def test_fused_loss_matches_its_row_term(name: str, seed: int, scale: float) -> None:
+@given(
+    st.sampled_from(FUSED),
+    st.integers(0, 999),
+    st.sampled_from([1.0, 14.3, 74.0, 76.0, 100.0]),
+    st.sampled_from([0.0, 0.1, 0.9]),
+)
+def test_fused_loss_matches_its_row_term(
+    name: str, seed: int, scale: float, smoothing: float
+) -> None:
     torch.manual_seed(seed)
+    objective = LOSSES[name].smoothed(smoothing)
     n, m = 1 + seed % 7, 8 + seed % 5
     image, text = (F.normalize(torch.randn(k, 5, dtype=torch.double), dim=1) for k in (n, m))
     ids = Ids(torch.randint(0, 5, (n,)), torch.randint(0, 9, (m,)), torch.arange(m) % n)
@@ -493,10 +502,20 @@ def test_fused_loss_matches_its_row_term(name: str, seed: int, scale: float) -> 
     for fused_form in (True, False):
         scale_leaf = torch.tensor(scale, dtype=torch.double, requires_grad=True)
         f = Features(image, text, scale_leaf, None)
-        loss, gradients = RunLoss(LOSSES[name], fused=fused_form).loss_and_grads(f, ids)
+        loss, gradients = RunLoss(objective, fused=fused_form).loss_and_grads(f, ids)
         results.append([loss, *gradients, scale_leaf.grad])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
+
+
+def test_label_smoothing_is_that_of_torch() -> None:
+    f = features(6, scale=9.0)
+    ids = Ids(*(torch.arange(6) for _ in range(3)))
+    logits = (f.scale * f.image @ f.text.T).detach()
+    both = [F.cross_entropy(x, torch.arange(6), label_smoothing=0.2) for x in (logits, logits.T)]
+    for fused_form in (True, False):
+        loss = RunLoss(LOSSES["infonce"].smoothed(0.2), fused=fused_form).value(f, ids)
+        torch.testing.assert_close(loss.detach(), sum(both) / 2)
 
 
 @given(st.data())

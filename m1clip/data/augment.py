@@ -4,9 +4,11 @@ Cropping, resizing (antialiased) and flipping are linear in the pixels and separ
 is two small batched matrix products, with one matrix per sample.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from m1clip.data.images import Preprocess
 from m1clip.losses.positives import partners
 
 MAX_BOX_AREA = 0.5  # of a box of another image
+MILD_CROP_MIN = 0.8  # minimum area fraction of a crop in the last steps
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Augmentation:
     patch_dropout: float = 0.0  # fraction of patches dropped
     word_dropout: float = 0.0  # fraction of caption tokens dropped
     cutmix: float = 0.0  # probability that an image gets a box of its partner in the batch
+
+    def milder(self) -> Augmentation:
+        """The augmentation of the last steps: more like what the model will be used with."""
+        crop_min = max(self.crop_min, MILD_CROP_MIN)
+        return replace(self, crop_min=crop_min, word_dropout=0.0, cutmix=0.0)
 
 
 def draw_views(

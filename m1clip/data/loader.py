@@ -189,6 +189,7 @@ class TrainingSet:
     identity: np.ndarray | None = None  # the id of each sample; copies of one image share an id
     captions_per_image: int = 1  # in a batch
     patches: int = 0  # that the image tower cuts an image into
+    mild_after: int = 0  # from this step on, the augmentation is milder; 0: never
     report: Callable[[tuple[Failure, ...]], None] | None = None  # gets the failures of each batch
 
     def __getitem__(self, step: int) -> Batch:
@@ -199,15 +200,18 @@ class TrainingSet:
         full length.
         """
         epoch, members = self.plan.members(step)
+        augmentation = self.augmentation_at(step)
         first, last = (len(members) * bound // pieces for bound in (number, number + 1))
-        members, fields = self._images(epoch, members[first:last])
+        members, fields = self._images(epoch, members[first:last], augmentation)
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
         captions, rows = self.captions.of(members)
         image_index, chosen = captions.pick(rows, draws, self.captions_per_image)
         if captions.features is not None:
             fields["text_features"] = torch.from_numpy(captions.features.read(chosen)).float()
         else:
-            fields["tokens"], fields["lengths"] = self._tokens(epoch, captions, chosen)
+            fields["tokens"], fields["lengths"] = self._tokens(
+                epoch, captions, chosen, augmentation.word_dropout
+            )
         ids = members if self.identity is None else self.identity[members]
         return Batch(
             sample_ids=torch.from_numpy(ids.astype(np.int64)),
@@ -216,7 +220,14 @@ class TrainingSet:
             **fields,
         )
 
-    def _images(self, epoch: int, members: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    def augmentation_at(self, step: int) -> Augmentation:
+        """The augmentation of a step."""
+        is_mild = 0 < self.mild_after <= step
+        return self.augmentation.milder() if is_mild else self.augmentation
+
+    def _images(
+        self, epoch: int, members: np.ndarray, augmentation: Augmentation
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """The images of a batch, where some members may be replaced, and its fields for them."""
         seed, fields = self.plan.seed, dict[str, Any]()
         if self.image_features is not None:
@@ -232,20 +243,19 @@ class TrainingSet:
             assert self.images is not None
             members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
             fields["images"] = torch.as_tensor(pixels)
-        fields["views"] = draw_views(self.augmentation, seed, epoch, members)
-        dropout = self.augmentation.patch_dropout
+        fields["views"] = draw_views(augmentation, seed, epoch, members)
+        dropout = augmentation.patch_dropout
         if self.patches and dropout:
             kept_patches = draw_patches(dropout, self.patches, seed, epoch, members)
             fields["kept_patches"] = torch.from_numpy(kept_patches)
-        if self.augmentation.cutmix:
-            fields["boxes"] = draw_boxes(self.augmentation.cutmix, seed, epoch, members)
+        if self.augmentation.cutmix:  # in all steps or in none: empty boxes at the end
+            fields["boxes"] = draw_boxes(augmentation.cutmix, seed, epoch, members)
         return members, fields
 
     def _tokens(
-        self, epoch: int, table: CaptionTable, chosen: np.ndarray
+        self, epoch: int, table: CaptionTable, chosen: np.ndarray, dropout: float
     ) -> tuple[Tensor, tuple[int, ...]]:
         """(tokens, lengths) of captions after word dropout."""
-        dropout = self.augmentation.word_dropout
         tokens = table.tokens[chosen]
         lengths = table.lengths[chosen]
         context = tokens.shape[1]

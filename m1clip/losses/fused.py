@@ -17,7 +17,9 @@ MAX_SHARED_SCALE = 75.0
 FLAGS_PER_WORD = 8  # bools in an int64
 
 
-def infonce(features: Any, positive: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def infonce(
+    features: Any, positive: Tensor, dtype: torch.dtype | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Compute InfoNCE of `model.clip.Features` (n, d) and (m, d); `positive` may have weights.
 
     Matmuls and exponentials are in `dtype`, by default that of the features; sums are in the dtype
@@ -25,7 +27,30 @@ def infonce(features: Any, positive: Tensor, dtype: torch.dtype | None = None) -
     """
     image, text, scale, _ = features
     loss: Tensor = _FusedInfoNCE.apply(image, text, scale, positive, dtype or image.dtype)
+    if smoothing:
+        loss = loss + smoothing * _lead_of_positives(image, text, scale, positive)
     return loss
+
+
+def _lead_of_positives(image: Tensor, text: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
+    """Return by how much the logits of positives exceed the mean of all, over both directions.
+
+    Label smoothing adds this to the loss: the log-sum-exp of a row does not depend on its target.
+    """
+    rows, columns, target = _positives(positive, scale.dtype)
+    chosen = (image[rows] * text[columns]).sum(dim=1)
+    return scale * (torch.dot(target, chosen) - torch.dot(image.mean(dim=0), text.mean(dim=0)))
+
+
+def _positives(positive: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows and columns of positives, and their targets, both directions together."""
+    n, m = positive.shape
+    rows, columns = true_positions(positive if positive.dtype == torch.bool else positive > 0)
+    weight = positive[rows, columns].to(dtype)
+    per_row = torch.bincount(rows, weight, minlength=n).to(dtype)
+    per_column = torch.bincount(columns, weight, minlength=m).to(dtype)
+    target = weight * (0.5 / (n * per_row[rows]) + 0.5 / (m * per_column[columns]))
+    return rows, columns, target
 
 
 class _FusedInfoNCE(torch.autograd.Function):
@@ -38,12 +63,7 @@ class _FusedInfoNCE(torch.autograd.Function):
             text = text.to(dtype)
             logits = scaled @ text.T
         n, m = positive.shape
-        rows, columns = true_positions(positive if positive.dtype == torch.bool else positive > 0)
-        weight = positive[rows, columns].to(scale.dtype)
-        per_row = torch.bincount(rows, weight, minlength=n).to(scale.dtype)
-        per_column = torch.bincount(columns, weight, minlength=m).to(scale.dtype)
-        # The target of each positive, both directions together.
-        target = weight * (0.5 / (n * per_row[rows]) + 0.5 / (m * per_column[columns]))
+        rows, columns, target = _positives(positive, scale.dtype)
         # The largest float16 is 65,504, the exponential of a logit of 11.
         shared = float(scale) <= MAX_SHARED_SCALE and dtype != torch.float16
         softmax = _softmax_shared if shared else _softmax_by_row

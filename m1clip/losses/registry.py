@@ -10,12 +10,12 @@ The command line reads this module, so it does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # heavy imports
-    import torch
     from torch import Tensor
 
 Array = Any  # a tensor of torch, or an array of MLX
@@ -71,12 +71,12 @@ class Ids(NamedTuple):
 
 # (ops, logits (rows, columns), positive (rows, columns) bool, or targets from 0 to 1 for a loss that
 # takes them) -> the summed loss of the rows
-RowTerm = Callable[[Ops, Array, Array], Array]
+RowTerm = Callable[..., Array]
 # (ids, rows of images, columns of captions) -> (rows, columns) bool: which pairs match
 Positives = Callable[[Ids, slice, slice], "Tensor"]
 # (model.clip.Features of a batch, positive (n, m) bool, dtype of the matmuls) -> the loss of the
 # batch
-FusedLoss = Callable[[Any, "Tensor", "torch.dtype"], "Tensor"]
+FusedLoss = Callable[..., "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ class Imported:
     module: str
     name: str
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call the function."""
-        return getattr(import_module(f"m1clip.losses.{self.module}"), self.name)(*arguments)
+        function = getattr(import_module(f"m1clip.losses.{self.module}"), self.name)
+        return function(*arguments, **options)
 
 
 # Match each image with its own captions only.
@@ -111,9 +112,18 @@ class Loss:
     positives: Positives
     pairwise: bool = False
     needs_bias: bool = False  # the logits include the model's bias
-    takes_targets: bool = False  # numbers from 0 to 1 instead of bools, as CutMix needs
+    # Numbers from 0 to 1 instead of bools, as CutMix needs; such a loss can be smoothed.
+    takes_targets: bool = False
     # An optimization, never needed: the same loss of a batch in one pass, faster on the CPU.
     fused: FusedLoss | None = None
+
+    def smoothed(self, smoothing: float) -> Loss:
+        """The same, with this part of each row's target spread over all columns."""
+        if not smoothing:
+            return self
+        assert self.takes_targets, "resolve.py rejects label smoothing of other losses"
+        fused = None if self.fused is None else partial(self.fused, smoothing=smoothing)
+        return replace(self, row_term=partial(self.row_term, smoothing=smoothing), fused=fused)
 
     def image_rows(self, ops: Ops, logits: Array, positive: Array, n: int, m: int) -> Array:
         """Return what some images contribute to the loss, given their rows of the logits."""
@@ -132,10 +142,14 @@ class Loss:
         return loss + self.caption_rows(ops, logits.T, positive.T, m)
 
 
-def infonce_rows(ops: Ops, logits: Array, positive: Array) -> Array:
-    """Cross-entropy; the target of a row is spread over its positives, by their weights."""
+def infonce_rows(ops: Ops, logits: Array, positive: Array, smoothing: float = 0.0) -> Array:
+    """Cross-entropy; the target of a row is spread over its positives, by their weights.
+
+    A part of it (`smoothing`) is spread over all columns.
+    """
     target = ops.cast(positive, logits)
     target = target / target.sum(axis=1, keepdims=True)
+    target = (1 - smoothing) * target + smoothing / logits.shape[1]
     return -(target * ops.log_softmax(logits)).sum()
 
 

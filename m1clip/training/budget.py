@@ -28,6 +28,8 @@ STRENGTHS = {
     37.0: Strength(crop_min=0.42, word_dropout=0.42, cutmix=0.5),
     74.0: Strength(crop_min=0.35, word_dropout=0.45, cutmix=0.5),
 }
+# The last part of the steps of a run from random weights, in which augmentation is weaker.
+MILD_PART = 0.2
 # Passes over the images, by recipe, after which more time does not give a better model.
 MAX_EPOCHS = {"scratch": 37.0, "frozen": 8.0, "finetune": 20.0}
 MAX_EPOCHS_WITHOUT_CUTMIX = 18.0  # from random weights

@@ -27,6 +27,7 @@ from m1clip.optimizers import OPTIMIZERS
 from m1clip.training.budget import (
     MEMBER_MODEL,
     MILD,
+    MILD_PART,
     Strength,
     augmentation_strength,
     best_members,
@@ -44,6 +45,7 @@ from m1clip.training.transfer import BOTH, Trainable
 from m1clip.training.tuning import ModelSize, Tuning, choose_tuning
 
 TEXT_CONTRAST = 0.5  # docs/recipe.md
+LABEL_SMOOTHING = 0.1  # docs/recipe.md
 MAX_CAPTIONS_PER_IMAGE = 5  # per image and step, by default; docs/recipe.md
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
@@ -191,7 +193,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     _decide_device(draft, machine, measured)
     _grow_batch(draft, settings.config, dataset, model, machine)
     _decide_memory(draft, dataset, machine, measured)
-    open_until_length = (*Strength._fields, "members", "embed_dim")
+    open_until_length = (*Strength._fields, "mild_after", "members", "embed_dim")
     undecided = {name for name in open_until_length if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
     if draft.config.data.crop_min == 1:  # a part of the image would make its caption false
@@ -209,6 +211,8 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
         undecided.discard("cutmix")
     _decide_length(draft, images, machine, undecided)
     _decide_strength(draft, images, model, undecided)
+    if "mild_after" in undecided:
+        _decide_mild_end(draft, model)
     if settings.changed_run is not None:
         console.print(describe_changes(settings.changed_run, draft))
     return RunSpec(DecidedConfig.of(draft.config), draft.chosen_by, measured)
@@ -583,7 +587,26 @@ def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: Mac
     contrast = draft.config.train.text_contrast
     if contrast is None:
         contrast = TEXT_CONTRAST if captions > 1 and not model.is_pretrained else 0.0
-    draft.decide("rule", captions_per_step=captions, text_contrast=contrast)
+    draft.decide(
+        "rule",
+        captions_per_step=captions,
+        text_contrast=contrast,
+        label_smoothing=_label_smoothing(draft.config, model),
+        mild_after=draft.config.data.mild_after or 0,  # until the number of steps is known
+    )
+
+
+def _label_smoothing(config: Config, model: InitialModel) -> float:
+    """Part of the target that is spread over all pairs: of runs from random weights on images."""
+    requested = config.train.label_smoothing
+    loss = config.train.loss
+    can_smooth = LOSSES[loss].takes_targets
+    if requested and not can_smooth:
+        raise UserError(f"--label-smoothing does not work with --loss {loss}: remove one of them")
+    if requested is not None:
+        return requested
+    is_default = can_smooth and not model.is_pretrained and not is_synthetic(config.data)
+    return LABEL_SMOOTHING if is_default else 0.0
 
 
 def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) -> Augmentation:
@@ -820,6 +843,21 @@ def _decide_strength(draft: Draft, images: int, model: InitialModel, undecided: 
             f"--{name.replace('_', '-')} {value:g}" for name, value in changes.items()
         )
         console.print(f"augment    {shown}, because each image is seen {epochs:.0f} times")
+
+
+def _decide_mild_end(draft: Draft, model: InitialModel) -> None:
+    """The step from which a run from random weights is augmented less.
+
+    A number of steps, not a fraction: it stays where it is if the clock of --minutes changes the
+    steps of a run.
+    """
+    config = draft.config
+    augmentation = Augmentation(
+        **{item.name: setting(config, item.name) for item in dataclasses.fields(Augmentation)}
+    )
+    applies = not model.is_pretrained and augmentation != augmentation.milder()
+    steps = config.train.steps or 0
+    draft.decide("rule", mild_after=round((1 - MILD_PART) * steps) if applies else 0)
 
 
 def _steps_of_epochs(epochs: float | None, steps_per_epoch: int) -> Length:

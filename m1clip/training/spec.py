@@ -70,6 +70,7 @@ class DecidedData(DecidedSection, DataConfig):
     color_jitter: float = field()
     patch_dropout: float = field()
     word_dropout: float = field()
+    mild_after: int = field()
     cutmix: float = field()
 
 
@@ -79,6 +80,7 @@ class DecidedTrain(DecidedSection, TrainConfig):
     epochs: None = None
     steps: int = field()
     batch_size: int = field()
+    label_smoothing: float = field()
     text_contrast: float = field()
     device: Kind = field()
     precision: Precision = field()

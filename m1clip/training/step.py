@@ -194,7 +194,8 @@ def make_parts(
     teacher_logits = None if teacher is None else teacher.logits
     contrast = config.train.text_contrast or 0.0
     members = model.config.members
-    loss = RunLoss(LOSSES[config.train.loss], contrast, teacher_logits, members=members)
+    objective = LOSSES[config.train.loss].smoothed(config.train.label_smoothing)
+    loss = RunLoss(objective, contrast, teacher_logits, members=members)
     model.train()
     return StepParts(
         model, encoder, world, loss, update, config, device, capturable, hashed_before_sharding

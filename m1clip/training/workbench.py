@@ -718,6 +718,7 @@ def _training_set(config: DecidedConfig, train: Split, device: Device, patches: 
         identity=sample_ids_of(train.samples) if blocks is None else None,
         captions_per_image=config.data.captions_per_step,
         patches=patches,
+        mild_after=config.data.mild_after,
     )
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from small_run import TIMEOUT, assert_same_batch
 
 from m1clip.data.array_view import ArrayView
-from m1clip.data.augment import Augmentation
+from m1clip.data.augment import Augmentation, box_areas
 from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.decoding import LazyImages
 from m1clip.data.failures import Failure
@@ -405,6 +405,28 @@ def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     assert abs(kept_fraction - 0.7) < 0.03
     rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
     assert len(rows) > 12, "another epoch drops other words"
+
+
+def test_augmentation_is_milder_from_a_step_on() -> None:
+    texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
+    captions = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
+    images = ArrayView(np.zeros((12, 4, 4, 3), np.uint8))
+    strong = Augmentation(crop_min=0.2, flip=0.5, word_dropout=0.3, cutmix=1.0)
+
+    def data(augmentation: Augmentation, mild_after: int) -> TrainingSet:
+        plan = BatchPlan(12, 6, 3)
+        return TrainingSet(images, captions, plan, augmentation, mild_after=mild_after)
+
+    changed, constant = data(strong, 3), data(strong, 0)
+    mild = data(strong.milder(), 0)
+    assert strong.milder() == Augmentation(crop_min=0.8, flip=0.5)
+    for step in range(6):
+        batch, usual, end = changed[step], constant[step], mild[step]
+        expected = end if step >= 3 else usual
+        assert torch.equal(batch.views, expected.views)
+        assert torch.equal(batch.tokens, expected.tokens)
+        assert bool(box_areas(batch.boxes).any()) == (step < 3), "no box of another image"
+        assert not torch.equal(usual.views, end.views)
 
 
 FEATURE_IMAGES, FEATURE_CAPTIONS = 12, 2

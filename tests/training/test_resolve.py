@@ -730,6 +730,34 @@ def test_images_have_mirror_images_where_training_flips_them(
     assert spec.config.model.mirror == mirror
 
 
+@pytest.mark.parametrize(
+    ("options", "mild_after", "smoothing"),
+    [
+        ({}, 400, 0.1),
+        ({"mild_after": 7, "label_smoothing": 0.3}, 7, 0.3),
+        ({"mild_after": 0, "label_smoothing": 0.0}, 0, 0.0),
+        ({"data": ("synthetic",)}, 0, 0.0),
+        ({"loss": "sigmoid"}, 400, 0.0),
+        ({"crop_min": 0.9, "word_dropout": 0.0, "cutmix": 0.0}, 0, 0.1),
+        ({"recipe": "frozen"}, 0, 0.0),
+        ({"init": "runs/x", "recipe": "finetune"}, 0, 0.0),
+    ],
+)
+def test_runs_from_random_weights_are_smoothed_and_end_with_less_augmentation(
+    options: dict[str, Any], mild_after: int, smoothing: float
+) -> None:
+    settings = Settings({"data": ("photos",), "recipe": "scratch", "steps": 500, **options})
+    with console.quiet():
+        config = resolve(settings, Dataset(1_000, median_captions=5), machine()).config
+    assert config.data.mild_after == mild_after
+    assert config.train.label_smoothing == smoothing
+
+
+def test_label_smoothing_of_another_loss_is_rejected() -> None:
+    with pytest.raises(UserError, match="--label-smoothing does not work with --loss sigmoid"):
+        limited(1, loss="sigmoid", label_smoothing=0.1)
+
+
 def test_mirror_images_of_a_frozen_tower_are_rejected() -> None:
     with pytest.raises(UserError, match="--mirror does not work with a frozen image tower"):
         limited(1, recipe="frozen", mirror=True)
