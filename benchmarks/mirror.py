@@ -91,6 +91,23 @@ def measure(path: Path, count: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def table_rows(sizes: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What tools/results_table.py shows."""
+    rows = []
+    for size in sizes:
+        low, high = min(size["ratios"]), max(size["ratios"])
+        rows.append(
+            {
+                "what": f"`m1clip index` of {size['count']} JPEG files of {size['photos']} with"
+                " `tiny`: processor time with mirror images / without",
+                "figure": f"{size['processor_ratio']:.2f} [{low:.2f}, {high:.2f}] times",
+                "n": str(len(size["ratios"])),
+                "command": "python benchmarks/mirror.py runs/tiny",
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -103,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options.model, options.count, options.rounds)
     if options.json is not None:
-        write(options.json, {"machine": machine(), "sizes": rows})
+        write(options.json, {"machine": machine(), "sizes": rows, "rows": table_rows(rows)})
 
 
 if __name__ == "__main__":
