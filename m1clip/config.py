@@ -301,7 +301,10 @@ class TrainConfig(Section):
     loss: LossName = DEFAULT_LOSS
     "How images and captions are compared."
     label_smoothing: Annotated[float | None, Range(0, 1, below=True)] = None
-    "Part of the target of each image and caption that is spread over all pairs of the batch."
+    (
+        "Part of each image's and caption's target that is spread over the batch. Default: 0.1 "
+        "from random weights where each image is seen often, else 0."
+    )
     text_contrast: NotNegative | None = None
     (
         "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, "

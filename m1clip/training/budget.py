@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 
 class Strength(NamedTuple):
-    """How strongly images and captions are augmented."""
+    """How strongly a run from random weights is regularized."""
 
     crop_min: float  # minimum area fraction of random crops
     word_dropout: float  # fraction of caption tokens dropped
     cutmix: float = 0.0  # probability of a box of another image
+    label_smoothing: float = 0.0  # part of the targets that is spread over the batch
 
 
 MILD = Strength(crop_min=0.6, word_dropout=0.3)
@@ -25,8 +26,8 @@ MILD = Strength(crop_min=0.6, word_dropout=0.3)
 STRENGTHS = {
     12.0: MILD,
     18.0: Strength(crop_min=0.5, word_dropout=0.4),
-    37.0: Strength(crop_min=0.42, word_dropout=0.42, cutmix=0.5),
-    74.0: Strength(crop_min=0.35, word_dropout=0.45, cutmix=0.5),
+    37.0: Strength(crop_min=0.42, word_dropout=0.42, cutmix=0.5, label_smoothing=0.1),
+    74.0: Strength(crop_min=0.35, word_dropout=0.45, cutmix=0.5, label_smoothing=0.1),
 }
 # The last part of the steps of a run from random weights, in which augmentation is weaker.
 MILD_PART = 0.2

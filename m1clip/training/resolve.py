@@ -45,7 +45,8 @@ from m1clip.training.transfer import BOTH, Trainable
 from m1clip.training.tuning import ModelSize, Tuning, choose_tuning
 
 TEXT_CONTRAST = 0.5  # docs/recipe.md
-LABEL_SMOOTHING = 0.1  # docs/recipe.md
+# What runs from random weights that see each image often have, where their loss takes targets.
+SOFT_TARGETS = {"cutmix", "label_smoothing"}
 MAX_CAPTIONS_PER_IMAGE = 5  # per image and step, by default; docs/recipe.md
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
 MIN_STEPS_PER_EPOCH = 8  # so that a small dataset is not one batch
@@ -197,7 +198,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     undecided = {name for name in open_until_length if setting(draft.config, name) is None}
     _decide_data(draft, dataset, model, machine.facts)
     if draft.config.data.crop_min == 1:  # a part of the image would make its caption false
-        undecided.discard("cutmix")
+        undecided -= SOFT_TARGETS
     _decide_mirror(draft, model)
     _decide_shape(draft, model)
     images = machine.measure.readable_images(draft.config)
@@ -208,7 +209,7 @@ def resolve(settings: Settings, dataset: Dataset, machine: Machine) -> RunSpec:
     if obstacle is not None and settings.config.data.cutmix:
         raise UserError(f"--cutmix does not work with {obstacle}: remove one of them")
     if obstacle is not None:
-        undecided.discard("cutmix")
+        undecided -= SOFT_TARGETS
     _decide_length(draft, images, machine, undecided)
     _decide_strength(draft, images, model, undecided)
     if "mild_after" in undecided:
@@ -591,22 +592,13 @@ def _decide_data(draft: Draft, dataset: Dataset, model: InitialModel, facts: Mac
         "rule",
         captions_per_step=captions,
         text_contrast=contrast,
-        label_smoothing=_label_smoothing(draft.config, model),
-        mild_after=draft.config.data.mild_after or 0,  # until the number of steps is known
+        # Until the number of steps is known.
+        label_smoothing=draft.config.train.label_smoothing or 0.0,
+        mild_after=draft.config.data.mild_after or 0,
     )
-
-
-def _label_smoothing(config: Config, model: InitialModel) -> float:
-    """Part of the target that is spread over all pairs: of runs from random weights on images."""
-    requested = config.train.label_smoothing
-    loss = config.train.loss
-    can_smooth = LOSSES[loss].takes_targets
-    if requested and not can_smooth:
+    loss = draft.config.train.loss
+    if draft.config.train.label_smoothing and not LOSSES[loss].takes_targets:
         raise UserError(f"--label-smoothing does not work with --loss {loss}: remove one of them")
-    if requested is not None:
-        return requested
-    is_default = can_smooth and not model.is_pretrained and not is_synthetic(config.data)
-    return LABEL_SMOOTHING if is_default else 0.0
 
 
 def augmentation_for(config: Config, mentions_sides: bool, model: InitialModel) -> Augmentation:
@@ -820,7 +812,7 @@ def _limit_length(draft: Draft, length: Length, images: int, undecided: set[str]
 
 
 def _decide_strength(draft: Draft, images: int, model: InitialModel, undecided: set[str]) -> None:
-    """Stronger augmentation for a run from random weights that sees each image often.
+    """Stronger regularization for a run from random weights that sees each image often.
 
     Only what neither the user nor the data decided: an augmentation that is off (synthetic images,
     captions that mention sides) stays off.

@@ -15,6 +15,7 @@ from m1clip.training.budget import (
     MEMBER_EPOCHS,
     MILD,
     STRENGTHS,
+    Strength,
     augmentation_strength,
     best_members,
     max_epochs,
@@ -41,7 +42,7 @@ def test_augmentation_is_the_measured_one_at_measured_epochs() -> None:
 
 def test_short_runs_have_the_default_augmentation() -> None:
     usual = choose_augmentation(DataConfig(source=("photos",)))
-    assert (usual.crop_min, usual.word_dropout, usual.cutmix) == MILD
+    assert Strength(usual.crop_min, usual.word_dropout, usual.cutmix) == MILD
     default_epochs = read_recipe("scratch").settings["train"]["epochs"]
     assert augmentation_strength(default_epochs) == MILD
 

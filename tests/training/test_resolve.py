@@ -31,7 +31,7 @@ from m1clip.model.presets import (
 )
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
-from m1clip.training.budget import MILD, augmentation_strength, best_members, max_epochs
+from m1clip.training.budget import MILD, Strength, augmentation_strength, best_members, max_epochs
 from m1clip.training.duration import step_plan
 from m1clip.training.head_trial import (
     HeadCandidate,
@@ -733,12 +733,13 @@ def test_images_have_mirror_images_where_training_flips_them(
 @pytest.mark.parametrize(
     ("options", "mild_after", "smoothing"),
     [
-        ({}, 400, 0.1),
+        ({}, 400, 0.09),
+        ({"steps": 100}, 80, 0.0),
         ({"mild_after": 7, "label_smoothing": 0.3}, 7, 0.3),
         ({"mild_after": 0, "label_smoothing": 0.0}, 0, 0.0),
         ({"data": ("synthetic",)}, 0, 0.0),
         ({"loss": "sigmoid"}, 400, 0.0),
-        ({"crop_min": 0.9, "word_dropout": 0.0, "cutmix": 0.0}, 0, 0.1),
+        ({"crop_min": 0.9, "word_dropout": 0.0, "cutmix": 0.0}, 0, 0.09),
         ({"recipe": "frozen"}, 0, 0.0),
         ({"init": "runs/x", "recipe": "finetune"}, 0, 0.0),
     ],
@@ -763,9 +764,8 @@ def test_mirror_images_of_a_frozen_tower_are_rejected() -> None:
         limited(1, recipe="frozen", mirror=True)
 
 
-def strength_of(spec: RunSpec) -> tuple[float, float, float]:
-    data = spec.config.data
-    return data.crop_min, data.word_dropout, data.cutmix
+def strength_of(spec: RunSpec) -> Strength:
+    return Strength(*(setting(spec.config, name) for name in Strength._fields))
 
 
 @pytest.mark.parametrize(
