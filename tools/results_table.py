@@ -215,7 +215,8 @@ def own_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Rows that a file defines itself."""
     for line in result.get("rows", ()):
         if isinstance(line, dict) and {"what", "figure"} <= line.keys():
-            yield Row(*(str(line.get(name, "")) for name in Row._fields))
+            names = ("what", "figure", "n", "command")
+            yield Row(*(str(line.get(name, "")) for name in names))
 
 
 def machine_line(result: dict[str, Any]) -> str:

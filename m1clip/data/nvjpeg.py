@@ -216,7 +216,7 @@ def mostly_for_gpu(refs: Sequence[ImageRef], side: int) -> bool:
 
     The others are decoded by a few threads, which would be slower than processes for all. Images
     that are hardly larger than `side` are left to the CPU: with the GPU's colors, a model from
-    random weights is worse on images that a CPU has decoded (docs/lab-recipe.md).
+    random weights is worse on images that a CPU has decoded (docs/recipe.md).
     """
     draw = np.random.default_rng(0)
     sample = [refs[index] for index in draw.permutation(len(refs))[:TRIED_FILES]]

@@ -194,7 +194,7 @@ def make_parts(
     teacher_logits = None if teacher is None else teacher.logits
     contrast = config.train.text_contrast or 0.0
     members = model.config.members
-    objective = LOSSES[config.train.loss].smoothed(config.train.label_smoothing)
+    objective = LOSSES[config.train.loss].smoothed(config.train.label_smoothing or 0.0)
     loss = RunLoss(objective, contrast, teacher_logits, members=members)
     model.train()
     return StepParts(
