@@ -394,6 +394,18 @@ def test_more_time_never_gives_a_worse_model_by_the_rule() -> None:
     assert means[-1] - means[-2] > 2, "an hour is for two models"
 
 
+def test_more_time_is_not_worse_on_images_the_rule_was_not_fitted_on() -> None:
+    runs = json.loads((ROOT / "docs/results/recipe_coco.json").read_text(encoding="utf-8"))["runs"]
+    for images in (0, 3000, 1500):
+        by_minutes: dict[int, list[float]] = {}
+        for run in runs:
+            if run["images"] == images:
+                by_minutes.setdefault(run["minutes"], []).append(run["validation"][-1][1])
+        means = [sum(values) / len(values) for _, values in sorted(by_minutes.items())]
+        assert len(means) >= 3
+        assert means == sorted(means)
+
+
 def test_more_time_table_has_what_the_rule_chooses_for_parts_of_the_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
