@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from m1clip.formatting import one_line, percent, table
+from m1clip.formatting import one_line, percent, plural, table
 from m1clip.runlog import SELECTION, label
 
 Z95 = 1.959964
+ENOUGH_TO_JUDGE = 50  # images of a split; with fewer, its scores say little about a model
 CLASSES_SHOWN = 20  # in text; `Scores.classes` has all
 
 
@@ -78,7 +79,16 @@ class Scores:
             group = prefix
             rows.append(metric._cells())
         scores = table(("metric", "value", "95% interval", "chance", "n"), rows)
-        return f"{scores}\n\n{self._class_table()}" if self.classes else scores
+        parts = [scores, self._class_table() if self.classes else "", self.note]
+        return "\n\n".join(filter(None, parts))
+
+    @property
+    def note(self) -> str:
+        """That these are too few images to judge a model, if they are."""
+        selected = [
+            metric.n for name in SELECTION for metric in self.metrics if metric.name == name
+        ]
+        return too_few_to_judge(plural(selected[0], "image"), selected[0]) if selected else ""
 
     def _class_table(self) -> str:
         """The accuracy of each class, or of the first ones."""
@@ -105,6 +115,17 @@ class Scores:
 def selection_metric(scores: Scores) -> Metric:
     """The metric that selects the best model: top-1 accuracy for class folders, or mean recall."""
     return next(metric for name in SELECTION for metric in scores.metrics if metric.name == name)
+
+
+def too_few_to_judge(label: str, images: int) -> str:
+    """That the images of a split, called `label`, are too few to judge a model; "" if they are not."""
+    if images >= ENOUGH_TO_JUDGE:
+        return ""
+    low, high = wilson(0.5, max(images, 1))
+    return (
+        f"only {label}: too few to judge a model, as one that is right half of the time would score"
+        f" {100 * low:.0f} to {100 * high:.0f}%; hold out at least {ENOUGH_TO_JUDGE}"
+    )
 
 
 def wilson(fraction: float, n: float) -> Interval:

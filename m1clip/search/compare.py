@@ -20,6 +20,7 @@ from m1clip.search.query import Index, Photo
 
 MAX_UNLABELLED = 500  # photos without a label among which those with one must be found
 SHOWN_METRICS = ("mean_recall", "text_to_image/recall@1", "text_to_image/recall@10")
+ENOUGH_TO_COMPARE = 20  # held-out photos; the interval of a difference is too narrow with fewer
 GAIN_AT = 10  # the rank up to which a photo counts as found in the gain
 RESAMPLES = 2000
 COMPARE_SEED = 0
@@ -44,6 +45,7 @@ class ModelComparison:
     candidates: int  # photos among which they were searched
     # Points of recall@10 of captions, with the 95% interval of the paired difference.
     gain: tuple[float, float, float]
+    enough: bool  # whether the held-out photos can show which model is better
 
 
 def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -> ModelComparison:
@@ -82,7 +84,9 @@ def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -
         for name in SHOWN_METRICS
     )
     gain = _gain(hits[1].astype(float) - hits[0], images)
-    return ModelComparison(pairs, len(set(image_index)), len(texts), len(photos), gain)
+    held_out = len(set(image_index))
+    enough = held_out >= ENOUGH_TO_COMPARE
+    return ModelComparison(pairs, held_out, len(texts), len(photos), gain, enough)
 
 
 def _others(index: Index, named: Mapping[str, Photo]) -> list[Photo]:

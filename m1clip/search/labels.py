@@ -15,7 +15,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ VALID_SEEN = (
 )
 MAX_CAPTIONS = 20  # of one photo
 # Held-out labels are never trained on. More than by default, as a user has few labels.
-HELD_OUT_FRACTION, VALIDATION_FRACTION = 0.2, 0.1
+TEST_LABELS, VAL_LABELS = 0.2, 0.1
+MAX_DEVIATION = 1  # labels by which a split may have more or fewer than its fraction
 LABELS_TO_TRAIN = 30  # photos with a label before the first training: six of them are held out
 
 
@@ -72,7 +74,7 @@ class Change:
     version: str
     captions: tuple[str, ...]
     skipped: bool = False
-    split: str | None = None  # of a near-duplicate that has a label; None: by content
+    split: str | None = None  # of a near-duplicate that has a label; None: `choose_split`
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,54 @@ class Outcome:
 def split_by_content(sha256: bytes) -> str:
     """The split of a photo: the same for every copy of it, however it is named."""
     unit = splits.hash_unit(sha256.hex())
-    if unit < HELD_OUT_FRACTION:
+    if unit < TEST_LABELS:
         return "test"
-    return "val" if unit < HELD_OUT_FRACTION + VALIDATION_FRACTION else "train"
+    return "val" if unit < TEST_LABELS + VAL_LABELS else "train"
+
+
+def choose_split(sha256: bytes, counts: Counter[str]) -> str:
+    """The split of a newly labelled photo, where `counts` are the labels of each split.
+
+    By its content, unless a split has too few or too many labels: of 48, chance alone can give a
+    split twice what it should have.
+    """
+    labels = counts.total() + 1
+    excess = {
+        "test": counts["test"] - TEST_LABELS * labels,
+        "val": counts["val"] - VAL_LABELS * labels,
+    }
+    lacking = min(excess, key=lambda split: excess[split])
+    if excess[lacking] < -MAX_DEVIATION:
+        return lacking
+    split = split_by_content(sha256)
+    return "train" if excess.get(split, 0.0) > MAX_DEVIATION - 1 else split
+
+
+def split_counts(labels: Iterable[Label]) -> Counter[str]:
+    """How many labels each split has."""
+    return Counter(label.split for label in labels)
 
 
 def can_be_named(path: str) -> bool:
     """Whether a table can name a file."""
     return path.isprintable() and path == path.strip() and normalize_name(path) == path
+
+
+class ChosenSplits:
+    """Chooses the splits of newly labelled photos, and remembers them: copies share one."""
+
+    def __init__(self, labels: Mapping[str, Label], contents: Mapping[str, bytes]) -> None:
+        """`contents`: the content (sha256) of labelled photos by path."""
+        self._counts = split_counts(labels.values())
+        self._split_of = {
+            digest: labels[path].split for path, digest in contents.items() if path in labels
+        }
+
+    def choose(self, sha256: bytes) -> str:
+        split = self._split_of.get(sha256) or choose_split(sha256, self._counts)
+        self._split_of[sha256] = split
+        self._counts[split] += 1
+        return split
 
 
 class Labels:
@@ -156,6 +198,7 @@ class Labels:
             outcomes = []
             remembered: list[tuple[bytes, bytes, int, float]] = []
             is_changed = False
+            chosen = ChosenSplits(self._labels(table), self.contents())
             for change, captions in zip(changes, cleaned, strict=True):
                 before = self._label(table, change.path, change.sha256 in skipped)
                 after = Label(captions, change.skipped, before.split)
@@ -166,7 +209,7 @@ class Labels:
                     outcomes.append(Outcome(before, conflict=True))
                     continue
                 if captions != before.captions:
-                    split = change.split or split_by_content(change.sha256)
+                    split = change.split or before.split or chosen.choose(change.sha256)
                     _replace(table, self._name(change.path), captions, split)
                     is_changed = True
                 remembered.append(
@@ -202,8 +245,9 @@ class Labels:
             new = [
                 (path, captions) for path, captions in captioned if not table.of(self._name(path))
             ]
+            chosen = ChosenSplits(self._labels(table), self.contents())
             for path, captions in new:
-                split = split_by_content(contents[path])
+                split = chosen.choose(contents[path])
                 table.replace(self._name(path), captions.texts, captions.kind, split)
             self._known = None
             table.write()

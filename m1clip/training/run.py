@@ -25,7 +25,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import SNAPSHOT_FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
-from m1clip.evaluation.statistics import Scores, selection_metric
+from m1clip.evaluation.statistics import Scores, selection_metric, too_few_to_judge
 from m1clip.formatting import clock, plural, table
 from m1clip.hardware.machine_info import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
@@ -485,6 +485,14 @@ def _describe(inputs: RunInputs) -> None:
         f"data       {', '.join(inputs.config.data.source)}: {counts} images"
         f" of {shape.image_size} px"
     )
+    small = {
+        name: len(split.samples)
+        for name, split in inputs.splits.items()
+        if name != "train" and too_few_to_judge(name, len(split.samples))
+    }
+    if small:
+        label = " and ".join(f"{count} {name}" for name, count in small.items())
+        console.print(f"note       {too_few_to_judge(f'{label} images', min(small.values()))}")
     console.print(f"model      {inputs.describe_model()}")
     epochs = train.steps / inputs.training.plan.steps_per_epoch
     captions_per_image = inputs.training.captions_per_image

@@ -10,7 +10,7 @@ from m1clip.evaluation.evaluate import Evaluator, other_class_vectors
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.split_analyses import analyze
-from m1clip.evaluation.statistics import selection_metric
+from m1clip.evaluation.statistics import ENOUGH_TO_JUDGE, Metric, selection_metric
 from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.training.checkpoint import disk_errors
@@ -55,6 +55,16 @@ def evaluate(run: RunContext) -> BestSoFar:
     return run.ranks.on_rank0(lambda: _score(run, model, features, began))
 
 
+def improves(metric: Metric, best: float, later_wins: bool) -> bool:
+    """Whether a score is the best so far.
+
+    A split of very few images gives many equal scores. With `later_wins`, the model that was
+    trained longer is then the better one; otherwise the one that training has changed least.
+    """
+    is_tie = metric.value == best and metric.n < ENOUGH_TO_JUDGE
+    return metric.value > best or (is_tie and later_wins)
+
+
 def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) -> BestSoFar:
     """Score the features, log all metrics, and save the model if it is the best so far."""
     state = run.state
@@ -82,7 +92,9 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
         **scores.as_dict(),
     }
     run.log.write("eval", step=state.step, **values)
-    earlier = None if metric.value > state.best else (state.best, state.best_step)
+    may_only_harm = run.config.transfer.init is not None or run.inputs.model.init.new_heads
+    is_best = improves(metric, state.best, later_wins=not may_only_harm)
+    earlier = None if is_best else (state.best, state.best_step)
     run.display.evaluation(state.step, scores, metric, earlier)
     if earlier is not None:
         return BestSoFar(state.best, state.best_step, state.stale + 1, metric.label)

@@ -23,7 +23,8 @@ from m1clip.search.labels import (
     Label,
     Labels,
     can_be_named,
-    split_by_content,
+    choose_split,
+    split_counts,
 )
 from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, around_mean, uncertainty
 from m1clip.search.query import Index, Photo
@@ -309,7 +310,7 @@ class LabelPage:
             if similarity[nearest] >= NEAR_DUPLICATE:
                 return labels[done[nearest].path].split or None
         if len(photos) > 1:
-            return split_by_content(photos[0].sha256)
+            return choose_split(photos[0].sha256, split_counts(labels.values()))
         return None
 
     def _new_words(self, labels: dict[str, Label]) -> list[str]:

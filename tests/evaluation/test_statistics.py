@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from m1clip.evaluation.retrieval import accuracy_by_class, retrieval
-from m1clip.evaluation.statistics import Interval, Metric, Scores, fraction_intervals, wilson
+from m1clip.evaluation.statistics import (
+    Interval,
+    Metric,
+    Scores,
+    fraction_intervals,
+    too_few_to_judge,
+    wilson,
+)
 
 
 def test_wilson_interval_known_values() -> None:
@@ -16,6 +23,19 @@ def test_wilson_interval_known_values() -> None:
     assert (wilson(0.8, 10).low, wilson(0.8, 10).high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert (wilson(0.0, 10).low, wilson(0.0, 10).high) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson(1.0, 10).high == 1.0
+
+
+def test_scores_of_very_few_images_come_with_a_note() -> None:
+    def scores(images: int) -> Scores:
+        recall = Metric("mean_recall", 0.9, 0.5, Interval(0.4, 1.0), images)
+        text = Metric("text_to_image/recall@1", 0.9, 0.5, Interval(0.4, 1.0), 5 * images)
+        return Scores((recall, text))
+
+    note = "only 4 images: too few to judge a model, as one that is right half of the time would"
+    assert f"\n\n{note} score 15 to 85%" in str(scores(4))
+    assert "too few" in str(scores(49))
+    assert "too few" not in str(scores(50))
+    assert too_few_to_judge("1 val and 2 test images", 1).startswith("only 1 val and 2 test images")
 
 
 def test_interval_coverage_with_correlated_captions() -> None:
@@ -93,4 +113,4 @@ def test_accuracy_of_each_class_is_shown_the_worst_first() -> None:
     lines = str(scores).splitlines()
     head = lines.index("class     top-1  95% interval  images")
     assert lines[head + 1].split() == ["class", "07", "25.0%", "4.6", "-", "69.9%", "4"]
-    assert lines[-1] == "... and 10 more, none with a lower accuracy"
+    assert "... and 10 more, none with a lower accuracy" in lines

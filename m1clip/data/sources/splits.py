@@ -8,7 +8,10 @@ from typing import Any
 from m1clip.data.types import SPLITS
 from m1clip.formatting import plural
 
-VAL_FRACTION = TEST_FRACTION = 0.05
+# Of the images, for each of val and test. More of small data, where 5% would be too few to judge a
+# model: SMALL_SPLIT images, but at most MAX_FRACTION.
+HELD_OUT_FRACTION, MAX_FRACTION = 0.05, 0.1
+SMALL_SPLIT = 20
 MIN_HELD_OUT = 0.5  # images of a class by its fraction, from which at least one is held out
 _NAMES_OF_SPLIT = {
     "train": ("train", "training", "trn", "restval"),
@@ -69,7 +72,7 @@ def assign(
     """
     names = {name for name in split_names.values() if name}
     if not names:
-        return _by_hash(list(split_names), TEST_FRACTION, class_of), []
+        return _by_hash(list(split_names), ("val", "test"), class_of), []
     notes = []
     split_of = {id_: name or "train" for id_, name in split_names.items()}
     if unnamed := sum(name is None for name in split_names.values()):
@@ -81,39 +84,78 @@ def assign(
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
     if train and "val" not in names:
-        split_of |= _by_hash(train, 0.0, class_of)
+        split_of |= _by_hash(train, ("val",), class_of)
         if count := sum(name == "val" for name in split_of.values()):
             moved = f"{count:,} of {plural(len(train), 'train image')}"
             notes.append(f"the data has no val split: {moved} moved there")
     return split_of, notes
 
 
+def held_out_fraction(images: int) -> float:
+    """The fraction of the images that goes to val, and to test: 0.05, or more of small data."""
+    return max(HELD_OUT_FRACTION, min(MAX_FRACTION, SMALL_SPLIT / max(images, 1)))
+
+
 def _by_hash(
-    ids: list[str], test_fraction: float, class_of: Mapping[str, str] | None
+    ids: list[str], held_out: tuple[str, ...], class_of: Mapping[str, str] | None
 ) -> dict[str, str]:
+    """The split of each id: one of `held_out`, or train."""
     unit = {id_: hash_unit(id_) for id_ in ids}
-    held_out = VAL_FRACTION + test_fraction
-    if class_of is None:
-        split_of = {
-            id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train"
-            for id_, u in unit.items()
-        }
+    fraction = held_out_fraction(len(ids))
+    if class_of is not None:
+        split_of = _by_class(unit, fraction, held_out, class_of)
+    elif fraction > HELD_OUT_FRACTION:
+        split_of = _by_rank(unit, int(len(ids) * fraction), held_out)
     else:
-        split_of = {}
-        members: dict[str, list[str]] = {}
-        for id_ in ids:
-            members.setdefault(class_of[id_], []).append(id_)
-        for name, of_class in members.items():
-            of_class.sort(key=lambda id_: (unit[id_], id_))
-            val_count = _count_of_class(name, "val", len(of_class), VAL_FRACTION, len(of_class) - 1)
-            test_count = _count_of_class(
-                name, "test", len(of_class), test_fraction, len(of_class) - 1 - val_count
-            )
-            split_of |= dict.fromkeys(of_class, "train")
-            split_of |= dict.fromkeys(of_class[:val_count], "val")
-            split_of |= dict.fromkeys(of_class[val_count : val_count + test_count], "test")
+        split_of = {id_: _by_range(u, held_out) for id_, u in unit.items()}
     if len(ids) >= 10 and "val" not in split_of.values():
         split_of[min(ids, key=lambda id_: unit[id_])] = "val"
+    return split_of
+
+
+def _by_range(u: float, held_out: tuple[str, ...]) -> str:
+    """The split whose range of hashes, the first ones, has `u`."""
+    number = int(u / HELD_OUT_FRACTION)
+    return held_out[number] if number < len(held_out) else "train"
+
+
+def _by_rank(unit: Mapping[str, float], count: int, held_out: tuple[str, ...]) -> dict[str, str]:
+    """Exactly `count` images for each split: chance would give small data too few or too many.
+
+    Those in its range of hashes first, so that few images change their split when the data grows,
+    and none goes from val to test or back. val is then filled up from the highest hashes, the other
+    split from those after its range.
+    """
+    split_of = dict.fromkeys(unit, "train")
+    for split in held_out:
+        inside = [id_ for id_, u in unit.items() if _by_range(u, held_out) == split]
+        inside.sort(key=lambda id_: unit[id_])
+        others = [id_ for id_, u in unit.items() if _by_range(u, held_out) == "train"]
+        others.sort(key=lambda id_: unit[id_], reverse=split == "val")
+        free = [id_ for id_ in (*inside, *others) if split_of[id_] == "train"]
+        split_of |= dict.fromkeys(free[:count], split)
+    return split_of
+
+
+def _by_class(
+    unit: Mapping[str, float],
+    fraction: float,
+    held_out: tuple[str, ...],
+    class_of: Mapping[str, str],
+) -> dict[str, str]:
+    """The same fractions of each class."""
+    split_of = dict.fromkeys(unit, "train")
+    members: dict[str, list[str]] = {}
+    for id_ in unit:
+        members.setdefault(class_of[id_], []).append(id_)
+    for name, of_class in members.items():
+        of_class.sort(key=lambda id_: (unit[id_], id_))
+        done = 0
+        for split in held_out:
+            max_count = len(of_class) - 1 - done
+            count = _count_of_class(name, split, len(of_class), fraction, max_count)
+            split_of |= dict.fromkeys(of_class[done : done + count], split)
+            done += count
     return split_of
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from m1clip.data.sources import DataSource, open_source, open_sources
-from m1clip.data.sources.splits import assign, from_file_name, from_value
+from m1clip.data.sources.splits import assign, from_file_name, from_value, held_out_fraction
 from m1clip.errors import UserError
 
 
@@ -28,6 +28,31 @@ def test_splits_by_hash_depend_only_on_the_ids() -> None:
         assert "val" in assign({f"{n}.jpg": None for n in range(start, start + 10)})[0].values()
 
 
+@pytest.mark.parametrize(
+    ("images", "held_out"), [(9, 0), (10, 1), (48, 4), (100, 10), (200, 20), (399, 20)]
+)
+def test_small_data_has_an_exact_number_of_images_in_each_split(images: int, held_out: int) -> None:
+    for first in range(0, 1000, 50):  # names with other hashes
+        ids = [f"{number}.jpg" for number in range(first, first + images)]
+        names = list(assign(dict.fromkeys(ids))[0].values())
+        assert (names.count("val"), names.count("test")) == (held_out, held_out)
+        names = list(assign(dict.fromkeys(ids, "train") | {"x.jpg": "test"})[0].values())
+        assert names.count("val") == int(images * held_out_fraction(images))
+
+
+def test_no_image_goes_from_one_held_out_split_to_the_other_when_small_data_grows() -> None:
+    before: dict[str, str] = {}
+    changed = 0
+    for images in range(20, 600, 20):
+        split_of = assign({f"{number}.jpg": None for number in range(images)})[0]
+        pairs = [(before[id_], split_of[id_]) for id_ in before]
+        assert ("val", "test") not in pairs
+        assert ("test", "val") not in pairs
+        changed += sum(old != new for old, new in pairs)
+        before = split_of
+    assert changed < 120, "of 8,400 comparisons"
+
+
 def class_ids(classes: int, images: int) -> dict[str, str]:
     """The class of each id."""
     return {f"class {c}/{n}.jpg": f"class {c}" for c in range(classes) for n in range(images)}
@@ -46,7 +71,8 @@ def test_each_class_has_its_fraction_in_each_split(images: int) -> None:
     assert assign(dict.fromkeys(backward), backward)[0] == split_of
     for split in ("val", "test"):
         counts = counts_by_class(class_of, split_of, split)
-        assert all(abs(count - 0.05 * images) < 1 for count in counts)
+        fraction = held_out_fraction(len(class_of))
+        assert all(abs(count - fraction * images) < 1 for count in counts)
         assert min(counts) >= 1
 
 
@@ -64,7 +90,7 @@ def test_val_of_class_folders_is_taken_from_each_class_of_train() -> None:
         {id_: "test" if id_.endswith("/0.jpg") else "train" for id_ in class_of}, class_of
     )
     assert counts_by_class(class_of, split_of, "test") == [1] * 5
-    assert set(counts_by_class(class_of, split_of, "val")) <= {1, 2}
+    assert set(counts_by_class(class_of, split_of, "val")) <= {3, 4}
     assert "the data has no val split" in note
 
 
