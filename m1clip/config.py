@@ -548,6 +548,7 @@ OTHER_TOOLS = {
         "--out",
     ),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
+    **dict.fromkeys(("lrate", "base_lr", "max_lr", "peak_lr", "init_lr"), "--lr"),
     **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs"), "--epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),
     **dict.fromkeys(("time", "duration", "hours"), "--minutes"),

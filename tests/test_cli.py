@@ -175,6 +175,19 @@ def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[s
             make_config({"precision": value[0]})
 
 
+@pytest.mark.parametrize("name", ["beach.JPG", "captions.csv"])
+def test_train_without_data_in_a_folder_of_photos_asks_for_it(
+    capsys: pytest.CaptureFixture[str],
+    parse: typing.Callable[..., Caught],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    (tmp_path / name).touch()  # `parse` works in this folder
+    assert "m1clip train . for the images of this folder" in refused(capsys, "train")
+    assert parse("synthetic").config.data.source == ("synthetic",)
+    assert parse("--preset", "original").config.data.source == ("synthetic",)
+
+
 MISTAKES = [
     (("train", "--bacth-size", "3"), "--batch-size"),
     (("train", "--vision-widht", "3"), "--vision-width"),

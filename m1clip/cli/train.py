@@ -152,6 +152,8 @@ def train(
             option = f"--{others[0].replace('_', '-')}"
             hint = f"remove {option}, or start a new run"
             raise UserError(f"--resume uses the settings of the run; {hint}")
+    elif data is None and preset is None and config is None and "data" not in settings:
+        _reject_unnamed_photos()
     if background:
         from m1clip.training import run as runs
         from m1clip.training.process import start_in_background
@@ -170,6 +172,21 @@ def train(
         console.print(f"stop       m1clip stop {folder}")
         return
     _train(out=out, config=config, preset=preset, resume=resume, **settings)
+
+
+def _reject_unnamed_photos() -> None:
+    """Without data, training is on synthetic images: not what is meant in a folder of photos."""
+    from m1clip.data.caption_table import CAPTIONS_FILE
+    from m1clip.data.images import SUFFIXES
+
+    # Not below it: a project may have images somewhere.
+    if any(
+        path.suffix.lower() in SUFFIXES or path.name == CAPTIONS_FILE for path in Path().iterdir()
+    ):
+        raise UserError(
+            "name the data: m1clip train . for the images of this folder, m1clip train synthetic"
+            " for synthetic ones"
+        )
 
 
 def _train(

@@ -221,6 +221,14 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path}: no trained model found ({looked})")
 
 
+def check_exists(model: str | Path) -> None:
+    """Raise UserError if there is no such model or run; its content is not checked."""
+    if boxed_name(model) is None:
+        path = resolve(model)
+        if not path.exists() or (path / "config.toml").is_file():
+            model_folder(path)
+
+
 def newest_run(runs: Path = Path("runs"), of_photos: bool = False) -> Path | None:
     """The run that was written to last, of those that have a model; None if no run has one.
 

@@ -47,7 +47,7 @@ from m1clip.hardware.memory import keep_freed_memory
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.model import named
 from m1clip.model.clip import CLIP, count_parameters
-from m1clip.model.folder import SavedModel, read_model
+from m1clip.model.folder import SavedModel, check_exists, read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config
 from m1clip.model.pretrained.packages import PACKAGES, installed, tower_parts
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower, tower_image_size
@@ -252,8 +252,10 @@ class Workbench:
             for part in tower_parts(tower)
             if part not in PACKAGES
         ]
-        for name in [*models, *parts]:
+        for name in parts:
             named.resolve(name)  # a model of the Hub that is not on this computer
+        for name in models:
+            check_exists(name)
         if config.transfer.init is None and config.transfer.recipe == "scratch":
             _check_memory(clip_config(config.model), self.facts)
 
@@ -689,9 +691,10 @@ def check_training_data(source: Source, config: Config) -> None:
             f"{names}: {images} training images found; contrastive training needs at least 2"
         )
     BatchPlan(images, config.train.batch_size_or(2), config.seed)
-    if images < TINY_SET and config.transfer.init:
+    if images < TINY_SET and (config.transfer.init or config.transfer.recipe != "scratch"):
         console.warn(
-            f"only {images} training images: expect a small gain or none, and wide intervals"
+            f"only {images} training images: expect a small gain over the pretrained model or none,"
+            " and wide intervals"
         )
     elif images < TINY_SET:
         console.warn(

@@ -23,12 +23,14 @@ from small_run import (
 
 import m1clip
 from m1clip import console
+from m1clip.data.prepare import open_data
 from m1clip.errors import UserError
 from m1clip.inference import load
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.runlog import read_log
 from m1clip.training.run import train_config
 from m1clip.training.spec import read_spec
+from m1clip.training.workbench import check_training_data
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +236,14 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     assert bundle.encode_text(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize(("recipe", "expected"), [("frozen", "small gain"), ("scratch", "overfit")])
+def test_warning_of_few_images_depends_on_the_recipe(recipe: str, expected: str) -> None:
+    config = small_config({"transfer.recipe": recipe, "data.synthetic_images": 40})
+    with console.capture() as output:
+        check_training_data(open_data(config.data, 32, 0), config)
+    assert expected in output.getvalue()
+
+
 def test_run_that_gains_nothing_says_that_the_initial_model_is_unchanged(tmp_path: Path) -> None:
     start = finished_run()
     changes = {
@@ -251,7 +261,9 @@ def test_run_that_gains_nothing_says_that_the_initial_model_is_unchanged(tmp_pat
     with console.capture() as output:
         train_config(small_config(changes), tmp_path / "run")
     printed = output.getvalue()
-    assert "only 72 training images: expect a small gain or none" in printed
+    assert (
+        "only 72 training images: expect a small gain over the pretrained model or none" in printed
+    )
     (line,) = (line for line in printed.splitlines() if line.startswith("best "))
     assert line.startswith("best       step 0: validation ")
     assert f"did not improve on the start: {start} is unchanged; more captions may help" in line

@@ -320,6 +320,15 @@ def test_general_data_is_opened_before_anything_is_prepared(scratch: Path, tmp_p
     assert not (tmp_path / "run" / "run.jsonl").exists()
 
 
+def test_missing_teacher_is_reported_before_the_data_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no trained model found"):
+        train_config(
+            small_config({"transfer.teacher": "/nowhere", "data.source": ["/no data"]}),
+            tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
     head: Any = prepared(tuned(frozen)).build_model().text_head
     usual = float(head.deviation.median())
