@@ -100,16 +100,24 @@ def progress(title: str, as_text: Callable[[float], str] | None = None) -> Itera
 
     def report() -> None:
         # In a thread: a large image or slow disk can delay `refresh` for longer than this.
-        printed = ""
+        before = ""
+        began = time.monotonic()
         if path is not None:
             write_progress(path, str(work))
-        while not ended.wait(PROGRESS_SECONDS):
-            line = str(work)
+        # Several short works one after the other are not silent either.
+        silent = time.monotonic() - handler.last_output
+        wait_seconds = max(PROGRESS_SECONDS / 4, PROGRESS_SECONDS - silent)
+        while not ended.wait(wait_seconds):
+            wait_seconds = PROGRESS_SECONDS
+            text = str(work)
+            line = text
+            if text == before:  # work without a count, or one item that takes long
+                line += f" ({clock(time.monotonic() - began)} so far)"
+            before = text
             # The file first: when a line appears on the console, `m1clip runs` shows it too.
             if path is not None:
                 write_progress(path, line)
-            if bar is None and line != printed:  # work without a count has one line
-                printed = line
+            if bar is None:
                 print(line)
 
     thread = threading.Thread(target=copy_context().run, args=(report,), daemon=True)
@@ -286,6 +294,7 @@ class ConsoleHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(_Formatter())
+        self.last_output = time.monotonic()
         self.reset()
 
     def reset(self) -> None:
@@ -298,6 +307,7 @@ class ConsoleHandler(logging.Handler):
         if _is_silent():
             return
         text = self.format(record)
+        self.last_output = time.monotonic()
         captured = _captured.get()
         if captured is not None:
             captured.write(f"{text}\n")

@@ -135,6 +135,36 @@ def test_contexts_hold_for_one_thread(capsys: pytest.CaptureFixture[str]) -> Non
     assert (text.getvalue(), inner.getvalue(), capsys.readouterr().out) == ("", "inner\n", "")
 
 
+def test_work_without_a_count_shows_for_how_long_it_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
+    with console.capture() as output, console.progress("fitting"):
+        deadline = time.monotonic() + TIMEOUT
+        while output.getvalue().count("fitting (0:00 so far)") < 2:
+            assert time.monotonic() < deadline
+    assert output.getvalue().startswith("fitting\nfitting (0:00 so far)\n")
+
+
+def test_short_works_in_a_row_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was printed for longer than between two lines: the next work is shown earlier."""
+    waits: list[float] = []
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None:  # for a thread to start
+                return super().wait()
+            waits.append(timeout)
+            return super().wait(TIMEOUT)
+
+    monkeypatch.setattr(threading, "Event", Event)
+    for seconds, first_wait in ((0, 8), (5, 3), (60, 2)):
+        monkeypatch.setattr(console.handler, "last_output", time.monotonic() - seconds)
+        with console.progress("fitting"):
+            pass
+        assert first_wait - 1 < waits[-1] <= first_wait
+
+
 def test_progress_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.0)
     counts: list[tuple[int, int]] = []

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load as tensors_from_bytes
 from torch import nn
 
+from m1clip import console
 from m1clip.data import randomness as rnd
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
@@ -212,7 +213,8 @@ def _scores(
             before[candidate.initial] = next(started[candidate])
     lowest = min(before.values(), key=np.mean)
     scores = []
-    for candidate in candidates:
+    for done, candidate in enumerate(candidates):
+        console.current_progress()(done, len(candidates))
         initial = before[candidate.initial]
         if is_clearly_worse(initial, lowest):
             scores.append((initial, initial))

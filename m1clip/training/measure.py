@@ -213,7 +213,8 @@ def choose(
     if cached is not None:
         return cached
     default = default_option(options, facts)
-    measured = measure(config, model_init, facts, options, text_tokens, batch)
+    with console.progress("measuring devices and precisions"):
+        measured = measure(config, model_init, facts, options, text_tokens, batch)
     rounds = {(c.device, c.precision): c.seconds for c in measured.candidates if not c.rejected}
     if not rounds:
         reasons = "; ".join(f"{c.name}: {c.rejected}" for c in measured.candidates)

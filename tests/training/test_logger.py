@@ -284,27 +284,6 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
     assert str(work) == "x: 600 of 1,000, 10/s, 0:40 left"
 
 
-def test_work_without_a_count_prints_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.001)
-    fifth_write, writes = threading.Event(), list[str]()
-
-    def write(path: Path, text: str) -> None:
-        writes.append(text)
-        if len(writes) == 5:
-            fifth_write.set()
-
-    monkeypatch.setattr(console, "write_progress", write)
-    with (
-        console.capture() as printed,
-        console.progress_file(tmp_path / PREPARING),
-        console.progress("fitting the heads"),
-    ):
-        assert fifth_write.wait(300)
-    assert printed.getvalue() == "fitting the heads\n"
-
-
 def test_reading_the_data_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
     opened = workbench.open_data
