@@ -6,6 +6,7 @@ import json as json_text
 import os
 import shlex
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from m1clip.formatting import duration, one_line, plural, size
 
 if TYPE_CHECKING:
     from m1clip.search.index import Report
-    from m1clip.search.query import Result, Results
+    from m1clip.search.query import Index, Result, Results
 
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 PROBLEMS_SHOWN = 5  # problems on screen
@@ -37,6 +38,7 @@ def index(
     watch: Flag = False,
     export: Path | None = None,
     when_done: Flag = False,
+    back: Flag = False,
 ) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
@@ -63,10 +65,22 @@ def index(
         Also write the vectors to this Parquet file, for a vector database.
     when_done
         With a new --model: search with the model before until all images are indexed with the new one.
+    back
+        Search with the model before again: its vectors are kept, and only new images are indexed.
     """
     from m1clip.model.named import WAYS, NoModelError
     from m1clip.search.index import update_index, watch_folder
     from m1clip.search.query import Index
+
+    if back:
+        if model is not None:
+            raise UserError("--back chooses the model before: remove --model")
+        before = Index(folder).model_before
+        if before is None:
+            raise UserError(
+                f"{folder}: was indexed with one model only, so there is none before it"
+            )
+        model = Path(before)
 
     def update(always: bool) -> None:
         with console.progress("indexing images"):
@@ -74,6 +88,8 @@ def index(
         if always or report.added or report.reused or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
+        if always and report.indexed:
+            _mention_words(Index(folder, model))
         if always and model is None:
             _mention_newest_run(folder, report.model)
 
@@ -120,6 +136,21 @@ def _shown_model(model: str) -> str:
     shown_path = path.parent if is_run(path.parent) else path
     return str(
         shown_path.relative_to(Path.cwd()) if shown_path.is_relative_to(Path.cwd()) else shown_path
+    )
+
+
+def _mention_words(opened: Index) -> None:
+    """Say what became of words that were taught with another model."""
+    marks = opened.concepts.all_marks()
+    missing = [mark for mark in marks if mark.vector is None]
+    if not missing:
+        return
+    names = {mark.name.lower() for mark in missing}
+    left = len(marks) - len(opened.concepts.rows())
+    note = f"; {plural(left, 'example')} of other folders must be taught again" if left else ""
+    console.print(
+        f"words      {plural(len(names), 'taught word')} fitted again to this model, from"
+        f" {plural(len(missing) - left, 'marked photo')}{note}"
     )
 
 
@@ -333,9 +364,16 @@ def teach(
         write_bytes(captions, lines.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {plural(len(pairs), 'caption')} to {one_line(str(captions))}")
         return
+    without = Counter(mark.name for mark in opened.concepts.all_marks())
+    without.subtract(mark.name for mark in opened.concepts.rows())
     for word, (positive_count, negative_count) in opened.concepts.names().items():
         negatives = f", {negative_count} negative" if negative_count else ""
         print(f"{one_line(word)}: {plural(positive_count, 'example')}{negatives}")
+    for word, count in (+without).items():
+        print(
+            f"{one_line(word)}: {plural(count, 'example')} taught with another model, of images that"
+            " are not in this folder: teach them again"
+        )
     if name:
         print(f'now search for it: m1clip search "{one_line(name)}"')
 

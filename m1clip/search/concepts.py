@@ -2,13 +2,14 @@
 milliseconds.
 
 Examples are user data, so they are in a database of their own beside the index, by the content of
-the images.
+the images. They hold for every model: with another one, the vectors of its index take the place of
+those that were stored.
 """
 
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -36,9 +37,10 @@ CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, positive
 """
 # The rows that m1clip writes; a file from a stranger may contain others, which do not count.
 VALID_EXAMPLE = (
-    "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(vector) ="
-    " 'blob' AND length(vector) = ? AND typeof(positive) = 'integer' AND positive IN (0, 1)"
+    "typeof(name) = 'text' AND typeof(sha256) = 'blob' AND length(sha256) = 32 AND typeof(positive)"
+    " = 'integer' AND positive IN (0, 1)"
 )
+OWN_VECTOR = "model = ? AND typeof(vector) = 'blob' AND length(vector) = ?"
 # Strength of the covariance in the linear head, as a multiple of its mean variance; the prototype
 # is the last.
 SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
@@ -52,6 +54,19 @@ SAME = 0.9995  # cosine of two vectors of the same image
 Examples = tuple[np.ndarray, np.ndarray]
 
 
+# The vectors of images, of those contents (sha256) that have one.
+FindVectors = Callable[[Collection[bytes]], Mapping[bytes, np.ndarray]]
+
+
+class Mark(NamedTuple):
+    """An example of a word, with the vector that was stored for the model, if there is one."""
+
+    name: str
+    sha256: bytes
+    positive: bool
+    vector: np.ndarray | None  # (dim,) float32
+
+
 class Choice(NamedTuple):
     """How the vector of a word is made."""
 
@@ -63,11 +78,17 @@ TEXT_ONLY = Choice(0.0, 1.0)
 
 
 class Concepts:
-    """The taught words of an index, for one model (its hash) with vectors of `dim` values."""
+    """The taught words of an index, for one model (its hash) with vectors of `dim` values.
 
-    def __init__(self, index_folder: Path, model: str, dim: int) -> None:
+    `find_vectors` gives this model's vectors of images that were marked with another model.
+    """
+
+    def __init__(
+        self, index_folder: Path, model: str, dim: int, find_vectors: FindVectors = lambda _: {}
+    ) -> None:
         self.path, self.model = index_folder / CONCEPTS, model
         self.vector_bytes = dim * vectors.BYTES
+        self._find_vectors = find_vectors
 
     @contextmanager
     def _open(self, write: bool = False) -> Iterator[sqlite3.Connection]:
@@ -136,25 +157,39 @@ class Concepts:
             query = "DELETE FROM examples WHERE name = ?1 AND (?2 IS NULL OR sha256 = ?2)"
             return sum(db.execute(query, values).rowcount for values in same)
 
-    def rows(self) -> list[tuple[str, bytes, bytes, int]]:
-        """(word, sha256, vector, 1 if it is a positive example or else 0) of all examples, the
-        oldest first.
-        """
+    def all_marks(self) -> list[Mark]:
+        """The marks of all models, the oldest first; of an image marked twice, the newest holds."""
         if not self.path.is_file():
             return []
-        columns = "SELECT name, sha256, vector, positive FROM examples"
+        columns = f"name, sha256, positive, CASE WHEN {OWN_VECTOR} THEN vector END"
+        query = f"SELECT {columns} FROM examples WHERE {VALID_EXAMPLE} ORDER BY time, sha256"
         with self._open() as db:
-            query = f"{columns} WHERE model = ? AND {VALID_EXAMPLE} ORDER BY time, sha256"
             rows = db.execute(query, (self.model, self.vector_bytes)).fetchall()
-        return [row for row in rows if np.isfinite(np.frombuffer(row[2], np.float16)).all()]
+        newest: dict[tuple[str, bytes], Mark] = {}
+        for name, digest, positive, stored in rows:
+            key = (_key(name), bytes(digest))
+            before = newest.get(key)
+            vector = None if stored is None else np.frombuffer(stored, np.float16)
+            if vector is None or not np.isfinite(vector).all():
+                vector = None if before is None else before.vector
+            first_name = name if before is None else before.name
+            newest[key] = Mark(first_name, key[1], positive == 1, vector)
+        return list(newest.values())
+
+    def rows(self) -> list[Mark]:
+        """The marks that have a vector of this model, the oldest first."""
+        marks = self.all_marks()
+        missing = {mark.sha256 for mark in marks if mark.vector is None}
+        derived = self._find_vectors(missing) if missing else {}
+        marks = [
+            mark._replace(vector=derived.get(mark.sha256)) if mark.vector is None else mark
+            for mark in marks
+        ]
+        return [mark for mark in marks if mark.vector is not None]
 
     def marks(self, name: str) -> dict[bytes, bool]:
         """{sha256: whether it is a positive example} of a word."""
-        return {
-            digest: positive == 1
-            for word, digest, _, positive in self.rows()
-            if _key(word) == _key(name)
-        }
+        return {mark.sha256: mark.positive for mark in self.rows() if _key(mark.name) == _key(name)}
 
     def names(self) -> dict[str, tuple[int, int]]:
         """{word: (positive, negative) examples}."""
@@ -165,10 +200,12 @@ class Concepts:
 
     def examples(self) -> dict[str, Examples]:
         examples: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
-        for name, _, vector, positive in self.rows():
-            examples.setdefault(name, ([], []))[1 - positive].append(
-                np.frombuffer(vector, np.float16).astype(np.float32)
-            )
+        names: dict[str, str] = {}  # a word may have been taught in several spellings
+        for mark in self.rows():
+            assert mark.vector is not None
+            name = names.setdefault(_key(mark.name), mark.name)
+            side = 0 if mark.positive else 1
+            examples.setdefault(name, ([], []))[side].append(mark.vector.astype(np.float32))
         return {
             name: (_stack(positive), _stack(negative))
             for name, (positive, negative) in examples.items()

@@ -6,7 +6,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -767,7 +767,32 @@ class Index:
 
     @property
     def concepts(self) -> Concepts:
-        return Concepts(self.folder, self.model_sha256, self.dim)
+        return Concepts(self.folder, self.model_sha256, self.dim, self._vectors_of)
+
+    def _vectors_of(self, digests: Collection[bytes]) -> dict[bytes, np.ndarray]:
+        """The vectors of images by their content (sha256); only of those that are indexed."""
+        query = (
+            "SELECT row FROM vectors JOIN images ON images.id = vectors.image"
+            f" WHERE vectors.model = ? AND sha256 = ? AND {VALID_ROW}"
+        )
+        found = {}
+        with self._reading() as db:
+            for digest in digests:
+                row = db.execute(query, (self.set_id, digest)).fetchone()
+                if row is not None and row[0] < len(self.vectors):
+                    found[digest] = np.array(self.vectors[row[0]])
+        return found
+
+    @property
+    def model_before(self) -> str | None:
+        """The model that was searched before this one, whose vectors are kept; None: there is none."""
+        with self._reading() as db:
+            row = db.execute(
+                "SELECT path FROM models WHERE generation IS NOT NULL AND id != ? AND used IS NOT"
+                " NULL ORDER BY used DESC",
+                (self.set_id,),
+            ).fetchone()
+        return None if row is None else str(row[0])
 
     def teach(self, name: str, images: Sequence[str | Path | int], positive: bool = True) -> None:
         """Add images (paths or ids) as examples of a word, or as negative ones.
@@ -815,9 +840,7 @@ class Index:
             columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
             paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
         rows = (
-            (paths.get(digest), name)
-            for name, digest, _, positive in self.concepts.rows()
-            if positive
+            (paths.get(mark.sha256), mark.name) for mark in self.concepts.rows() if mark.positive
         )
         return [
             (str(self.root / os.fsdecode(path)), name) for path, name in rows if path is not None

@@ -134,6 +134,7 @@ class Photos:
             "/api/train/start": self._train_page.start,
             "/api/train/stop": self._train_page.stop,
             "/api/train/switch": self._train_page.switch,
+            "/api/train/back": self._train_page.back,
         }
         return _answer(lambda: routes[path](data)) if path in routes else None
 

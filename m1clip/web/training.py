@@ -102,6 +102,7 @@ class TrainPage:
             "result": about.get("result"),
             "problem": about.get("problem", ""),
             "in_use": in_use,
+            "can_go_back": in_use and index.model_before is not None,
         }
 
     def start(self, data: bytes) -> dict[str, Any]:
@@ -166,7 +167,16 @@ class TrainPage:
         newest = self._newest(index)
         if newest is None or status_of(History(newest[0]).poll()).state != "finished":
             raise UserError("there is no finished run to switch to")
-        self._start("switching", lambda: self._switch(index, newest[0]), always=True)
+        self._start("switching", lambda: self._switch(index, str(newest[0])), always=True)
+        return {}
+
+    def back(self, data: bytes) -> dict[str, Any]:
+        """Search with the model before again, whose vectors are kept, as `switch` does."""
+        index = self._opened()
+        before = index.model_before
+        if before is None:
+            raise UserError("there is no model before this one")
+        self._start("switching", lambda: self._switch(index, before), always=True)
         return {}
 
     def _start(self, work: str, function: Callable[[], object], always: bool = False) -> None:
@@ -230,9 +240,9 @@ class TrainPage:
             about = {**about, "problem": one_line(str(error))}
         write_json(run / ABOUT_LABELS, about)
 
-    def _switch(self, index: Index, run: Path) -> None:
-        """Index with the new model; the index keeps the one before until all photos are done."""
-        command = [sys.executable, "-m", "m1clip", "index", str(index.root), "--model", str(run)]
+    def _switch(self, index: Index, model: str) -> None:
+        """Index with another model; the index keeps the one before until all photos are done."""
+        command = [sys.executable, "-m", "m1clip", "index", str(index.root), "--model", model]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.run(
             [*command, "--when-done"],
@@ -247,7 +257,7 @@ class TrainPage:
             raise UserError(
                 f"the photos were not indexed: {error_line(process.stdout) or NO_REASON}"
             )
-        self._use_model(str(run))
+        self._use_model(model)
 
 
 def check_enough(labels: Collection[Label]) -> int:

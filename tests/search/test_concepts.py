@@ -250,3 +250,44 @@ def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) ->
         for sample in samples
     }
     assert captions == {("a/0002.jpg", 'a "red", ball'), ("b/0001.jpg", "Rex")}
+
+
+def test_marks_hold_for_another_model_and_for_the_way_back(
+    index: m1clip.Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = {photo.path: photo.id for photo in index.newest(30).nearest}
+    right = [ids["a/0000.jpg"], ids["b/0001.jpg"]]
+    for id_ in right:
+        index.mark("Rex", id_, True)
+    index.mark("Rex", ids["a/0002.jpg"], False)
+    image(99).save(tmp_path / "elsewhere.png")
+    index.teach("Rex", [tmp_path / "elsewhere.png"])  # not in the folder: no vector of a new model
+    assert index.model_before is None
+
+    other = save_model(tmp_path / "other", embed_dim=8)
+    assert exit_code("index", index.root, "--model", other) == 0
+    printed = capsys.readouterr().out
+    assert "1 taught word fitted again to this model, from 3 marked photos" in printed
+    assert "1 example of other folders must be taught again" in printed
+    new = m1clip.Index(index.root)
+    assert new.concepts.names() == {"Rex": (2, 1)}
+    positive, _ = new.concepts.examples()["Rex"]
+    assert positive.shape == (2, new.dim)
+    expected = np.stack([new.image_vector(id_) for id_ in right])
+    assert positive == pytest.approx(expected, abs=1e-3)
+    assert exit_code("teach", "--index", index.root) == 0
+    assert "Rex: 1 example taught with another model" in capsys.readouterr().out
+
+    new.mark("Rex", ids["a/0002.jpg"], True)  # marked anew
+    new.mark("Rex", right[0], None)
+    assert exit_code("index", index.root, "--back") == 0
+    first = m1clip.Index(index.root)
+    assert first.model_path == index.model_path
+    assert first.marks("Rex", list(ids.values())) == {right[1]: True, ids["a/0002.jpg"]: True}
+    assert first.concepts.names() == {"Rex": (3, 0)}  # with the one of elsewhere
+    assert exit_code("index", index.root, "--back") == 0
+    assert m1clip.Index(index.root).model_path == str(other)
+
+
+def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:
+    assert exit_code("index", index.root, "--back") == 2

@@ -265,7 +265,7 @@ def test_bad_captions_are_explained_over_http(server: Server, folder: Path) -> N
     assert answer["photos"][0]["captions"] == ["=HYPERLINK() [2J <script>"]
     assert ask(server, "/api/label", b"{}")[0] == 403
     assert ask(server, "/api/label/queue", Host="evil.example")[0] == 403
-    for path in ("/api/train/start", "/api/train/stop", "/api/train/switch"):
+    for path in ("/api/train/start", "/api/train/stop", "/api/train/switch", "/api/train/back"):
         assert ask(server, path, b"{}")[0] == 403
     assert post(server, "/api/label", b"x" * 2**19)[0] == 413
 
@@ -285,6 +285,8 @@ def test_no_training_without_labels(server: Server) -> None:
     assert answer["error"] == "30 more labels are needed before the first training"
     assert post(server, "/api/train/stop", b"{}")[1]["error"] == "there is no run to stop"
     assert post(server, "/api/train/switch", b"{}")[0] == 400
+    answer = post(server, "/api/train/back", b"{}")[1]
+    assert answer["error"] == "there is no model before this one"
     assert read(server, "/api/train")["state"] == "none"
 
 
@@ -410,6 +412,7 @@ def test_train_compare_and_switch(
     assert (result["photos"], result["candidates"]) == (held_out, COUNT)
     low, high = result["gain"][1:]
     assert low <= result["gain"][0] <= high
+    assert not result["enough"], "a few held-out photos do not show which model is better"
     run = Path(folder.parent / "runs/labels")
     trained = json.loads((run / "labels.json").read_text(encoding="utf-8"))
     assert trained["labels"] == 36
@@ -418,7 +421,12 @@ def test_train_compare_and_switch(
     shutil.rmtree(run / "best")
     save_model(run / "best", embed_dim=24)
     post(server, "/api/train/switch", b"{}")
-    until(server, in_use=True)
+    until(server, work="", in_use=True)
     assert read(server, "/api/library")["model"] == "labels"
     assert read(server, "/api/search", text="a dog")["searched"] == COUNT
     assert Index(folder).dim == 24
+    assert read(server, "/api/train")["can_go_back"]
+    post(server, "/api/train/back", b"{}")
+    assert not until(server, in_use=False)["can_go_back"]
+    assert Index(folder).model_path == str(model)
+    assert read(server, "/api/search", text="a dog")["searched"] == COUNT

@@ -34,7 +34,7 @@ function words(status, found) {
   if (work === "comparing") return "Comparing the model before and after on the labels that were held out…";
   if (work === "switching") {
     const done = progress ? ` ${count(progress[0])} of ${plural(progress[1], "photo")} done.` : "";
-    return `Indexing the photos with the new model.${done} Search uses the model before until all are done.`;
+    return `Indexing the photos with the other model.${done} Search uses the current one until all are done.`;
   }
   const trained = `${name}, on ${plural(labels || 0, "label")}`;
   if (is === "preparing") return `${trained}: ${message}`;
@@ -44,17 +44,22 @@ function words(status, found) {
   if (is === "crashed") return `${trained}: failed. Search was not changed, and no label is lost.`;
   return "";
 }
-function showResult({ result, before, in_use: inUse, state: is, work }) {
+function showResult({ result, before, in_use: inUse, can_go_back: canGoBack, state: is, work }) {
   $("result").hidden = !result || is !== "finished";
   if (!result) return;
   const same = result.metrics.every((metric) => String(metric.before) === String(metric.after));
-  const [value, low, high] = result.gain, sure = low > 0 ? "The new model is better." : high < 0 ? "The new model is worse: keep the one before." : "So few held-out labels do not show which model is better.";
+  const [value, low, high] = result.gain;
+  const worse = result.enough && high < 0;
+  let sure = "So few held-out labels do not show which model is better.";
+  if (result.enough && low > 0) sure = "The new model is better.";
+  if (worse) sure = "The new model is worse: keep the one before.";
   $("result-head").textContent = same ? "Training on these labels did not improve the model: it is as it was." : `${points(value)} points of recall@10 [${points(low)}, ${points(high)}]. ${sure}`;
   $("result-rows").replaceChildren(...result.metrics.map((metric) => el("tr", {}, el("th", {}, RECALLS[metric.name] || metric.name), el("td", {}, rate(metric.before)), el("td", {}, rate(metric.after)))));
   $("result-text").textContent = `${plural(result.captions, "caption")} of ${plural(result.photos, "photo")} that the new model was not trained on, each searched among ${plural(result.candidates, "photo")}; 95% intervals. Before: ${before}.`;
   $("switch").hidden = inUse || same || Boolean(work);
-  $("switch").className = high < 0 ? "" : "main";
-  $("switch").textContent = high < 0 ? "Search with the new model anyway" : "Search with the new model";
+  $("back").hidden = !canGoBack || Boolean(work);
+  $("switch").className = worse ? "" : "main";
+  $("switch").textContent = worse ? "Search with the new model anyway" : "Search with the new model";
 }
 /* Why there is no model, and what to do. */
 function problem({ failure, problem: compared, state: is, message, output }) {
@@ -74,7 +79,7 @@ function showStatus(status, found) {
   $("train-start").textContent = status.state === "none" || status.state === "starting" ? "Train" : "Train again";
   $("train-start").hidden = active && !starting;
   $("train-stop").hidden = !active || starting;
-  $("train-stop").disabled = $("switch").disabled = busy;
+  $("train-stop").disabled = $("switch").disabled = $("back").disabled = busy;
   $("train-run").hidden = status.state === "none" || !run.steps.length;
   const part = status.state === "finished" ? 100 : found?.steps ? (100 * found.step) / found.steps : 0;
   $("train-bar").style.width = `${part}%`;
@@ -103,7 +108,7 @@ async function command(name) {
     Object.assign(run, { status, found: null });
     showStatus(status, null);
   }
-  for (const id of ["train-start", "train-stop", "switch"]) $(id).disabled = true;
+  for (const id of ["train-start", "train-stop", "switch", "back"]) $(id).disabled = true;
   const answer = await send(`/api/train/${name}`, {});
   commands += 1;
   run.rejected = answer.error || "";
@@ -113,6 +118,7 @@ async function command(name) {
 $("train-start").addEventListener("click", () => command("start"));
 $("train-stop").addEventListener("click", () => command("stop"));
 $("switch").addEventListener("click", () => command("switch"));
+$("back").addEventListener("click", () => command("back"));
 document.addEventListener("labels", () => { if (run.status) showStatus(run.status, run.found); });
 document.addEventListener("themechange", () => { if (run.key) curves(run.key); });
 followTraining();
