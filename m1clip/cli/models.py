@@ -99,7 +99,8 @@ def evaluate(
             console.print(f"\n{model}, classes of {classes}\n\n{result}")
         return
     evaluator = open_split(model, source, split, device)
-    features = evaluator.encode()
+    with console.progress(f"computing features of {split} images and captions"):
+        features = evaluator.encode()
     name = f"{split}{'-other-data' if source else ''}"
     scores = evaluator.scores(features)
     grid = folder / f"retrieval-{name}.png"
