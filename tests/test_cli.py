@@ -1,7 +1,9 @@
 """The command line: options, overrides, help, and one-line errors."""
 
 import dataclasses
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -186,6 +188,17 @@ def test_train_without_data_in_a_folder_of_photos_asks_for_it(
     assert "m1clip train . for the images of this folder" in refused(capsys, "train")
     assert parse("synthetic").config.data.source == ("synthetic",)
     assert parse("--preset", "original").config.data.source == ("synthetic",)
+
+
+def test_full_disk_is_one_line_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x/config.toml")
+
+    monkeypatch.setattr("m1clip.training.run.train", fill)
+    printed = refused(capsys, "train", "photos")
+    assert "runs/x/config.toml: No space left on device; free some space, then" in printed
 
 
 MISTAKES = [

@@ -1,6 +1,7 @@
 """Command-line entry point. A user error is printed as one line."""
 
 import atexit
+import errno
 import gc
 import io
 import os
@@ -58,8 +59,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(1)
         if debug:
             traceback.print_exc()
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"m1clip: {_one_line(where + (error.strerror or str(error)))}", file=sys.stderr)
+        print(f"m1clip: {_one_line(_describe_os_error(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("m1clip: interrupted", file=sys.stderr)
@@ -67,6 +67,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     finally:
         _leaving.set()
     sys.exit(0)
+
+
+def _describe_os_error(error: OSError) -> str:
+    """The file and what happened to it; on a full disk also what to do."""
+    where = f"{error.filename}: " if error.filename else ""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "; free some space, then run the command again" if is_full else ""
+    return f"{where}{error.strerror or error}{hint}"
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:

@@ -22,6 +22,7 @@ from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
 
 OUTPUT = "train.log"  # of a background run
 ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
+WRITTEN_BEFORE_CONFIG = ("tokenizer.json", "environment.json")  # by a run that begins
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
@@ -52,9 +53,12 @@ def check_unused(path: Path) -> None:
 
 
 def remove_unused_folder(folder: Path) -> None:
-    """Remove a run folder in which nothing was written, so that the same command works again."""
-    if not _contents(folder):
-        for name in (RUN_LOCK, PREPARING, PREPARING_PARTIAL):
+    """Remove the folder of a run that did not begin, so that the same command works again.
+
+    A run begins with its config.toml; on a full disk, only the files before it may be written.
+    """
+    if not set(_contents(folder)) - set(WRITTEN_BEFORE_CONFIG):
+        for name in (RUN_LOCK, PREPARING, PREPARING_PARTIAL, *WRITTEN_BEFORE_CONFIG):
             (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -100,6 +100,10 @@ def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
     with lock_run(folder):
         process.remove_unused_folder(folder)
     assert not folder.exists()
+    full = create_run_folder(tmp_path / "full", "x")  # the disk, before config.toml was written
+    (full / "tokenizer.json").touch()
+    process.remove_unused_folder(full)
+    assert not full.exists()
     kept_folder = create_run_folder(tmp_path / "kept", "x")
     (kept_folder / "run.jsonl").touch()
     process.remove_unused_folder(kept_folder)
