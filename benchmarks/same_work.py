@@ -1,6 +1,7 @@
 """Same work: seconds of one training step of m1clip, the naive baseline, open_clip and Hugging Face, in turn.
 
     python benchmarks/same_work.py --peers PEERS/bin/python --json docs/results/same_work.json
+    python benchmarks/same_work.py --precision fp32 --cpu-seconds --sides m1clip,open_clip,hugging_face
 
 Each side runs in its own process and waits while another works. The peers use their fastest
 settings, found by a short probe, on inputs prepared in advance; m1clip and the baseline also create
@@ -18,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ SIDES = {
     "default": "m1clip with its default settings",
 }
 OWN = ("m1clip", "trimmed", "default")
+ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 GOALS = {
     ("76.7M", "open_clip"): 1.35,
     ("76.7M", "naive"): 2.9,
@@ -83,14 +85,20 @@ GOALS = {
 }
 
 
-def job_config(name: str, data: str | None, quick: bool) -> Config:
-    """The original project's job, or `tiny` with 32 or 50 text tokens.
+def job_config(name: str, data: str | None, quick: bool, precision: str = "auto") -> Config:
+    """The original project's job, ViT-B-32, or `tiny` with 32 or 50 text tokens.
 
     For a smoke run the same with small towers.
     """
     if name == "76.7M":
         config = from_dict(read_preset("original"), "original").with_values(
-            precision="auto", workers=0, loss="multi-positive", warmup=0.1
+            workers=0, loss="multi-positive", warmup=0.1
+        )
+    elif name == "ViT-B-32":
+        config = Config(
+            model=ModelConfig(name=name, context_length=32),
+            data=DataConfig(synthetic_images=256),
+            train=TrainConfig(batch_size=32, steps=1000),
         )
     else:
         source = (
@@ -112,7 +120,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
         model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
         train = dataclasses.replace(config.train, batch_size=12)
         config = dataclasses.replace(config, model=model, train=train)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+    return config.with_values(device="cpu", precision=precision)
 
 
 def same_work(config: Config) -> Config:
@@ -225,8 +233,14 @@ def probe(peer: Side, names: tuple[str, ...]) -> dict[str, float]:
     return seconds
 
 
-def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> dict[str, Any]:
-    """All figures of one job, from an alternating run."""
+def measure(
+    config: Config,
+    rounds: int,
+    peers: str | None,
+    compiled: bool,
+    sides: Collection[str] = tuple(SIDES),
+) -> dict[str, Any]:
+    """All figures of one job, from an alternating run of some sides."""
     with tempfile.TemporaryDirectory() as folder:
         path, facts_path = Path(folder) / "job.toml", Path(folder) / "job.json"
         path.write_text(to_toml(config), encoding="utf-8")
@@ -239,6 +253,7 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
                 "default": lambda: own.ask("default"),
                 "naive": lambda: naive.ask("naive"),
             }
+            asks = {side: ask for side, ask in asks.items() if side in sides}
             if not peers:
                 return {**facts, **alternate(asks, own, rounds)}
             facts_path.write_text(json.dumps(facts), encoding="utf-8")
@@ -248,6 +263,8 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
                 for library, variants in (
                     VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS
                 ).items():
+                    if library not in sides:
+                        continue
                     more = tuple(f"{name} compiled" for name in variants) if compiled else ()
                     tried = probe(peer, variants + more)
                     best = min(tried, key=tried.__getitem__)
@@ -277,6 +294,7 @@ def summary(rounds: list[dict[str, dict[str, float]]], rates: list[float]) -> di
     return {
         "gemm_rate": figures(rates),
         "seconds": {name: figures([f[name]["seconds"] for f in rounds]) for name in names},
+        "cpu_seconds": {name: figures([f[name]["cpu_seconds"] for f in rounds]) for name in names},
         "ratio": {
             n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in rounds]) for n in names
         },
@@ -298,8 +316,9 @@ def summary(rounds: list[dict[str, dict[str, float]]], rates: list[float]) -> di
     }
 
 
-def show(name: str, job_result: dict[str, Any]) -> None:
+def show(name: str, job_result: dict[str, Any], cpu_seconds: bool = False) -> None:
     """The table of one job."""
+    ratios = job_result["ratio_cpu" if cpu_seconds else "ratio"]
     count = job_result["seconds"]["m1clip"]["n"]
     print(
         f"\n{name}: {job_result['parameters']:,} parameters, batch {job_result['batch']},"
@@ -324,7 +343,7 @@ def show(name: str, job_result: dict[str, Any]) -> None:
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
         print(
             f"  {words:32} {spread(job_result['seconds'][side], '.3f', ' s')}{how}; "
-            f"{spread(job_result['ratio'][side])} times m1clip{goal}"
+            f"{spread(ratios[side])} times m1clip{goal}"
         )
     rate = job_result["gemm_rate"]["median"] / 1e9
     print(
@@ -339,7 +358,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between"
+        "--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between; also ViT-B-32"
+    )
+    parser.add_argument(
+        "--sides",
+        default=",".join(SIDES),
+        help="which to measure, with commas between; m1clip must be one of them",
+    )
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
+    parser.add_argument(
+        "--cpu-seconds",
+        action="store_true",
+        help="compare processor seconds, where the machine also does something else",
     )
     parser.add_argument(
         "--rounds", type=int, default=7, help="rounds to measure, after two that warm up"
@@ -368,15 +398,18 @@ def main() -> None:
         "machine": machine(),
         "quick": options.quick,
         "data": data,
+        "sides": options.sides.split(","),
+        "clock": "cpu_seconds" if options.cpu_seconds else "seconds",
+        # Limits of the instructions that the libraries may use, such as ONEDNN_MAX_CPU_ISA.
+        "instructions": {name: os.environ[name] for name in ISA_LIMITS if name in os.environ},
         "jobs": {},
     }
     for name in options.jobs.split(","):
-        config = job_config(name, options.data, options.quick)
-        job_result = measure(
-            config, 2 if options.quick else options.rounds, options.peers, options.try_compile
-        )
+        config = job_config(name, options.data, options.quick, options.precision)
+        rounds = 2 if options.quick else options.rounds
+        job_result = measure(config, rounds, options.peers, options.try_compile, result["sides"])
         result["jobs"][name] = job_result
-        show(name, job_result)
+        show(name, job_result, options.cpu_seconds)
         if options.json:  # after each job: what was measured is kept if the next one is stopped
             write(options.json, result)
     return None

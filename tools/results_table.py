@@ -65,23 +65,32 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
 def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Each implementation against m1clip doing the same work."""
     command = "python benchmarks/same_work.py"
+    clock = result.get("clock", "seconds")
+    ratio = "ratio" if clock == "seconds" else "ratio_cpu"
+    unit = "s" if clock == "seconds" else "CPU s"
+    if clock == "cpu_seconds":  # measured in the precision that was asked for
+        limits = [f"{key}={value}" for key, value in result["instructions"].items()]
+        precision = next(iter(result["jobs"].values()))["precision"]
+        command = " ".join([*limits, command, "--precision", precision, "--cpu-seconds"])
     for name, job in result["jobs"].items():
         size = (
             f"{name.partition('-')[0]}, {job['precision']}, batch {job['batch']},"
             f" {job['text_tokens']} tokens"
         )
         subject = f"same work, {size}"
-        own = job["seconds"]["m1clip"]
+        own = job[clock]["m1clip"]
         version = (job.get("versions") or {}).get("open_clip", "")
         for side, plain in SIDES.items():
             words = plain.replace("open_clip", f"open_clip {version}".strip())
             if side == "m1clip":
                 continue
-            if side not in job["seconds"]:
+            if side not in job[clock]:
+                if side not in result.get("sides", SIDES):
+                    continue
                 if job["precision"] == "bf16" or not side.endswith("_pure"):
                     yield Row(f"{subject}: {words} / m1clip", NO_PEERS, "0", command)
                 continue
-            n, theirs = str(own["n"]), job["seconds"][side]["median"]
+            n, theirs = str(own["n"]), job[clock][side]["median"]
             if side in OWN:
                 yield Row(
                     f"{subject}: {words}, {job['samples'][side]:.0f} pairs of"
@@ -94,10 +103,13 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 continue
             yield Row(
                 f"{subject}: {words} / m1clip",
-                f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s vs. {own['median']:.2f} s",
+                f"**{spread(job[ratio][side])}** times;"
+                f" {theirs:.2f} {unit} vs. {own['median']:.2f} {unit}",
                 n,
                 command,
             )
+        if clock != "seconds":
+            continue  # the GEMM rate is one of elapsed time
         yield Row(
             f"{subject}: fraction of the GEMM rate",
             spread(job["gemm_fraction"], ".0%"),
@@ -203,6 +215,8 @@ KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "step": step_rows,
     "same_work": same_work_rows,
     "same_work_fp32": same_work_rows,
+    "same_work_fp32_avx2": same_work_rows,
+    "same_work_fp32_avx512": same_work_rows,
     "speedrun": speedrun_rows,
     "loader": loader_rows,
     "large_batch": large_batch_rows,

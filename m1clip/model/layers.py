@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from m1clip.hardware.device import causal_sdpa_is_wrong
+from m1clip.hardware.machine_info import read_machine_info
 from m1clip.model.backward import gradients_from
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
@@ -51,13 +52,13 @@ def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 @functools.cache
-def _onednn_op() -> Any:
+def _onednn_op(dtype: torch.dtype = torch.bfloat16) -> Any:
     """oneDNN's linear layer with a fused bias, or None where torch was built without it."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:
         op = torch.ops.mkldnn._linear_pointwise
-        x = torch.ones(2, 4, dtype=torch.bfloat16)
+        x = torch.ones(2, 4, dtype=dtype)
         op(x, x, x[:, 0].contiguous(), "none", [], "")
         op.binary(x, x[:, :2].contiguous(), x, x[:, 0].contiguous(), "add")
     except (
@@ -78,6 +79,41 @@ def uses_onednn(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and _onednn_op() is not None
     )
+
+
+@functools.cache
+def _cpu_name() -> str:
+    return read_machine_info(gpu=False).cpu
+
+
+@functools.cache
+def _fp32_by_onednn() -> bool:
+    """Whether oneDNN multiplies fp32 matrices faster than the BLAS of torch.
+
+    MKL has no AVX-512 kernels for AMD's processors: half of the speed of oneDNN there, and 0.9 of
+    it with AVX2 (docs/speed.md). A rule instead of a measurement: a resumed run is bit-identical.
+    """
+    is_mkl = torch.backends.mkl.is_available()
+    return is_mkl and "AMD" in _cpu_name() and _onednn_op(torch.float32) is not None
+
+
+@functools.cache
+def _fp32_weight_grads_by_onednn() -> bool:
+    """Whether this holds for gradients of weights too: with AVX2, the transposed copy costs more."""
+    return _fp32_by_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    return _fp32_by_onednn() if dtype == torch.float32 else _onednn_op() is not None
+
+
+def uses_cpu_functions(x: Tensor) -> bool:
+    """Whether this input is computed by `_Linear` and `_Mlp`, which are for training on a CPU."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocast else torch.float32
+    return x.dtype == dtype and dtype in (torch.float32, torch.bfloat16)
 
 
 Approximate = Literal["none", "tanh"]  # of GELU, as torch names it
@@ -124,14 +160,14 @@ def linear(
 
     Then GELU where asked for; added to `residual` where given.
     """
-    if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
-        if torch.is_inference_mode_enabled():
-            y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
-            matrix = prepack(weight, _pack_matrix)
-            vector = None if bias is None else prepack(bias, to_bf16)
-            return onednn_linear(y, matrix, vector, residual, gelu, approximate)
-        if not gelu:
-            return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
+    one_dtype = residual is None or residual.dtype == x.dtype
+    if one_dtype and torch.is_inference_mode_enabled() and uses_onednn(x):
+        y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
+        matrix = prepack(weight, _pack_matrix)
+        vector = None if bias is None else prepack(bias, to_bf16)
+        return onednn_linear(y, matrix, vector, residual, gelu, approximate)
+    if one_dtype and not gelu and uses_cpu_functions(x):
+        return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
     matrix = _cast_copy(weight, x)
     vector = None if bias is None else _cast_copy(bias, x)
     y = F.linear(x if norm is None else apply_norm(x, norm), matrix, vector)
@@ -181,17 +217,45 @@ def onednn_linear(
     gelu: bool = False,
     approximate: Approximate = "none",
 ) -> Tensor:
-    """The oneDNN call for 2-D bf16 tensors."""
+    """The oneDNN call for tensors of one precision."""
     if residual is None:
         after: tuple[str, list[float], str] = ("none", [], "")
         if gelu:
             after = ("gelu", [], approximate)
-        return _onednn_op()(x, weight, bias, *after)
-    return _onednn_op().binary(x, residual, weight, bias, "add")
+        return _onednn_op(x.dtype)(x, weight, bias, *after)
+    return _onednn_op(x.dtype).binary(x, residual, weight, bias, "add")
 
 
 def to_bf16(parameter: Tensor) -> Tensor:
     return parameter.detach().to(torch.bfloat16)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """x @ weight.T + bias + residual of 2-D tensors, in the precision of `x`."""
+    weight = weight.detach().to(x.dtype)
+    bias = None if bias is None else bias.detach().to(x.dtype)
+    if _onednn_takes(x.dtype):
+        return onednn_linear(x, weight, bias, residual)
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y.add_(residual)
+
+
+def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad @ weight: the gradient of a layer's input, in the precision of `grad`."""
+    weight = weight.detach().to(grad.dtype)
+    if grad.dtype == torch.float32 and _fp32_by_onednn():
+        return onednn_linear(grad, weight.t(), None)
+    return grad @ weight
+
+
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """grad.T @ x: the gradient of a layer's weight."""
+    if grad.dtype != torch.float32 or not _fp32_weight_grads_by_onednn():
+        return grad.t() @ x
+    # torch copies the transposed first operand, which should be the smaller one.
+    if grad.shape[1] <= x.shape[1]:
+        return onednn_linear(grad.t(), x.t(), None)
+    return onednn_linear(x.t(), grad.t(), None).t().contiguous()
 
 
 def norm_arguments(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -226,7 +290,7 @@ def layer_norm_backward(
 
 
 class _Linear(torch.autograd.Function):
-    """Input in bf16, parameters and their gradients in their own dtype (fp32).
+    """Input in bf16 or fp32, parameters and their gradients in their own dtype (fp32).
 
     A layer norm is recomputed.
     """
@@ -243,17 +307,14 @@ class _Linear(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         flat = x.flatten(0, -2)
-        weight_bf16 = to_bf16(weight)
-        # Not the bf16 copy: casting again takes 0.3% of the matmuls' time; saved copies would be
-        # half a model.
+        # Not a bf16 copy: casting again takes 0.3% of the matmuls' time; saved copies would be half
+        # a model.
         ctx.save_for_backward(flat, weight, norm, norm_bias)
         ctx.dtype = weight.dtype
         ctx.eps = eps
         added = None if residual is None else residual.flatten(0, -2)
         y = layer_norm(flat, norm, norm_bias, eps)[0]
-        return onednn_linear(y, weight_bf16, None if bias is None else to_bf16(bias), added).view(
-            *x.shape[:-1], len(weight)
-        )
+        return _affine(y, weight, bias, added).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -264,7 +325,7 @@ class _Linear(torch.autograd.Function):
         y, *stats = layer_norm(flat, norm, norm_bias, ctx.eps)
         dweight, dbias = parameter_grads(g, y, ctx.dtype, needs_weight, needs_bias)
         del y
-        dy = g @ to_bf16(weight) if needs_x or any(needs_norm) else None
+        dy = _input_grad(g, weight) if needs_x or any(needs_norm) else None
         dx, dnorm, dnorm_bias = layer_norm_backward(
             dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm]
         )
@@ -276,7 +337,8 @@ def parameter_grads(
     grad: Tensor, x: Tensor, dtype: torch.dtype, weight: bool, bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of a layer's weight and bias for the output's gradient and the input, both 2-D."""
-    return (grad.t() @ x).to(dtype) if weight else None, grad.sum(0).to(dtype) if bias else None
+    dweight = _weight_grad(grad, x).to(dtype) if weight else None
+    return dweight, grad.sum(0).to(dtype) if bias else None
 
 
 def recompute(
@@ -337,8 +399,9 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.quick = activation == "quick_gelu"
-        self.approximate: Approximate = "tanh" if activation == "gelu_tanh" else "none"
+        self.approximate: Approximate = _approximate(activation)
         self.use_triton = False
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
@@ -350,12 +413,13 @@ class Mlp(nn.Module):
 
         Of the `norm` of `x`, and added to `residual`, where given.
         """
-        if uses_onednn(x) and not self.quick:
-            if torch.is_inference_mode_enabled():
-                y = linear(x, self.up.weight, self.up.bias, norm, None, True, self.approximate)
-                return linear(y, self.down.weight, self.down.bias, residual=residual)
+        infers = torch.is_inference_mode_enabled()
+        if infers and uses_onednn(x) and not self.quick:
+            y = linear(x, self.up.weight, self.up.bias, norm, None, True, self.approximate)
+            return linear(y, self.down.weight, self.down.bias, residual=residual)
+        if not infers and uses_cpu_functions(x):
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
-            return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm), self.approximate)
+            return _Mlp.apply(x, *parts, residual, *norm_arguments(norm), self.activation)
         if self.use_triton and not self.quick and self.approximate == "none":
             from m1clip.cuda import kernels
 
@@ -366,32 +430,45 @@ class Mlp(nn.Module):
                 )
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
-        # The activation is the block's largest tensor and the cheapest to recompute
-        # (docs/speed.md).
-        recomputed = torch.is_grad_enabled() and x.device.type == "cpu"
-        x = recompute(self.down, self._down, x) if recomputed else self._down(x)
+        x = linear(activate(x, self.activation), self.down.weight, self.down.bias)
         return x if residual is None else residual + x
 
     def mean(self, x: Tensor) -> Tensor:
         """(n, length, width) -> (n, width): the mean, taken before the second matmul."""
-        x = self._active(linear(x, self.up.weight, self.up.bias)).mean(dim=1)
+        x = activate(linear(x, self.up.weight, self.up.bias), self.activation).mean(dim=1)
         return linear(x, self.down.weight, self.down.bias)
 
-    def _down(self, x: Tensor) -> Tensor:
-        return F.linear(
-            self._active(x), _cast_copy(self.down.weight, x), _cast_copy(self.down.bias, x)
+
+def _approximate(activation: Activation) -> Approximate:
+    return "tanh" if activation == "gelu_tanh" else "none"
+
+
+QUICK_GELU_SLOPE = 1.702  # of the sigmoid that approximates the normal distribution
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """GELU, or one of its approximations."""
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(QUICK_GELU_SLOPE * x)
+    return F.gelu(x, approximate=_approximate(activation))
+
+
+def _activation_grad_(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """The gradient of the input of `activate` for that of its output, which it overwrites."""
+    if activation != "quick_gelu":
+        return torch.ops.aten.gelu_backward.grad_input(
+            grad, x, approximate=_approximate(activation), grad_input=grad
         )
-
-    def _active(self, x: Tensor) -> Tensor:
-        if self.quick:
-            return x * torch.sigmoid(1.702 * x)
-        return F.gelu(x, approximate=self.approximate)
+    gate = torch.sigmoid(QUICK_GELU_SLOPE * x)
+    slope = torch.addcmul(gate, x, gate * (1 - gate), value=QUICK_GELU_SLOPE)
+    return grad.mul_(slope)
 
 
-class _GeluMlp(torch.autograd.Function):
-    """The complete MLP for bf16 on the CPU.
+class _Mlp(torch.autograd.Function):
+    """The complete MLP on the CPU.
 
-    The backward pass recomputes the norm and GELU, its largest tensor.
+    The backward pass recomputes the norm and the activation, the largest tensor of a block and the
+    cheapest to recompute (docs/speed.md).
     """
 
     @staticmethod
@@ -406,19 +483,16 @@ class _GeluMlp(torch.autograd.Function):
         norm: Tensor | None,
         norm_bias: Tensor | None,
         eps: float,
-        approximate: Approximate,
+        activation: Activation,
     ) -> Tensor:
         flat = x.flatten(0, -2)
-        up_bf16 = to_bf16(up)
-        down_bf16 = to_bf16(down)
-        hidden = onednn_linear(layer_norm(flat, norm, norm_bias, eps)[0], up_bf16, to_bf16(up_bias))
+        hidden = _affine(layer_norm(flat, norm, norm_bias, eps)[0], up, up_bias, None)
         ctx.save_for_backward(flat, hidden, up, down, norm, norm_bias)
         ctx.dtype = up.dtype
         ctx.eps = eps
-        ctx.approximate = approximate
+        ctx.activation = activation
         added = None if residual is None else residual.flatten(0, -2)
-        active = F.gelu(hidden, approximate=approximate)
-        return onednn_linear(active, down_bf16, to_bf16(down_bias), added).view(x.shape)
+        return _affine(activate(hidden, activation), down, down_bias, added).view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -436,17 +510,14 @@ class _GeluMlp(torch.autograd.Function):
             _,
         ) = ctx.needs_input_grad
         g = grad.reshape(-1, grad.shape[-1])
-        active = F.gelu(hidden, approximate=ctx.approximate) if needs_down else g
+        active = activate(hidden, ctx.activation) if needs_down else g
         ddown, ddown_bias = parameter_grads(g, active, ctx.dtype, needs_down, needs_down_bias)
         del active
-        dhidden = g @ to_bf16(down)
-        torch.ops.aten.gelu_backward.grad_input(
-            dhidden, hidden, approximate=ctx.approximate, grad_input=dhidden
-        )
+        dhidden = _activation_grad_(_input_grad(g, down), hidden, ctx.activation)
         y, *stats = layer_norm(flat, norm, norm_bias, ctx.eps)
         dup, dup_bias = parameter_grads(dhidden, y, ctx.dtype, needs_up, needs_up_bias)
         del y
-        dy = dhidden @ to_bf16(up) if needs_x or any(needs_norm) else None
+        dy = _input_grad(dhidden, up) if needs_x or any(needs_norm) else None
         dx, dnorm, dnorm_bias = layer_norm_backward(
             dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm]
         )

@@ -1,9 +1,12 @@
 """Attention, MLP and transformer: both attentions, fused products, and the shortcuts of the last block."""
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.model import layers
 from m1clip.model.layers import AttentionKind, Transformer, attention, take_position
@@ -146,7 +149,7 @@ def test_fused_bf16_layers_match_unfused(monkeypatch: pytest.MonkeyPatch, positi
     results = []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(layers, "uses_onednn", lambda x: False)
+            monkeypatch.setattr(layers, "uses_cpu_functions", lambda x: False)
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x, position)
         assert out.dtype == torch.bfloat16
@@ -157,6 +160,116 @@ def test_fused_bf16_layers_match_unfused(monkeypatch: pytest.MonkeyPatch, positi
         # As near to fp32 as the plain products are, up to the luck of rounding.
         far = [float((t.float() - truth).norm() / truth.norm()) for t in (ours, plain)]
         assert far[0] < 1.5 * far[1] + 0.01
+
+
+FP32_MATMULS = {  # by oneDNN or not: forward and gradients of inputs, gradients of weights
+    "BLAS": (False, False),
+    "oneDNN": (True, False),
+    "oneDNN for weights too": (True, True),
+}
+
+
+def use_fp32_matmuls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind != "BLAS" and layers._onednn_op(torch.float32) is None:
+        pytest.skip("torch without oneDNN's fused product")
+    forward, weights = FP32_MATMULS[kind]
+    monkeypatch.setattr(layers, "_fp32_by_onednn", lambda: forward)
+    monkeypatch.setattr(layers, "_fp32_weight_grads_by_onednn", lambda: weights)
+
+
+@pytest.mark.parametrize("position", [None, "mean", 0])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("matmuls", list(FP32_MATMULS))
+def test_fp32_layers_with_recomputed_activations_match_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, matmuls: str, activation: Activation, position: object
+) -> None:
+    use_fp32_matmuls(monkeypatch, matmuls)
+    model = transformer(activation=activation)
+    x = torch.randn(3, 7, 16)
+    fused = model(x, position)
+    fused_grads = grads_of(model, fused)
+    monkeypatch.setattr(layers, "uses_cpu_functions", lambda x: False)
+    plain = model(x, position)
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
+    for fused_grad, plain_grad in zip(fused_grads, grads_of(model, plain), strict=True):
+        torch.testing.assert_close(fused_grad, plain_grad, atol=1e-4, rtol=1e-4)
+        assert fused_grad.is_contiguous()
+
+
+@pytest.mark.parametrize("frozen", ["norm2", "mlp.up", "mlp.down", "attn.qkv", ""])
+def test_frozen_layers_get_no_gradient_and_leave_the_others_unchanged(
+    monkeypatch: pytest.MonkeyPatch, frozen: str
+) -> None:
+    """With "", everything is frozen, and only the input has a gradient."""
+    model = transformer(depth=1)
+    model.blocks[0].get_submodule(frozen).requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    fused = torch.autograd.grad(model(x).square().sum(), [x, *trainable])
+    monkeypatch.setattr(layers, "uses_cpu_functions", lambda x: False)
+    plain = torch.autograd.grad(model(x).square().sum(), [x, *trainable])
+    torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
+
+
+class CountedMatmuls(TorchDispatchMode):
+    """Counts the matmuls of all kinds that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "_linear_pointwise")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+@pytest.mark.parametrize("matmuls", list(FP32_MATMULS))
+def test_mlp_recomputes_its_activation_but_no_matmul(
+    monkeypatch: pytest.MonkeyPatch, matmuls: str, activation: Activation
+) -> None:
+    use_fp32_matmuls(monkeypatch, matmuls)
+    mlp = layers.Mlp(8, 32, activation)
+    x = torch.randn(5, 3, 8, requires_grad=True)
+    saved = dict[int, Tensor]()
+
+    def remember(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    with (
+        CountedMatmuls() as matmul_calls,
+        torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t),
+    ):
+        out = mlp(x, residual=x)
+        assert matmul_calls.count == 2
+        out.backward(torch.ones_like(out))
+    assert matmul_calls.count == 6
+    parameters = {p.data_ptr() for p in mlp.parameters()}
+    activations = [t for pointer, t in saved.items() if pointer not in parameters]
+    # The input of the MLP and that of the activation.
+    assert sorted(t.numel() for t in activations) == [5 * 3 * 8, 5 * 3 * 32]
+
+
+def test_onednn_multiplies_fp32_only_on_amd_with_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule depends on nothing that changes between runs, so that a resumed run is the same."""
+    rule = layers._fp32_by_onednn.__wrapped__
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(layers, "_onednn_op", lambda dtype: object())
+    for cpu, by_onednn in (
+        ("AMD Ryzen 7 5800X 8-Core Processor", True),
+        ("AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD", True),
+        ("Intel(R) Core(TM) i7-8550U CPU @ 1.80GHz", False),
+        ("Apple M1", False),
+    ):
+        monkeypatch.setattr(layers, "_cpu_name", lambda cpu=cpu: cpu)
+        assert rule() is by_onednn
+    monkeypatch.setattr(layers, "_cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not rule()
 
 
 def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:
