@@ -12,6 +12,7 @@ training of m1clip is a separate line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -241,38 +242,39 @@ def measure(
     sides: Collection[str] = tuple(SIDES),
 ) -> dict[str, Any]:
     """All figures of one job, from an alternating run of some sides."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, facts_path = Path(folder) / "job.toml", Path(folder) / "job.json"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        path = folder / "job.toml"
+        facts_path = folder / "job.json"
         path.write_text(to_toml(config), encoding="utf-8")
         start = [sys.executable, __file__, "--config", str(path), "--worker"]
-        with Side([*start, "m1clip"]) as own, Side([*start, "naive"]) as naive:
-            facts = own.ask("facts")
-            asks: dict[str, Callable[[], Any]] = {
-                "m1clip": lambda: own.ask("m1clip"),
-                "trimmed": lambda: own.ask("trimmed"),
-                "default": lambda: own.ask("default"),
-                "naive": lambda: naive.ask("naive"),
-            }
-            asks = {side: ask for side, ask in asks.items() if side in sides}
-            if not peers:
-                return {**facts, **alternate(asks, own, rounds)}
-            facts_path.write_text(json.dumps(facts), encoding="utf-8")
-            with Side([peers, str(PEER), str(facts_path)]) as peer:
-                facts["versions"] = peer.ask({"do": "versions"})
-                facts["probe"], facts["chosen"] = {}, {}
-                for library, variants in (
-                    VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS
-                ).items():
-                    if library not in sides:
-                        continue
-                    more = tuple(f"{name} compiled" for name in variants) if compiled else ()
-                    tried = probe(peer, variants + more)
-                    best = min(tried, key=tried.__getitem__)
-                    facts["probe"] |= tried
-                    facts["chosen"][library] = best
-                    question = {"do": "step", "variant": best}
-                    asks[library] = lambda question=question: peer.ask(question)  # type: ignore[misc]
-                return {**facts, **alternate(asks, own, rounds)}
+        own = stack.enter_context(Side([*start, "m1clip"]))
+        facts = own.ask("facts")
+        asks: dict[str, Callable[[], Any]] = {
+            name: functools.partial(own.ask, name) for name in OWN if name in sides
+        }
+        if "naive" in sides:
+            naive = stack.enter_context(Side([*start, "naive"]))
+            asks["naive"] = functools.partial(naive.ask, "naive")
+        if not peers:
+            return {**facts, **alternate(asks, own, rounds)}
+        facts_path.write_text(json.dumps(facts), encoding="utf-8")
+        peer = stack.enter_context(Side([peers, str(PEER), str(facts_path)]))
+        facts["versions"] = peer.ask({"do": "versions"})
+        facts["probe"] = {}
+        facts["chosen"] = {}
+        libraries = VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS
+        for library, variants in libraries.items():
+            if library not in sides:
+                continue
+            more = tuple(f"{name} compiled" for name in variants) if compiled else ()
+            names = variants + more
+            tried = probe(peer, names) if len(names) > 1 else {}
+            best = min(tried, key=tried.__getitem__, default=names[0])
+            facts["probe"] |= tried
+            facts["chosen"][library] = best
+            asks[library] = functools.partial(peer.ask, {"do": "step", "variant": best})
+        return {**facts, **alternate(asks, own, rounds)}
 
 
 def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dict[str, Any]:
