@@ -54,6 +54,7 @@ SMALL = "--vision-width 32 --vision-layers 1 --text-width 32 --text-layers 1"
 SMOKE = {
     "step": ("--quick", {"naive", "m1clip", "ratio", "gemm_rate", "peak_bytes"}),
     "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),
+    "cpu_matmuls": ("--rounds 1", {"figures", "rows", "machine"}),
     "large_batch": ("--quick --peers=", {"ratio", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
     "decoding": (
