@@ -19,6 +19,11 @@ from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfi
 MAX_POSITIONS = 256  # for inference by two matmuls: their memory grows with the square
 
 
+def infers() -> bool:
+    """Whether inference mode is on, which code that is compiled cannot ask."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind = "auto"
 ) -> Tensor:
@@ -28,10 +33,11 @@ def attention(
     """
     if kind == "auto":
         # Two bf16 matmuls on a CPU take less time than SDPA: 14% in training, a third in inference
-        # (without a mask). The compiler lacks this.
-        infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        # (without a mask).
         uses_matmuls = q.dtype == torch.bfloat16 and q.device.type == "cpu"
-        uses_matmuls = uses_matmuls and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
+        uses_matmuls = uses_matmuls and (
+            not infers() or (not causal and q.shape[2] <= MAX_POSITIONS)
+        )
         kind = "bmm" if uses_matmuls else "sdpa"
     if kind == "sdpa" and not (causal and causal_sdpa_is_wrong(q.device.type, q.dtype)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -161,7 +167,7 @@ def linear(
     Then GELU where asked for; added to `residual` where given.
     """
     one_dtype = residual is None or residual.dtype == x.dtype
-    if one_dtype and torch.is_inference_mode_enabled() and uses_onednn(x):
+    if one_dtype and infers() and uses_onednn(x):
         y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
         matrix = prepack(weight, _pack_matrix)
         vector = None if bias is None else prepack(bias, to_bf16)
@@ -413,11 +419,10 @@ class Mlp(nn.Module):
 
         Of the `norm` of `x`, and added to `residual`, where given.
         """
-        infers = torch.is_inference_mode_enabled()
-        if infers and uses_onednn(x) and not self.quick:
+        if infers() and uses_onednn(x) and not self.quick:
             y = linear(x, self.up.weight, self.up.bias, norm, None, True, self.approximate)
             return linear(y, self.down.weight, self.down.bias, residual=residual)
-        if not infers and uses_cpu_functions(x):
+        if uses_cpu_functions(x):
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
             return _Mlp.apply(x, *parts, residual, *norm_arguments(norm), self.activation)
         if self.use_triton and not self.quick and self.approximate == "none":
