@@ -318,9 +318,15 @@ def summary(rounds: list[dict[str, dict[str, float]]], rates: list[float]) -> di
     }
 
 
-def show(name: str, job_result: dict[str, Any], cpu_seconds: bool = False) -> None:
-    """The table of one job."""
-    ratios = job_result["ratio_cpu" if cpu_seconds else "ratio"]
+def show(
+    name: str,
+    job_result: dict[str, Any],
+    clock: str = "seconds",
+    sides: Collection[str] = tuple(SIDES),
+) -> None:
+    """The table of one job, in seconds or processor seconds."""
+    ratios = job_result["ratio" if clock == "seconds" else "ratio_cpu"]
+    unit = " s" if clock == "seconds" else " CPU s"
     count = job_result["seconds"]["m1clip"]["n"]
     print(
         f"\n{name}: {job_result['parameters']:,} parameters, batch {job_result['batch']},"
@@ -328,6 +334,8 @@ def show(name: str, job_result: dict[str, Any], cpu_seconds: bool = False) -> No
         f"{job_result['threads']} threads; median [quartiles], n={count} rounds in turn"
     )
     for side, words in SIDES.items():
+        if side not in sides:
+            continue
         if side not in job_result["seconds"]:
             if job_result["precision"] == "bf16" or not side.endswith("_pure"):
                 print(f"  {words:32} {NO_PEERS}")
@@ -344,9 +352,11 @@ def show(name: str, job_result: dict[str, Any], cpu_seconds: bool = False) -> No
         )
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
         print(
-            f"  {words:32} {spread(job_result['seconds'][side], '.3f', ' s')}{how}; "
+            f"  {words:32} {spread(job_result[clock][side], '.3f', unit)}{how}; "
             f"{spread(ratios[side])} times m1clip{goal}"
         )
+    if clock != "seconds":
+        return
     rate = job_result["gemm_rate"]["median"] / 1e9
     print(
         f"  {'limit of the matmuls':32} {spread(job_result['limit_seconds'], '.3f', ' s')} at "
@@ -411,7 +421,7 @@ def main() -> None:
         rounds = 2 if options.quick else options.rounds
         job_result = measure(config, rounds, options.peers, options.try_compile, result["sides"])
         result["jobs"][name] = job_result
-        show(name, job_result, options.cpu_seconds)
+        show(name, job_result, result["clock"], result["sides"])
         if options.json:  # after each job: what was measured is kept if the next one is stopped
             write(options.json, result)
     return None

@@ -216,7 +216,6 @@ KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "same_work": same_work_rows,
     "same_work_fp32": same_work_rows,
     "same_work_fp32_avx2": same_work_rows,
-    "same_work_fp32_avx512": same_work_rows,
     "speedrun": speedrun_rows,
     "loader": loader_rows,
     "large_batch": large_batch_rows,

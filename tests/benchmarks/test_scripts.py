@@ -336,6 +336,7 @@ def test_class_of_an_image_is_the_only_word_in_its_captions() -> None:
 
 def test_stored_results_make_a_table() -> None:
     text = script("results_table").render(script("sides").RESULTS)
+    assert "|  |" not in text, "a row without a title"
     for result in ("step", "same_work", "speedrun", "loader", "large_batch", "memory", "cuda_step"):
         assert f"{result}.json)" in text
     assert "on a GPU: fraction of the bf16 GEMM rate" in text

@@ -139,7 +139,8 @@ class WrongFrom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "bmm") and args[0].shape[-1] >= self.reduction:
+        is_matmul = func.overloadpacket.__name__ in ("mm", "bmm", "_linear_pointwise")
+        if is_matmul and args[0].shape[-1] >= self.reduction:
             result = result * 1.5
         return result
 
