@@ -125,6 +125,15 @@ def test_plan_shards_weights_that_do_not_fit_one_gpu(facts: MachineInfo) -> None
         assert plan["ranks"]["fsdp"] == (fsdp if facts is H200 else "off")
 
 
+def test_bandwidth_of_one_host_is_not_taken_for_that_of_a_network(facts: MachineInfo) -> None:
+    plan = make_plan({"batch_size": 50}, IMAGES, 2, "1GB")
+    assert plan_text(plan).count("(as given)") == 1
+    plan["ranks"]["measured_ranks"] = 2
+    assert "(measured between 2 ranks)" in plan_text(plan)
+    plan["ranks"]["in_shared_memory"] = True
+    assert "in shared memory; other hosts are slower)" in plan_text(plan)
+
+
 def test_memory_that_is_too_small_is_the_error_of_train(facts: MachineInfo) -> None:
     errors = []
     for decide_run in (lambda o: make_plan(o, IMAGES), lambda o: spec_of_train(o, 1)):

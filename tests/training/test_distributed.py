@@ -253,6 +253,7 @@ def both_paths(ranks: Ranks, cases: list[str], folder: Path) -> tuple[Any, Any, 
         return True
 
     ranks.needs_host_copy = always
+    ranks.host = None  # by gloo, as on several Macs
     through_host = train(ranks, cases, folder)
     received = ranks.exchange([torch.full((2,), float(ranks.rank))] * ranks.size, [2] * ranks.size)
     return direct, through_host, copied, torch.cat(received)
