@@ -1,7 +1,7 @@
 """JPEG decoding on a CUDA GPU with nvJPEG, where torchvision has it. What it cannot decode is left to the CPU.
 
-nvJPEG rounds differently from libjpeg-turbo, and interpolates colors differently, so its rows are
-cached apart.
+The JPEG hardware of a GPU gives nearly the pixels of libjpeg-turbo. Without it, torchvision's decoder
+rounds and interpolates colors differently. Rows are cached apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The JPEG decoders of a GPU (seven on an H100 or H200), by the library nvJPEG that torchvision brings.
 
-torchvision decodes one batch at a time, on a stream without priority. While the GPU trains, each
-image then waits for kernels of the step. Here, threads decode batches at the same time.
+torchvision decodes one batch at a time: while the GPU trains, each image waits for kernels of the
+step. Here, threads decode batches at the same time. Colors are interpolated as by libjpeg-turbo,
+which torchvision does not ask for: pixels differ by one level at most, and rarely.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes.util
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +21,30 @@ from torch import Tensor
 # Of nvjpeg.h.
 SUCCESS = 0
 BACKEND_HARDWARE = 3
+INTERPOLATED_COLORS = 1 << 5  # NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION
 OUTPUT_RGB = 3  # three planes
 PLANES = 3
 IMAGE_FIELDS = 8  # of nvjpegImage_t: four addresses of planes, then four pitches
 FIRST_PITCH = 4
 CPU_THREADS = 1
+# Calls for each image, of some microseconds: a thread that released Python's lock for them would
+# wait longer to get it back.
+SHORT_CALLS = {
+    "nvjpegJpegStreamParseHeader",
+    "nvjpegDecodeBatchedSupported",
+    "nvjpegJpegStreamGetFrameDimensions",
+}
 
 
 class NvJpegError(RuntimeError):
     """A call of nvJPEG failed."""
+
+
+class Library(NamedTuple):
+    """nvJPEG, loaded once."""
+
+    releasing: Any  # Python's lock during calls
+    holding: Any
 
 
 class HardwareDecoder:
@@ -38,17 +54,15 @@ class HardwareDecoder:
     """
 
     def __init__(
-        self, library: Any, others: Callable[[list[Tensor]], list[Tensor]], device: str = "cuda"
+        self, library: Library, others: Callable[[list[Tensor]], list[Tensor]], device: str = "cuda"
     ) -> None:
-        """`library` is that of `open_library`."""
         self.library = library
         self.others = others
         self.device = device
         self.handle = ctypes.c_void_p()
         self._idle: list[_State] = []  # those that no thread uses
-        self._call(
-            "nvjpegCreateEx", BACKEND_HARDWARE, None, None, ctypes.c_uint(0), _at(self.handle)
-        )
+        flags = ctypes.c_uint(INTERPOLATED_COLORS)
+        self._call("nvjpegCreateEx", BACKEND_HARDWARE, None, None, flags, _at(self.handle))
 
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
         """Encoded images on the host -> (3, height, width) uint8 on the GPU, each."""
@@ -73,7 +87,8 @@ class HardwareDecoder:
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a function of the library; NvJpegError if it fails."""
-        status = getattr(self.library, name)(*arguments)
+        library = self.library.holding if name in SHORT_CALLS else self.library.releasing
+        status = getattr(library, name)(*arguments)
         if status != SUCCESS:
             raise NvJpegError(f"{name} failed with status {status}")
 
@@ -146,12 +161,12 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def open_library() -> ctypes.CDLL:
+def open_library() -> Library:
     """nvJPEG, which has the version that torchvision was built with; OSError if there is none."""
     name = next(map(str, _library_paths()), None) or ctypes.util.find_library("nvjpeg")
     if name is None:
         raise OSError("the library nvJPEG is not installed")
-    return ctypes.CDLL(name)
+    return Library(ctypes.CDLL(name), ctypes.PyDLL(name))
 
 
 def _library_paths() -> Iterator[Path]:
