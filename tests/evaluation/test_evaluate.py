@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from small_run import run_small
+from small_run import finished_run
 
 import m1clip
 from m1clip.errors import UserError
@@ -16,10 +16,8 @@ from m1clip.runlog import read_log
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    run_small(folder, {"train.steps": 2})
-    return folder
+def run() -> Path:
+    return finished_run({"train.steps": 2})
 
 
 @pytest.fixture

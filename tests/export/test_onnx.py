@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_sets import make_set
 from PIL import Image
-from small_run import ROOT, exit_code
+from small_run import ROOT, exit_code, made_once
 from tiny_model import tiny_model
 
 import m1clip
@@ -44,18 +44,21 @@ TEXTS = [
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
 
 
+def save_and_export(folder: Path) -> None:
+    model = tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos", text_pooling="eot+mean")
+    model.save(folder / "model")
+    assert exit_code("export", folder / "model", "--to", "onnx") == 0
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "model"
-    tiny_model("clip-bpe-pruned", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(
-        folder
-    )
-    return folder
+def trained() -> Path:
+    """A model that no test changes."""
+    return made_once("onnx", save_and_export) / "model"
 
 
 @pytest.fixture(scope="module")
 def exported(trained: Path) -> Path:
-    assert exit_code("export", trained, "--to", "onnx") == 0
+    """The same model in onnxruntime: an export takes seconds, so all xdist workers share it."""
     return trained.with_name("model-onnx")
 
 

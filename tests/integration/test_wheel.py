@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from small_run import made_once
 
 import m1clip
 
@@ -46,12 +47,15 @@ def run(*words: str | Path, cwd: Path, timeout: float = 300) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it; without the network."""
-    folder = tmp_path_factory.mktemp("built")
+def build(folder: Path) -> None:
+    folder.mkdir()
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    return folder
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """A folder with the sdist, and the wheel that was built from it; without the network."""
+    return made_once("built", build)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ import torch
 from bounded import Bomb, bounded, files_under
 from image_sets import png
 from PIL import Image
-from small_run import prepared, run_small, small_config
+from small_run import finished_run, prepared, small_config
 from tiny_model import tiny_clip
 
 from m1clip.cli.main import main
@@ -49,10 +49,8 @@ HUGE = 10**9
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    run_small(folder, {"train.steps": 2})
-    return folder / "model"
+def trained() -> Path:
+    return finished_run({"train.steps": 2}) / "model"
 
 
 @pytest.fixture

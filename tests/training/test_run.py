@@ -34,11 +34,9 @@ from m1clip.training.workbench import check_training_data
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run() -> Path:
     """A finished small run with evaluations."""
-    folder = tmp_path_factory.mktemp("runs") / "small"
-    run_small(folder, {"train.eval_every": 5})
-    return folder
+    return finished_run({"train.eval_every": 5})
 
 
 def test_plan_of_data_is_the_run_that_train_makes(

@@ -14,10 +14,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from small_run import (
     assert_same_bits,
+    finished_run,
     losses_of,
     prepared,
     resume_quietly,
-    run_small,
     small_config,
     tensors_of,
 )
@@ -52,11 +52,9 @@ def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scratch() -> Path:
     """A run from scratch to start from, with its own embedding width."""
-    run = tmp_path_factory.mktemp("scratch") / "run"
-    run_small(run, {"train.steps": 3, "model.embed_dim": 24})
-    return run
+    return finished_run({"train.steps": 3, "model.embed_dim": 24})
 
 
 @pytest.fixture(scope="module")
