@@ -27,6 +27,7 @@ START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
 ERROR_START = "m1clip: "  # of the line with an error; notes may follow it
+NO_REASON = "its process ended without a message, as when memory runs out"
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
@@ -208,7 +209,7 @@ def start_in_background(
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
-            reason = failure_of(folder) or f"exit code {process.returncode}"
+            reason = failure_of(folder) or f"{NO_REASON} (exit code {process.returncode})"
             if resume is None:
                 output.unlink(missing_ok=True)
                 remove_unused_folder(folder)
@@ -225,10 +226,16 @@ def failure_of(folder: Path) -> str:
 
 
 def error_line(output: bytes) -> str:
-    """The error that a program printed: the last line that begins as errors do, else the last."""
+    """The error that a program printed: the last line that begins as errors do.
+
+    Without one, the last line, which may be progress before the process was killed, is named as
+    such.
+    """
     lines = output.decode("utf-8", "replace").strip().splitlines()
     errors = [line for line in lines if line.startswith(ERROR_START)]
-    return one_line((errors or lines or [""])[-1].removeprefix(ERROR_START))
+    if errors:
+        return one_line(errors[-1].removeprefix(ERROR_START))
+    return one_line(f"{NO_REASON}; the last line of its output: {lines[-1]}") if lines else ""
 
 
 def name_owner(folder: Path, pid: int) -> None:

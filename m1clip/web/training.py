@@ -30,6 +30,7 @@ from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
 from m1clip.training.process import (
     ABOUT_LABELS,
+    NO_REASON,
     OUTPUT,
     error_line,
     failure_of,
@@ -41,7 +42,6 @@ from m1clip.web.server import key_of
 RUN_NAME = "labels"
 # ABOUT_LABELS is in the folder of a run: what it was trained on, and what it gained.
 MIN_TRAINED = 10  # labels for training, of those before the first training
-NO_REASON = "its process ended without a message, as when memory runs out"
 STOP_SECONDS = 120.0  # to wait for a step to end
 Started = dict[str, Any]  # the content of ABOUT_LABELS
 

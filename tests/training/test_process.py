@@ -256,7 +256,15 @@ def test_background_run_has_an_owner_before_it_has_written_anything(
             "step 1\nm1clip: photos: images but no captions\n\n  label some\n  sort them\n",
             "photos: ",
         ),
-        ("Traceback\nKeyError: 'x'\n", "KeyError: 'x'"),
+        (
+            "training   400 steps of 8 images\n",  # killed
+            "its process ended without a message, as when memory runs out; the last line of its"
+            " output: training   400 steps",
+        ),
+        (
+            "Traceback\nKeyError: 'x'\n",
+            f"{process.NO_REASON}; the last line of its output: KeyError",
+        ),
         ("", ""),
     ],
 )
