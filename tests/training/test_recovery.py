@@ -36,7 +36,7 @@ from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.context import RunContext
 from m1clip.training.distributed import Ranks
 from m1clip.training.duration import step_plan
-from m1clip.training.recovery import Rollback, SpikeDetector, roll_back
+from m1clip.training.recovery import Rollback, SpikeDetector, prepare_recovery, roll_back
 from m1clip.training.run import train_config
 from m1clip.training.update import skip_rule
 from m1clip.training.world import World
@@ -223,6 +223,27 @@ def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> Non
     scales[0] = 1.0
     with pytest.raises(Rollback):
         feed(run, [1.0], norm=math.inf, first=5)
+
+
+@pytest.mark.parametrize(
+    ("helps", "effect"),
+    [
+        (True, "using micro-batches of 8; the batch of 16 and its gradient stay the same"),
+        (False, "a smaller micro-batch does not help; continuing as before"),
+    ],
+)
+def test_low_memory_is_reported_with_what_it_changes(
+    helps: bool, effect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, log = checker()
+    run.train_step.attempts = SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setattr(recovery, "make_oom_handler", lambda inputs, micro_batch, report: report)
+    prepare_recovery(run)
+    with console.record_warnings() as warnings:
+        run.train_step.attempts.handler(3, 8, "close to the limit", helps)  # type: ignore[operator]
+    assert warnings == [f"low memory at step 3 (close to the limit): {effect}"]
+    (record,) = log.records
+    assert (record["step"], record["micro_batch"], record["helps"]) == (3, 8, helps)
 
 
 def test_only_cuda_skips_on_the_device() -> None:
