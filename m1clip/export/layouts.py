@@ -190,7 +190,8 @@ def export(
         same = exported.model.preprocess.resize == saved.preprocess.resize
         exact = precision == "fp32" and to != "coreml" and same
         record: dict[str, Any] = {"format": 1, "to": to, "precision": precision, "model": str(path)}
-        record |= compare(runtimes, partial, examples, exact)
+        with console.progress("comparing vectors"):
+            record |= compare(runtimes, partial, examples, exact)
         console.print(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
             raise UserError(

@@ -133,13 +133,14 @@ def write_graphs(folder: Path, saved: SavedModel, layout: Layout, width: int | N
     if layout.normalizes:
         pixels = torch.zeros(2, side, side, 3, dtype=torch.uint8)
     graph = ImageGraph(clip, preprocess if layout.normalizes else None, width)
-    _write_graph(graph, pixels, layout.names[0], {0: batch}, folder / layout.image)
+    with console.progress(f"writing {layout.image}"):
+        _write_graph(graph, pixels, layout.names[0], {0: batch}, folder / layout.image)
     console.print(f"writing    {layout.text}")
     tokens = torch.from_numpy(saved.tokenizer.tokenize(["a", "b"], context))
     tokens = tokens.int() if layout.int32 else tokens.long()
-    _write_graph(
-        TextGraph(clip, width), tokens, layout.names[1], {0: batch, 1: length}, folder / layout.text
-    )
+    dims: dict[int, object] = {0: batch, 1: length}
+    with console.progress(f"writing {layout.text}"):
+        _write_graph(TextGraph(clip, width), tokens, layout.names[1], dims, folder / layout.text)
     record = saved.tokenizer.record()
     settings = {
         "format": ONNX_FORMAT,
