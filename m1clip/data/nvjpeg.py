@@ -1,7 +1,7 @@
 """JPEG decoding on a CUDA GPU with nvJPEG, where torchvision has it. What it cannot decode is left to the CPU.
 
-The JPEG hardware of a GPU gives nearly the pixels of libjpeg-turbo. Without it, torchvision's decoder
-rounds and interpolates colors differently. Rows are cached apart.
+Its pixels differ from those of libjpeg-turbo by rounding and by how colors are interpolated, so these rows are
+cached apart.
 """
 
 from __future__ import annotations
@@ -80,22 +80,7 @@ def gpu_decoder() -> DecodeBatch | None:
         return None
     if pixels[0].shape != (3, *TINY_SIZE):
         return None
-    return _hardware_decoder(decode) or decode
-
-
-def _hardware_decoder(others: DecodeBatch) -> DecodeBatch | None:
-    """The decoder that uses the JPEG hardware of the GPU; None if it has none."""
-    import torch
-
-    from m1clip.data.nvjpeg_hardware import HardwareDecoder, open_library
-
-    try:
-        decode = HardwareDecoder(open_library(), others)
-        pixels = decode([torch.frombuffer(bytearray(_tiny_jpeg()), dtype=torch.uint8)])
-    # AttributeError: of another version; RuntimeError: NvJpegError, as before Ampere
-    except (OSError, AttributeError, RuntimeError):
-        return None
-    return decode if pixels[0].shape == (3, *TINY_SIZE) else None
+    return decode
 
 
 def _load_torchvision_images() -> None:
