@@ -40,7 +40,7 @@ KEY_BYTES = 16
 FREE = bytes(KEY_BYTES)  # the key of a row that has no content
 # Between two syncs: work that is lost when a process is killed. Rows that wait for the last sync are
 # waited for: with 2 s, filling a cache by nvJPEG took 1.3 times as long.
-SAVE_SECONDS = 0.25
+SYNC_SECONDS = 0.25
 DISK_MARGIN = 1.05
 
 
@@ -109,7 +109,7 @@ class _KeySaver:
         """The indices of some seconds, and whether there will be more."""
         collected = list[int]()
         indices = self._done.get()
-        end = time.monotonic() + SAVE_SECONDS
+        end = time.monotonic() + SYNC_SECONDS
         while indices is not None:
             collected.extend(indices)
             try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # name alone or with sentences about photos only (docs/general.md).
 TEMPLATES = ("{}", "a {}", "the {}", "a photo of a {}.")
 NAME_WORDS = 2  # the most words of a label that `default_templates` makes sentences of
-ARTICLES = (["a"], ["an"], ["the"])
+ARTICLES = ("a", "an", "the")
 IMAGE_TYPES = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
 IMAGES_EXPECTED = (
     "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8"
@@ -148,7 +148,10 @@ def default_templates(labels: Sequence[str]) -> tuple[str, ...]:
     "a dog" and "two dogs on a beach" would not fit into the sentences.
     """
     names = [label.split() for label in labels]
-    fits = all(len(words) <= NAME_WORDS and words[:1] not in ARTICLES for words in names)
+    fits = all(
+        len(words) <= NAME_WORDS and not any(word in ARTICLES for word in words[:1])
+        for words in names
+    )
     return TEMPLATES if fits else ("{}",)
 
 

@@ -775,13 +775,13 @@ class Index:
             "SELECT row FROM vectors JOIN images ON images.id = vectors.image"
             f" WHERE vectors.model = ? AND sha256 = ? AND {VALID_ROW}"
         )
-        found = {}
+        by_digest = {}
         with self._reading() as db:
             for digest in digests:
                 row = db.execute(query, (self.set_id, digest)).fetchone()
                 if row is not None and row[0] < len(self.vectors):
-                    found[digest] = np.array(self.vectors[row[0]])
-        return found
+                    by_digest[digest] = np.array(self.vectors[row[0]])
+        return by_digest
 
     @property
     def model_before(self) -> str | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from m1clip.inference.inputs import ARTICLES
+
 SHORT_WORDS = 2  # the most words of a short query; longer ones are sentences
 COMMON_SHARE = 0.5  # of the mean vector of everyday words, which is subtracted
 # Nouns of things and places that are in many photos; only their mean is used.
@@ -21,9 +23,6 @@ airplane cake fruit baby girl man crowd football swing phone table clock house w
 """.split()  # noqa: SIM905
 
 Encode = Callable[[list[str]], np.ndarray]  # texts -> (n, dim) unit vectors
-
-
-ARTICLES = ("a", "an", "the")
 
 
 def is_short(text: str) -> bool:

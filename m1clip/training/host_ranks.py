@@ -32,10 +32,10 @@ from torch.autograd.profiler import record_function
 # Kinds of events. Each rank posts those of a kind in the same order, but kinds may be interleaved
 # differently.
 TOGETHER, SENT, REDUCED = range(3)
-ALIGNMENT = 64  # bytes; a cache line
+SLICE_UNIT = 64  # numbers: slices and buckets begin at a cache line
 MAX_EVENTS = 4096  # bytes received at a time
-MAX_FILES = 8  # file descriptors received at a time
-CONNECT_SECONDS = 60.0
+MAX_DESCRIPTORS = 8  # file descriptors received at a time
+MEETING_SECONDS = 60.0
 PREFIX = "m1clip-ranks-"  # of temporary names
 
 
@@ -97,7 +97,7 @@ class HostRanks:
         connection = self._peers[peer]
         connection.settimeout(max(1e-3, deadline - time.monotonic()) if wait else 0.0)
         try:
-            events, files, _, _ = socket.recv_fds(connection, MAX_EVENTS, MAX_FILES)
+            events, files, _, _ = socket.recv_fds(connection, MAX_EVENTS, MAX_DESCRIPTORS)
         except BlockingIOError:
             return
         except TimeoutError:
@@ -191,9 +191,9 @@ class HostRanks:
 
     def _slice(self, count: int, rank: int) -> slice:
         """The numbers that a rank adds: whole cache lines."""
-        lines = count // ALIGNMENT
-        stop = count if rank == self.size - 1 else ALIGNMENT * (lines * (rank + 1) // self.size)
-        return slice(ALIGNMENT * (lines * rank // self.size), stop)
+        units = count // SLICE_UNIT
+        stop = count if rank == self.size - 1 else SLICE_UNIT * (units * (rank + 1) // self.size)
+        return slice(SLICE_UNIT * (units * rank // self.size), stop)
 
 
 class SharedBuckets:
@@ -210,7 +210,7 @@ class SharedBuckets:
         self.dtype = dtype
         starts = [0]
         for size in sizes:
-            starts.append(starts[-1] + size + -size % ALIGNMENT)
+            starts.append(starts[-1] + size + -size % SLICE_UNIT)
         memory = [part.view(dtype) for part in host.allocate(starts[-1] * dtype.itemsize)]
         self.buckets = [
             [part[start : start + size] for part in memory]
@@ -281,7 +281,7 @@ def connect_host(
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX))
                 listener.bind(str(folder / "rank"))
                 listener.listen(size)
-                listener.settimeout(CONNECT_SECONDS)
+                listener.settimeout(MEETING_SECONDS)
             except OSError as error:
                 problem = str(error)
             paths = gather("" if problem else str(folder / "rank"))
@@ -306,13 +306,13 @@ def _connect_pairs(
     peers = {}
     for other in range(rank):
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(MEETING_SECONDS)
         connection.connect(paths[other])
         connection.sendall(rank.to_bytes(4, "big"))
         peers[other] = connection
     for _ in range(rank + 1, len(paths)):
         connection = listener.accept()[0]
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(MEETING_SECONDS)
         peers[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")] = connection
     return dict(sorted(peers.items()))
 

@@ -95,7 +95,7 @@ def build(folder: Path, log: Path, pause: float, hang_after: float = math.inf) -
 
     Wait to be killed after some.
     """
-    honest, cache.SAVE_SECONDS = decoding.to_square, 0.0
+    honest, cache.SYNC_SECONDS = decoding.to_square, 0.0
 
     def slow(*arguments: Any) -> np.ndarray:
         time.sleep(pause)

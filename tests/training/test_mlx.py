@@ -262,7 +262,7 @@ def test_loss_that_needs_a_bias_is_rejected_by_mlx(monkeypatch: pytest.MonkeyPat
     [
         ({"train.loss": "sigmoid"}, "--loss sigmoid"),
         ({"model.compile": True}, "--compile"),
-        ({"transfer.teacher": "other"}, "--teacher"),
+        ({"transfer.teacher": "general"}, "--teacher"),
     ],
 )
 def test_unsupported_settings_are_refused(
