@@ -62,6 +62,7 @@ def run(notebook: Json, folder: Path, quick: bool = False) -> tuple[list[list[Js
     names: Json = {"__name__": "__main__"}
     outputs = []
     with _surroundings(folder):
+        _figures()  # closes those that other code of this process has left open
         for number, cell in enumerate(_code_cells(notebook)):
             if quick and "slow" in cell["metadata"].get("tags", ()):
                 outputs.append(cell["outputs"])

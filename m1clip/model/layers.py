@@ -100,6 +100,8 @@ def _fp32_by_onednn() -> bool:
     it with AVX2 (docs/speed.md). A rule instead of a measurement: a resumed run is bit-identical.
     """
     is_mkl = torch.backends.mkl.is_available()
+    if not torch.backends.mkldnn.enabled:  # `torch.backends.mkldnn.set_flags` of a caller
+        return False
     return is_mkl and "AMD" in _cpu_name() and _onednn_op(torch.float32) is not None
 
 

@@ -40,7 +40,7 @@ class BestSoFar(NamedTuple):
 
     best: float  # its score
     best_step: int
-    stale: int  # evaluations since the best one
+    stale: int  # evaluations since the score last improved
     metric: str  # label of the metric that selects the best model
 
 
@@ -99,4 +99,5 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     if earlier is not None:
         return BestSoFar(state.best, state.best_step, state.stale + 1, metric.label)
     save_model(run, model, "best")
-    return BestSoFar(metric.value, state.step, 0, metric.label)
+    is_better = metric.value > state.best  # the patience of a run counts equal scores
+    return BestSoFar(metric.value, state.step, 0 if is_better else state.stale + 1, metric.label)

@@ -133,7 +133,9 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match="--batch-size 16 is less than one image for each of 17 ranks"
     ):
         make_plan(SMALL_PLAN, 1600, ranks=17, bandwidth="1MB")
-    two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6, on_rank0=lambda work: work())
+    two: Any = SimpleNamespace(
+        size=2, bandwidth=lambda device: 2e6, on_rank0=lambda work: work(), host=None
+    )
     monkeypatch.setattr("m1clip.bench.plan.connect", lambda device: two)
     assert "(measured between 2 ranks)" in plan_text(make_plan(SMALL_PLAN, 1600, ranks=8))
 

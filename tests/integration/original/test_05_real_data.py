@@ -50,7 +50,7 @@ def write_coco(root: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("write", [write_flickr, write_karpathy, write_coco])
-@pytest.mark.parametrize("count", [8, 21])
+@pytest.mark.parametrize("count", [12, 21])
 def test_dataset_is_read_as_it_is_distributed(
     write: type[object], count: int, tmp_path: Path
 ) -> None:

@@ -62,6 +62,13 @@ def test_outputs_were_written_by_the_tool_for_this_code(path: Path) -> None:
     assert written != notebooks.digest(notebook)
 
 
+def test_figure_that_was_open_before_is_no_output(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib.pyplot").figure()
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["print('a')"]}
+    outputs, _ = notebooks.run({"cells": [cell], "metadata": {}}, tmp_path)
+    assert notebooks.structure(outputs) == [[("stream", 1)]]
+
+
 def test_changed_output_of_a_notebook_is_noticed(tmp_path: Path) -> None:
     """A line more, or an image less, is another structure."""
     cell = {"cell_type": "code", "metadata": {}, "outputs": []}
