@@ -105,7 +105,8 @@ def _by_hash(
     if class_of is not None:
         split_of = _by_class(unit, fraction, held_out, class_of)
     elif fraction > HELD_OUT_FRACTION:
-        split_of = _by_rank(unit, int(len(ids) * fraction), held_out)
+        count = min(SMALL_SPLIT, int(len(ids) * MAX_FRACTION))
+        split_of = _by_rank(unit, count, held_out)
     else:
         split_of = {id_: _by_range(u, held_out) for id_, u in unit.items()}
     if len(ids) >= 10 and "val" not in split_of.values():
