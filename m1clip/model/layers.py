@@ -119,6 +119,8 @@ def uses_cpu_functions(x: Tensor) -> bool:
     """Whether this input is computed by `_Linear` and `_Mlp`, which are for training on a CPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
+    if not x.numel():  # oneDNN multiplies no empty matrices in fp32
+        return False
     autocast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocast else torch.float32
     return x.dtype == dtype and dtype in (torch.float32, torch.bfloat16)

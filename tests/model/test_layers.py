@@ -196,6 +196,20 @@ def test_fp32_layers_with_recomputed_activations_match_plain_ones(
         assert fused_grad.is_contiguous()
 
 
+@pytest.mark.parametrize("matmuls", list(FP32_MATMULS))
+def test_empty_batch_has_empty_outputs_and_gradients_of_zero(
+    monkeypatch: pytest.MonkeyPatch, matmuls: str
+) -> None:
+    use_fp32_matmuls(monkeypatch, matmuls)
+    model = transformer()
+    x = torch.zeros(0, 7, 16, requires_grad=True)
+    out = model(x)
+    assert out.shape == (0, 7, 16)
+    out.sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("frozen", ["norm2", "mlp.up", "mlp.down", "attn.qkv", ""])
 def test_frozen_layers_get_no_gradient_and_leave_the_others_unchanged(
     monkeypatch: pytest.MonkeyPatch, frozen: str
