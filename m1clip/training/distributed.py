@@ -117,7 +117,7 @@ class Ranks:
     def gather_views(self, values: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have equal shape.
 
-        To be read before the next but one exchange: they may be in the memory of the others.
+        To be read before the next exchange: they may be in the memory of the others.
         """
         host = self.host_for(values)
         if host is None:

@@ -62,10 +62,12 @@ class HostRanks:
         self.posted[kind] += 1
         for peer, connection in self._peers.items():
             self._receive(peer, wait=False)  # so that no buffer of events becomes full
-            files = [] if file is None else [file]
             try:
                 connection.settimeout(self.timeout)
-                socket.send_fds(connection, [bytes([kind])], files)
+                if file is None:
+                    connection.sendall(bytes([kind]))
+                else:
+                    socket.send_fds(connection, [bytes([kind])], [file])
             except TimeoutError:
                 raise RuntimeError(f"timed out sending to rank {peer}") from None
             except OSError:
@@ -146,7 +148,7 @@ class HostRanks:
         return torch.stack(self.gather_views(values))
 
     def gather_views(self, values: Tensor) -> list[Tensor]:
-        """The tensors of all ranks in their memory, valid until the next but one exchange."""
+        """The tensors of all ranks in their memory, valid until the next exchange begins."""
         parts = self._area(values.shape, values.dtype)
         parts[self.rank].copy_(values)
         self.meet()
