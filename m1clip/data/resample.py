@@ -60,6 +60,10 @@ def _resized_together(images: list[Tensor], side: int, resize: str) -> Tensor:
     bilinear = resize.endswith(BILINEAR)
     horizontal = _weights(width, wide, left, side, bilinear, device)
     vertical = _weights(height, high, top, side, bilinear, device)
+    if device.type == "cuda":  # each thread has a stream, and another one may evict the weights
+        stream = torch.cuda.current_stream(device)
+        horizontal.matrix.record_stream(stream)
+        vertical.matrix.record_stream(stream)
     used = torch.stack(images)[
         :, :, vertical.first : vertical.last, horizontal.first : horizontal.last
     ]
