@@ -27,6 +27,7 @@ START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason
 ERROR_START = "m1clip: "  # of the line with an error; notes may follow it
+TRACEBACK_START = "Traceback (most recent call last)"  # of an error that is a defect
 NO_REASON = "its process ended without a message, as when memory runs out"
 
 
@@ -226,7 +227,7 @@ def failure_of(folder: Path) -> str:
 
 
 def error_line(output: bytes) -> str:
-    """The error that a program printed: the last line that begins as errors do.
+    """The error that a program printed: the last line that begins as errors do, or of a traceback.
 
     Without one, the last line, which may be progress before the process was killed, is named as
     such.
@@ -235,6 +236,8 @@ def error_line(output: bytes) -> str:
     errors = [line for line in lines if line.startswith(ERROR_START)]
     if errors:
         return one_line(errors[-1].removeprefix(ERROR_START))
+    if any(line.startswith(TRACEBACK_START) for line in lines):
+        return one_line(lines[-1])
     return one_line(f"{NO_REASON}; the last line of its output: {lines[-1]}") if lines else ""
 
 

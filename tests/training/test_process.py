@@ -261,10 +261,7 @@ def test_background_run_has_an_owner_before_it_has_written_anything(
             "its process ended without a message, as when memory runs out; the last line of its"
             " output: training   400 steps",
         ),
-        (
-            "Traceback\nKeyError: 'x'\n",
-            f"{process.NO_REASON}; the last line of its output: KeyError",
-        ),
+        ("step 1\nTraceback (most recent call last):\n  File x\nKeyError: 'x'\n", "KeyError: 'x'"),
         ("", ""),
     ],
 )
