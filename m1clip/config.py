@@ -253,6 +253,8 @@ class OptimConfig(Section):
         "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the "
         "block above it."
     )
+    grad_clip: NotNegative = 1.0
+    "Scale gradients down to this norm where theirs is larger; 0 = never."
 
     def check(self) -> None:
         if self.warmup >= 1 and self.warmup != int(self.warmup):

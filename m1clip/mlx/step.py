@@ -40,7 +40,6 @@ from m1clip.training.step import StepParts, StepResult, parts_for_check
 from m1clip.training.step_analyses import LazyTensors, Probe, StepView
 from m1clip.training.torch_optimizers import ADAMW_BETAS, ADAMW_EPS
 from m1clip.training.transfer import ModelInit
-from m1clip.training.update import GRAD_CLIP_NORM
 
 Group = Literal["weights", "moments"]
 STATE_GROUPS: tuple[Group, Group] = ("weights", "moments")
@@ -574,10 +573,11 @@ class MLXStep:
         grad_norm: Any = mx.sqrt(squares).item()
         if math.isfinite(loss.item()) and math.isfinite(grad_norm):
             self._updates += 1
+            max_norm = self.parts.update.grad_clip or math.inf
             numbers: dict[str, Any] = {
                 "first": 1 - ADAMW_BETAS[0] ** self._updates,
                 "second": 1 - ADAMW_BETAS[1] ** self._updates,
-                "clip": min(1.0, GRAD_CLIP_NORM / (grad_norm + CLIP_EPS)),
+                "clip": min(1.0, max_norm / (grad_norm + CLIP_EPS)),
             }
             numbers |= {key: group["lr"] for _, key, group in self._groups()}
             # As inputs, not constants: the compiled function is the same for every step.

@@ -542,7 +542,7 @@ def _fingerprint(inputs: RunInputs) -> str:
 # recipe's.
 BOTH_STAGES = {
     *("batch_size", "memory", "device", "precision", "threads", "report_to", "loss"),
-    *("optimizer", "wd"),
+    *("optimizer", "wd", "grad_clip"),
 }
 
 

@@ -190,7 +190,8 @@ def make_parts(
     one_device = len({p.device for p in model.parameters()}) == 1
     scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None
     can_skip = one_device and OPTIMIZERS[config.optim.optimizer].skips_on_device
-    update = Updater(model, optimizer, world, skip_rule(device.kind, can_skip), scaler)
+    skip = skip_rule(device.kind, can_skip)
+    update = Updater(model, optimizer, world, skip, scaler, config.optim.grad_clip)
     teacher_logits = None if teacher is None else teacher.logits
     contrast = config.train.text_contrast or 0.0
     members = model.config.members

@@ -12,7 +12,6 @@ from m1clip.model.clip import CLIP
 from m1clip.training.optim import Optimizer
 from m1clip.training.world import World
 
-GRAD_CLIP_NORM = 1.0
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 # Where a step that is not finite is detected and skipped.
 SkipRule = Literal["host", "device", "never"]
@@ -28,12 +27,14 @@ class Updater:
         world: World,
         skip: SkipRule = "host",
         scaler: torch.amp.GradScaler | None = None,
+        grad_clip: float = 0.0,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.world = world
         self.skip = skip
         self.scaler = scaler  # of fp16, whose gradients underflow
+        self.grad_clip = grad_clip  # maximum norm of the gradients; 0: not clipped
         self._is_unscaled = False  # whether the loss scale is removed from the gradients already
 
     @property
@@ -81,7 +82,8 @@ class Updater:
         shards = self.world.shards
         total_norm = torch.nn.utils.get_total_norm if shards is None else shards.total_norm
         grad_norm = total_norm(complete)
-        torch.nn.utils.clip_grads_with_norm_(self.world.parameters, GRAD_CLIP_NORM, grad_norm)
+        if self.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(self.world.parameters, self.grad_clip, grad_norm)
         return grad_norm.detach()
 
     @torch.no_grad()

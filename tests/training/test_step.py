@@ -453,3 +453,22 @@ def modules_of_a_step(_ranks: Ranks) -> list[str]:
     inputs, step = make({})
     step.run(inputs.training[0], 0)
     return [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 0.01, 1e6])
+def test_gradients_are_clipped_to_the_norm_of_the_option(grad_clip: float) -> None:
+    inputs, update = make({"optim.grad_clip": grad_clip})
+    loss, expected = gradients(update, inputs.training[0])
+    compute_gradients(update.parts, inputs.training[0], 3)
+    norm_before = torch.nn.utils.get_total_norm(list(expected.values()))
+    assert norm_before > 0.01
+    used: list[Tensor] = []
+
+    def record(*_: Any) -> None:
+        used.extend(p.grad.clone() for p in update.model.parameters() if p.grad is not None)
+
+    with mock.patch.object(update.optimizer, "step", record):
+        grad_norm = update.parts.update(loss)
+    torch.testing.assert_close(grad_norm, norm_before, rtol=1e-4, atol=0)  # as it was
+    clipped = min(float(norm_before), grad_clip or float("inf"))
+    assert float(torch.nn.utils.get_total_norm(used)) == pytest.approx(clipped, rel=1e-3)
