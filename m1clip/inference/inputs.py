@@ -149,7 +149,7 @@ def default_templates(labels: Sequence[str]) -> tuple[str, ...]:
     """
     names = [label.split() for label in labels]
     fits = all(
-        len(words) <= NAME_WORDS and not any(word in ARTICLES for word in words[:1])
+        len(words) <= NAME_WORDS and not any(word.lower() in ARTICLES for word in words[:1])
         for words in names
     )
     return TEMPLATES if fits else ("{}",)

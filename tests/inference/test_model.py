@@ -571,6 +571,7 @@ def test_names_are_classified_as_in_eval(model: Model, images: list[Path]) -> No
     assert model.classify(images, names) != model.classify(images, names, ["{}"])
     assert default_templates(["dog", "two dogs on a beach"]) == ("{}",)
     assert default_templates(["dog", "the cat"]) == ("{}",)
+    assert default_templates(["Dog", "A cat"]) == ("{}",)
 
 
 @pytest.mark.parametrize(
