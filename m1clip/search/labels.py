@@ -245,7 +245,8 @@ class Labels:
             new = [
                 (path, captions) for path, captions in captioned if not table.of(self._name(path))
             ]
-            chosen = ChosenSplits(self._labels(table), self.contents())
+            # `contents` has copies that no page has labelled, too.
+            chosen = ChosenSplits(self._labels(table), {**self.contents(), **contents})
             for path, captions in new:
                 split = chosen.choose(contents[path])
                 table.replace(self._name(path), captions.texts, captions.kind, split)

@@ -1,6 +1,7 @@
 """Labels of an index: saved in captions.csv, once, whatever else happens to the photos, the disk or the process."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -276,6 +277,21 @@ def save_captioned(path: Path, text: str) -> bytes:
     exif[0x010E] = text
     Image.new("RGB", (8, 8), f"#{len(text):06x}").save(path, exif=exif)
     return sha256(path.read_bytes()).digest()
+
+
+def test_later_copies_of_captioned_photos_are_in_the_same_split(labels: Labels) -> None:
+    numbers = range(40)
+    contents = {
+        f"{number}.jpg": save_captioned(labels.root / f"{number}.jpg", f"inside {number}")
+        for number in numbers
+    }
+    labels.import_metadata(contents)
+    for number in numbers:
+        shutil.copy(labels.root / f"{number}.jpg", labels.root / f"copy {number}.jpg")
+    labels.import_metadata(contents | {f"copy {name}": contents[name] for name in contents})
+    labelled = labels.labelled()
+    for name in contents:
+        assert labelled[f"copy {name}"].split == labelled[name].split
 
 
 def test_captions_inside_photos_become_labels_and_are_not_hidden(labels: Labels) -> None:
