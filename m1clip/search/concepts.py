@@ -59,12 +59,12 @@ FindVectors = Callable[[Collection[bytes]], Mapping[bytes, np.ndarray]]
 
 
 class Mark(NamedTuple):
-    """An example of a word, with the vector that was stored for the model, if there is one."""
+    """An example of a word, with its vector of the model, if there is one."""
 
     name: str
     sha256: bytes
     positive: bool
-    vector: np.ndarray | None  # (dim,) float32
+    vector: np.ndarray | None  # (dim,) float16
 
 
 class Choice(NamedTuple):

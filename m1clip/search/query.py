@@ -916,7 +916,7 @@ def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStat
     """
     mean, covariance = library_stats
     of_words = reference @ mean
-    over_images = np.einsum("wd,de,we->w", reference, covariance, reference).mean()
+    over_images = (reference @ covariance * reference).sum(axis=1).mean()
     spread = float(np.sqrt(max(over_images, of_words.var())))
     return np.asarray((scores - of_words.mean()) / max(spread, 1e-6))
 
