@@ -64,9 +64,9 @@ def index(
     export
         Also write the vectors to this Parquet file, for a vector database.
     when_done
-        With a new --model: search with the model before until all images are indexed with the new one.
+        With a new --model: search with the current model until all images are indexed with the new one.
     back
-        Search with the model before again: its vectors are kept, and only new images are indexed.
+        Search with the previous model again: its vectors are kept, and only new images are indexed.
     """
     from m1clip.model.named import WAYS, NoModelError
     from m1clip.search.index import update_index, watch_folder
@@ -74,11 +74,11 @@ def index(
 
     if back:
         if model is not None:
-            raise UserError("--back chooses the model before: remove --model")
+            raise UserError("--back chooses the previous model: remove --model")
         before = Index(folder).model_before
         if before is None:
             raise UserError(
-                f"{folder}: was indexed with one model only, so there is none before it"
+                f"{folder}: was indexed with one model only, so there is no previous one"
             )
         model = Path(before)
 
@@ -88,7 +88,7 @@ def index(
         if always or report.added or report.reused or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
-        if always and report.indexed:
+        if always and model is not None and report.indexed:
             _mention_words(Index(folder, model))
         if always and model is None:
             _mention_newest_run(folder, report.model)
@@ -141,17 +141,21 @@ def _shown_model(model: str) -> str:
 
 def _mention_words(opened: Index) -> None:
     """Say what became of words that were taught with another model."""
-    marks = opened.concepts.all_marks()
-    missing = [mark for mark in marks if mark.vector is None]
+    missing = [mark for mark in opened.concepts.all_marks() if mark.vector is None]
     if not missing:
         return
-    names = {mark.name.lower() for mark in missing}
-    left = len(marks) - len(opened.concepts.rows())
-    note = f"; {plural(left, 'example')} of other folders must be taught again" if left else ""
-    console.print(
-        f"words      {plural(len(names), 'taught word')} fitted again to this model, from"
-        f" {plural(len(missing) - left, 'marked photo')}{note}"
-    )
+    has_vector = {(mark.name, mark.sha256) for mark in opened.concepts.rows()}
+    fitted = [mark for mark in missing if (mark.name, mark.sha256) in has_vector]
+    left = len(missing) - len(fitted)
+    notes = []
+    if fitted:
+        words = plural(len({mark.name for mark in fitted}), "taught word")
+        photos = plural(len(fitted), "marked photo")
+        notes.append(f"{words} fitted again to this model, from {photos}")
+    if left:
+        examples = plural(left, "example")
+        notes.append(f"{examples} of images that are not in this folder must be taught again")
+    console.print(f"words      {'; '.join(notes)}")
 
 
 def _mention_newest_run(folder: Path, used: str) -> None:

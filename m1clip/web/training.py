@@ -171,11 +171,11 @@ class TrainPage:
         return {}
 
     def back(self, data: bytes) -> dict[str, Any]:
-        """Search with the model before again, whose vectors are kept, as `switch` does."""
+        """Search with the previous model again, whose vectors are kept, as `switch` does."""
         index = self._opened()
         before = index.model_before
         if before is None:
-            raise UserError("there is no model before this one")
+            raise UserError("there is no previous model")
         self._start("switching", lambda: self._switch(index, before), always=True)
         return {}
 
@@ -241,7 +241,7 @@ class TrainPage:
         write_json(run / ABOUT_LABELS, about)
 
     def _switch(self, index: Index, model: str) -> None:
-        """Index with another model; the index keeps the one before until all photos are done."""
+        """Index with another model; the index keeps the current one until all photos are done."""
         command = [sys.executable, "-m", "m1clip", "index", str(index.root), "--model", model]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.run(

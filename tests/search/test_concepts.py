@@ -268,7 +268,9 @@ def test_marks_hold_for_another_model_and_for_the_way_back(
     assert exit_code("index", index.root, "--model", other) == 0
     printed = capsys.readouterr().out
     assert "1 taught word fitted again to this model, from 3 marked photos" in printed
-    assert "1 example of other folders must be taught again" in printed
+    assert "1 example of images that are not in this folder must be taught again" in printed
+    assert exit_code("index", index.root) == 0
+    assert "taught" not in capsys.readouterr().out, "only said when the model changes"
     new = m1clip.Index(index.root)
     assert new.concepts.names() == {"Rex": (2, 1)}
     positive, _ = new.concepts.examples()["Rex"]
@@ -287,6 +289,18 @@ def test_marks_hold_for_another_model_and_for_the_way_back(
     assert first.concepts.names() == {"Rex": (3, 0)}  # with the one of elsewhere
     assert exit_code("index", index.root, "--back") == 0
     assert m1clip.Index(index.root).model_path == str(other)
+
+
+def test_words_of_images_that_are_gone_are_not_said_to_be_fitted_again(
+    index: m1clip.Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image(99).save(tmp_path / "elsewhere.png")
+    index.teach("Rex", [tmp_path / "elsewhere.png"])
+    other = save_model(tmp_path / "other", embed_dim=8)
+    assert exit_code("index", index.root, "--model", other) == 0
+    printed = capsys.readouterr().out
+    assert "1 example of images that are not in this folder must be taught again" in printed
+    assert "fitted again" not in printed
 
 
 def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:

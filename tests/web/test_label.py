@@ -286,7 +286,7 @@ def test_no_training_without_labels(server: Server) -> None:
     assert post(server, "/api/train/stop", b"{}")[1]["error"] == "there is no run to stop"
     assert post(server, "/api/train/switch", b"{}")[0] == 400
     answer = post(server, "/api/train/back", b"{}")[1]
-    assert answer["error"] == "there is no model before this one"
+    assert answer["error"] == "there is no previous model"
     assert read(server, "/api/train")["state"] == "none"
 
 
