@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,3 +231,28 @@ def test_labels_that_cannot_be_divided_are_explained_and_the_error_stays(
         page.evaluate("poll()")  # a later status does not remove it
         assert "one by one" in page.inner_text("#train-error")
         assert page.is_hidden("#train-state")
+
+
+def test_button_returns_to_the_previous_model_and_a_phone_shows_the_result_in_full(
+    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_model(folder.parent / "trained", embed_dim=8)
+    update_index(folder, run)
+    pair = {"name": "mean_recall", "before": (0.4, 0.3, 0.5), "after": (0.5, 0.4, 0.6)}
+    result = {"metrics": [pair], "gain": (0.1, 0.05, 0.15), "enough": True}
+    result |= {"captions": 20, "photos": 20, "candidates": COUNT}
+    about = {"labels": 40, "before_name": "model", "result": result}
+    finished = SimpleNamespace(state="finished", message="finished")
+    monkeypatch.setattr(training, "status_of", lambda poll: finished)
+    monkeypatch.setattr(training.TrainPage, "_newest", lambda *_: (run, about))
+    with opened(browser, folder) as (page, _):
+        page.set_viewport_size({"width": 390, "height": 800})
+        until(page, "!document.querySelector('#back').hidden")
+        assert page.is_hidden("#switch")
+        assert page.inner_text("#link-text").endswith("trained")
+        assert page.evaluate("$('result').scrollWidth <= $('result').clientWidth")
+        page.click("#back")
+        until(page, "!document.querySelector('#switch').hidden")
+        assert page.is_hidden("#back")
+        until(page, "document.querySelector('#link-text').textContent.endsWith('model')")
+        assert page.inner_text("#result-head").endswith("The new model is better.")
