@@ -92,20 +92,22 @@ def _cpu_name() -> str:
     return read_machine_info(gpu=False).cpu
 
 
-@functools.cache
 def _fp32_by_onednn() -> bool:
+    """Whether oneDNN multiplies fp32 matrices: a caller may have turned it off meanwhile."""
+    return bool(torch.backends.mkldnn.enabled) and _fp32_is_faster_by_onednn()
+
+
+@functools.cache
+def _fp32_is_faster_by_onednn() -> bool:
     """Whether oneDNN multiplies fp32 matrices faster than the BLAS of torch.
 
     MKL has no AVX-512 kernels for AMD's processors: half of the speed of oneDNN there, and 0.9 of
     it with AVX2 (docs/speed.md). A rule instead of a measurement: a resumed run is bit-identical.
     """
     is_mkl = torch.backends.mkl.is_available()
-    if not torch.backends.mkldnn.enabled:  # `torch.backends.mkldnn.set_flags` of a caller
-        return False
     return is_mkl and "AMD" in _cpu_name() and _onednn_op(torch.float32) is not None
 
 
-@functools.cache
 def _fp32_weight_grads_by_onednn() -> bool:
     """Whether this holds for gradients of weights too: with AVX2, the transposed copy costs more."""
     return _fp32_by_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512"

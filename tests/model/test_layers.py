@@ -270,7 +270,7 @@ def test_mlp_recomputes_its_activation_but_no_matmul(
 
 def test_onednn_multiplies_fp32_only_on_amd_with_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule depends on nothing that changes between runs, so that a resumed run is the same."""
-    rule = layers._fp32_by_onednn.__wrapped__
+    rule = layers._fp32_is_faster_by_onednn.__wrapped__
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(layers, "_onednn_op", lambda dtype: object())
     for cpu, by_onednn in (
@@ -284,6 +284,14 @@ def test_onednn_multiplies_fp32_only_on_amd_with_mkl(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(layers, "_cpu_name", lambda: "AMD EPYC")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert not rule()
+
+
+def test_onednn_can_be_turned_off_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_fp32_is_faster_by_onednn", lambda: True)
+    assert layers._fp32_by_onednn()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not layers._fp32_by_onednn()
+    assert layers._fp32_by_onednn()
 
 
 def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:
