@@ -14,6 +14,7 @@ INSTALL = $(PYTHON) tools/set_up.py $(VENV)
 
 help:
 	@echo "make demo   train a small CLIP on synthetic images and show what it finds (6 minutes at most, and once the set-up)"
+	@echo "make setup  the virtual environment .venv alone, with the tools for tests and the pretrained towers"
 	@echo "make test   ruff, mypy, import-linter, bandit, pytest, and which fraction of each package the tests execute"
 	@echo "make docs   the site in site/, from docs/; fails for a broken link"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"

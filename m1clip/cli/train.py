@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,13 +81,23 @@ def demo(*, out: Path | None = None) -> None:
             f" better scores: m1clip train --preset demo --steps {full_steps}"
         )
     print(
-        f"\nnext\n"
+        f"\nnext\n{_activation()}"
         f"  m1clip eval {folder} --analysis        what the model confuses, and how often\n"
         f"  m1clip report {folder}                 curves, examples and settings as one HTML file\n"
         f"  m1clip train photos --minutes 10       your own images: a folder with captions.csv\n"
         f"  m1clip index ~/Pictures --model general   search your photos (pip install 'm1clip[towers,search]')\n"
         f"  {docs_page('learn')}   what happened in this run, step by step"
     )
+
+
+def _activation() -> str:
+    """A line that puts `m1clip` on the PATH, if it is not there: `make demo` runs it by its path."""
+    script = Path(sys.executable).parent / "activate"
+    if shutil.which("m1clip") or not script.exists():
+        return ""
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    return f"  source {shlex.quote(str(script))}\n"
 
 
 def _demo_steps(folder: Path) -> tuple[int, int]:
