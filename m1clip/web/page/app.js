@@ -97,7 +97,9 @@ function drawPlots() {
   plots.recall.set(recall, { unit: "%" });
   const metrics = [...new Set(ids.map((id) => runOf(id).metric))].join(" or ") || "mean recall";
   plots.best.rename(`${metrics[0].toUpperCase()}${metrics.slice(1)}, %`);
-  plots.best.set(ids.map((id) => evaluations(id, (row) => row[runOf(id).metric_name] * 100)), { unit: "%" });
+  const best = ids.map((id) => evaluations(id, (row) => row[runOf(id).metric_name] * 100));
+  if (ids.length === 1) best.push(evaluations(ids[0], (row) => row[`${runOf(ids[0]).metric_name}/chance`] * 100, dashed));
+  plots.best.set(best, { unit: "%" });
   for (const name of SENSORS) plots[name].figure.hidden = !plots[name].series.length;
   if (ids.includes(state.focus)) drawAnalysis(state.focus);
 }
