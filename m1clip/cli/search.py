@@ -233,6 +233,8 @@ def search(
     _reject_folders(text)
     where = Filter(since, until, subfolder, orientation, min_side)
     opened = Index(folder, model)
+    if folder is None:
+        _mention_index(opened.root, "--index chooses another")
     results = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
     listed = results.nearest if all_ else results.possible
     if json:
@@ -242,6 +244,18 @@ def search(
         _show(results, listed, filtered=where != Filter())
     if open_ and listed:
         _open(opened.file(listed[0].id), opened.root)
+
+
+def _mention_index(root: Path, hint: str, why: str = "indexed last") -> None:
+    """Say which index was opened, if it is not that of the current folder."""
+    if not Path.cwd().is_relative_to(root):
+        print(f"index      {one_line(_from_home(root))} ({why}; {hint})", file=sys.stderr)
+
+
+def _from_home(path: Path) -> str:
+    """A path, with ~ for the home folder."""
+    home = Path(os.path.expanduser("~"))
+    return str(Path("~") / path.relative_to(home)) if path.is_relative_to(home) else str(path)
 
 
 def _reject_folders(texts: tuple[str, ...]) -> None:
@@ -338,7 +352,7 @@ def teach(
     captions
         Write the positive examples of all words to this CSV file, with the word as the caption, for m1clip train.
     folder
-        The indexed folder; default: the current folder, or the one that was indexed last.
+        The indexed folder; default: the current folder, or that of the images, or the one that was indexed last.
     """
     import csv
     import io
@@ -346,7 +360,11 @@ def teach(
     from m1clip.io import write_bytes
     from m1clip.search.query import Index
 
-    opened = Index(folder)
+    of_images = _index_of_images([*images, *negative]) if folder is None else None
+    opened = Index(folder or of_images)
+    if folder is None:
+        why = "indexed last" if of_images is None else "that of the images"
+        _mention_index(opened.root, "--index chooses another", why)
     if forget:
         if not name:
             raise UserError("teach --forget: give the word, as in m1clip teach Rex --forget")
@@ -382,6 +400,35 @@ def teach(
         print(f'now search for it: m1clip search "{one_line(name)}"')
 
 
+def _index_of_images(images: list[Path]) -> Path | None:
+    """The indexed folder that contains images; None if no index contains them.
+
+    A UserError if it is not clear which index is meant, as `teach` writes into it: if the images
+    are in several, or in another than that of the current folder.
+    """
+    from m1clip.search.index import NotIndexedError, find_index
+
+    roots: dict[str, Path] = {}  # by the folder of the index
+    for image in images:
+        with suppress(NotIndexedError):
+            index_folder, root = find_index(image)
+            roots.setdefault(os.path.realpath(index_folder), root)
+    if not roots:
+        return None
+    of_images = next(iter(roots.values()))
+    with suppress(NotIndexedError):
+        index_folder, root = find_index()
+        if Path.cwd().is_relative_to(root):
+            roots.setdefault(os.path.realpath(index_folder), root)
+    if len(roots) > 1:
+        choices = " or ".join(f"--index {shlex.quote(str(root))}" for root in roots.values())
+        raise UserError(
+            f"the images and the current folder are in {len(roots)} indexed folders; choose one"
+            f" with {choices}"
+        )
+    return of_images
+
+
 @app.command(
     name="duplicates", group=PHOTOS, sort_key=5, usage="Usage: m1clip duplicates [FOLDER] [OPTIONS]"
 )
@@ -402,7 +449,10 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     """
     from m1clip.search.query import Index
 
-    groups = Index(folder).duplicates()
+    opened = Index(folder)
+    if folder is None:
+        _mention_index(opened.root, "m1clip duplicates FOLDER lists those of another")
+    groups = opened.duplicates()
     if json:
         print(json_text.dumps([[asdict(copy) for copy in group] for group in groups], indent=2))
         return

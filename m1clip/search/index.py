@@ -140,6 +140,10 @@ class IndexBusy(UserError):
     """Another process has locked the database for too long."""
 
 
+class NotIndexedError(UserError):
+    """A folder has no index that this user can use."""
+
+
 def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     """(folder of the index, folder of its photos) of a folder or of one above it.
 
@@ -150,7 +154,9 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     foreign: list[Path] = []
     for start in [folder] if folder is not None else [Path(), *_last_folder()]:
         path = Path(os.path.abspath(start.expanduser()))
-        for root in (path, *path.parents):
+        # A mistyped folder has no index, although one above it may have.
+        above = path.parents if os.path.lexists(path) else ()
+        for root in (path, *above):
             folders = [
                 candidate
                 for candidate in (root / INDEX_FOLDER, _outside(root))
@@ -166,14 +172,14 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
                 check_index_folder(index_folder)
                 return index_folder, root
     if folder is not None and not folder.expanduser().exists():
-        raise UserError(f"{folder}: no such folder")
+        raise NotIndexedError(f"{folder}: no such folder")
     name = f"{folder or 'this folder'}"
     if foreign:
-        raise UserError(
+        raise NotIndexedError(
             f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; "
             f"name that folder to use it); run: m1clip index {folder or 'FOLDER'}"
         )
-    raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
+    raise NotIndexedError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
 
 
 def _has_database(index_folder: Path) -> bool:

@@ -305,3 +305,103 @@ def test_words_of_images_that_are_gone_are_not_said_to_be_fitted_again(
 
 def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:
     assert exit_code("index", index.root, "--back") == 2
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two indexed folders, the first in the home folder and indexed last."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    last = make_photos(tmp_path / "home/Pictures", 3)
+    other = make_photos(tmp_path / "other", 3)
+    model = save_model(tmp_path / "model")
+    for folder in (other, last):
+        update_index(folder, model)
+    return last, other
+
+
+@pytest.mark.parametrize(
+    "words", [["search", "dog", "--json"], ["teach"], ["duplicates", "--json"]], ids=" ".join
+)
+def test_index_of_another_folder_is_named_on_standard_error(
+    two_folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    last, other = two_folders
+    assert exit_code(*words) == 0
+    out, error = capsys.readouterr()
+    assert error.startswith("index      ~/Pictures (indexed last; ")
+    assert error.count("\n") == 1
+    assert "Pictures (" not in out
+    if words[0] == "search":
+        assert json.loads(out)["root"] == str(last)
+    monkeypatch.chdir(other / "a")
+    assert exit_code(*words) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_index_that_was_asked_for_is_not_announced(
+    two_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, other = two_folders
+    for words in (["search", "dog", "--index"], ["teach", "--index"], ["duplicates"]):
+        assert exit_code(*words, other) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_word_is_taught_in_the_index_of_its_images(
+    two_folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last, other = two_folders
+
+    def words(folder: Path) -> list[str]:
+        return list(m1clip.Index(folder).concepts.names())
+
+    assert exit_code("teach", "Rex", other / "a/0000.jpg", other / "b/0001.jpg") == 0
+    assert capsys.readouterr().err == (
+        f"index      {other} (that of the images; --index chooses another)\n"
+    )
+    assert (words(last), words(other)) == ([], ["Rex"])
+    image(99).save(tmp_path / "elsewhere/new.png")  # not indexed
+    assert exit_code("teach", "Tim", "new.png") == 0
+    assert "~/Pictures (indexed last; " in capsys.readouterr().err
+    assert (words(last), words(other)) == (["Tim"], ["Rex"])
+
+
+def test_images_of_several_indexes_need_a_choice(
+    two_folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last, other = two_folders
+    assert exit_code("teach", "Rex", last / "a/0000.jpg", other / "a/0000.jpg") == 2
+    assert "--index" in capsys.readouterr().err
+    monkeypatch.chdir(last)
+    assert exit_code("teach", "Rex", "a/0000.jpg", "--negative", other / "a/0000.jpg") == 2
+    assert exit_code("teach", "Rex", other / "a/0000.jpg") == 2
+    error = capsys.readouterr().err
+    assert error.count(f"choose one with --index {last} or --index {other}\n") == 1
+    assert error.count(f"choose one with --index {other} or --index {last}\n") == 1
+    assert m1clip.Index(last).concepts.names() == m1clip.Index(other).concepts.names() == {}
+    assert exit_code("teach", "Rex", other / "a/0000.jpg", "--index", last) == 0
+    assert m1clip.Index(last).concepts.names() == {"Rex": (1, 0)}
+
+
+def test_duplicates_of_a_folder_that_does_not_exist_are_an_error(
+    two_folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last, _ = two_folders
+    monkeypatch.chdir(last)  # the folder above it has an index
+    for words in (["duplicates", "nowhere"], ["search", "dog", "--index", "a/nowhere"]):
+        assert exit_code(*words) == 2
+        out, error = capsys.readouterr()
+        assert (out, error) == ("", f"m1clip: {words[-1]}: no such folder\n")
