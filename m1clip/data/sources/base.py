@@ -137,6 +137,8 @@ class DataSource(Source):
         self.class_captions = data_format.class_captions
         self._category_of = data_format.category_of
         self._places: dict[str, list[Location]] = {}
+        self.names_val = False  # whether the data names a val split
+        self._held_out_note: str | None = None  # if its val was held out from the train it names
         self._gather(data_format.read(self))
 
     def origin(self, id_: str, caption: int = 0) -> str:
@@ -209,10 +211,27 @@ class DataSource(Source):
         class_of = {id_: captions[id_][0] for id_ in images} if self.class_captions else None
         split_of, notes = splits.assign(split_names, class_of)
         self.notes += map(one_line, notes)
+        named = set(split_names.values()) - {None}
+        self.names_val = "val" in named
+        if named and not self.names_val and "val" in split_of.values():
+            self._held_out_note = one_line(notes[-1])
         for id_, image in images.items():
             self.by_split.setdefault(split_of[id_], []).append(
                 Sample(image, tuple(captions[id_]), id_)
             )
+
+    def return_held_out(self) -> None:
+        """Put the val images that were held out from train back there.
+
+        Only where the data names its train images: without any name, val is split off as usual.
+        """
+        if self._held_out_note is None:
+            return
+        self.notes.remove(self._held_out_note)
+        self._held_out_note = None
+        order = {id_: number for number, id_ in enumerate(self._places)}
+        samples = self.by_split.pop("train", []) + self.by_split.pop("val")
+        self.by_split["train"] = sorted(samples, key=lambda sample: order[sample.id])
 
 
 class MixedSource(Source):
@@ -228,6 +247,10 @@ class MixedSource(Source):
         self.class_captions = all(source.class_captions for source in parts)
         if len({source.item for source in parts}) == 1:
             self.item = parts[0].item
+        if any(source.names_val for source in parts):
+            # Such as train.csv next to val.csv: nothing more is held out.
+            for source in parts:
+                source.return_held_out()
         for number, source in enumerate(parts):
             self.problems += source.problems
             self.notes += source.notes

@@ -37,7 +37,7 @@ def from_value(value: Any) -> str | None:
 
 
 def from_folder(name: str) -> str | None:
-    """The split in a folder of this name, or None."""
+    """The split in a folder, or in a table (without its suffix), of this name, or None."""
     return _SPLIT_OF_NAME.get(name.lower())
 
 

@@ -170,11 +170,14 @@ Opened = tuple[Sequence[str], Records]  # column names, rows
 def table_rows(source: DataSource) -> Iterator[Row]:
     root = source.path
     for path in find_tables(root, source.options, source.format) if root.is_dir() else [root]:
-        # A folder train/ with a table of its own is a split; so is train in the name of a part.
+        # A folder train/ with a table of its own is a split; so is train in the name of a file.
         split = splits.from_folder(path.parent.name) if path.parent.parent == root else None
         prefix = f"{path.parent.name}/" if split else ""
         if source.format in {"json", "parquet"}:
             split = split or splits.from_file_name(path.name)
+        else:
+            # Only the complete name: dev_photos.csv of a user need not be a split.
+            split = split or splits.from_folder(path.stem)
         # COCO: train2017 of captions_train2017.
         part, up = (path.stem.removeprefix("captions_"), path.parent.parent)
         folders = [path.parent, path.parent / part]

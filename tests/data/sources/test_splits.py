@@ -6,6 +6,7 @@ import pytest
 
 from m1clip.data.sources import DataSource, open_source, open_sources
 from m1clip.data.sources.splits import assign, from_file_name, from_value, held_out_fraction
+from m1clip.data.types import Source
 from m1clip.errors import UserError
 
 
@@ -101,6 +102,67 @@ def test_val_is_taken_from_train_with_a_note(tmp_path: Path) -> None:
     assert source.notes == [
         f"the data has no val split: {len(source.samples('val'))} of 40 train images moved there"
     ]
+
+
+def named_table(folder: Path, name: str, images: int, split: str = "") -> str:
+    """A table of this name, with a column of splits if `split` is given."""
+    stem = name.partition(".")[0]
+    rows = [f"{stem}-{n}.jpg,caption {n}" + (split and f",{split}") for n in range(images)]
+    header = "image,caption" + (split and ",split")
+    lines = "\n".join([header, *rows])
+    (folder / name).write_text(lines.replace(",", "\t") if name.endswith(".tsv") else lines)
+    return str(folder / name)
+
+
+def images_of(source: Source) -> dict[str, list[str]]:
+    """The table that each split's images are from."""
+    return {
+        split: sorted({sample.id.partition("/")[2].partition("-")[0] for sample in of_split})
+        for split in source.splits()
+        for of_split in [source.samples(split)]
+    }
+
+
+def test_tables_named_like_splits_are_these_splits(tmp_path: Path) -> None:
+    names = ("train.csv", "validation.tsv", "test.csv")
+    source = open_sources([named_table(tmp_path, name, 60) for name in names])
+    assert images_of(source) == {"train": ["train"], "val": ["validation"], "test": ["test"]}
+    assert len(source.samples("train")) == 60
+    ids = [sample.id for sample in source.samples("train")]
+    assert ids == [f"0/train-{n}.jpg" for n in range(60)]
+    assert source.notes == []
+
+
+def test_table_of_json_lines_has_the_split_of_its_name(tmp_path: Path) -> None:
+    for name in ("train", "dev"):
+        rows = [f'{{"image": "{name}-{n}.jpg", "caption": "x"}}' for n in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    source = open_sources([str(tmp_path / "train.jsonl"), str(tmp_path / "dev.jsonl")])
+    assert images_of(source) == {"train": ["train"], "val": ["dev"]}
+
+
+def test_column_of_splits_wins_over_the_name_of_the_table(tmp_path: Path) -> None:
+    source = open_source(named_table(tmp_path, "test.csv", 5, split="train"))
+    assert source.splits() == ("train",)
+
+
+def test_val_is_held_out_from_a_lone_train_table(tmp_path: Path) -> None:
+    path = named_table(tmp_path, "train.csv", 100)
+    source = open_source(path)
+    assert source.splits() == ("train", "val")
+    (note,) = source.notes
+    assert "the data has no val split" in note
+    # Still so next to a test table.
+    mixed = open_sources([path, named_table(tmp_path, "test.csv", 7)])
+    assert images_of(mixed) == {"train": ["train"], "val": ["train"], "test": ["test"]}
+    assert len(mixed.samples("test")) == 7
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "train_photos.csv", "contest.csv"])
+def test_table_of_another_name_is_split_by_hash(tmp_path: Path, name: str) -> None:
+    source = open_source(named_table(tmp_path, name, 100))
+    assert source.splits() == ("train", "val", "test")
+    assert source.notes == []
 
 
 def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
