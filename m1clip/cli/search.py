@@ -396,8 +396,15 @@ def teach(
             f"{one_line(word)}: {plural(count, 'example')} taught with another model, of images that"
             " are not in this folder: teach them again"
         )
-    if name:
+    if not name:
+        return
+    if opened.uses_examples(name):
         print(f'now search for it: m1clip search "{one_line(name)}"')
+    else:
+        print(
+            "these examples find no further photos better than the word does; add photos, or mark"
+            " wrong ones"
+        )
 
 
 def _index_of_images(images: list[Path]) -> Path | None:

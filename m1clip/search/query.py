@@ -811,6 +811,14 @@ class Index:
             examples.append((digest, self.image_vector(image)))
         self.concepts.add(name, examples, positive)
 
+    def uses_examples(self, name: str) -> bool:
+        """Whether a search for a taught word ranks by its examples.
+
+        If they rank held-out ones no better than the text does, the text stays the query.
+        """
+        vectors, _ = self._taught(" ".join(name.split()), self.concepts.examples())
+        return bool(vectors)
+
     def mark(self, text: str, id_: int, positive: bool | None) -> None:
         """Mark an image as right or wrong for a text: an example as in `teach`.
 

@@ -307,6 +307,29 @@ def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:
     assert exit_code("index", index.root, "--back") == 2
 
 
+@pytest.mark.parametrize("knows", ["examples", "text"])
+def test_teach_says_whether_the_examples_help(
+    index: m1clip.Index,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    knows: str,
+) -> None:
+    photos = [index.root / f"a/000{number}.jpg" for number in (0, 2, 4)]
+    examples = np.stack([index.image_vector(path) for path in photos])
+    mean, _ = index.library_stats
+    text = examples.mean(axis=0) - mean  # of a model that knows the word
+    sign = 1 if knows == "text" else -1
+    text *= sign / np.linalg.norm(text)
+    monkeypatch.setattr(m1clip.Index, "_query_vectors", lambda self, texts: text[None])
+    assert exit_code("teach", " big  Rex", *photos, "--index", index.root) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "big Rex: 3 examples"
+    assert m1clip.Index(index.root).uses_examples("BIG rex") == (knows == "examples")
+    assert len(lines) == 2
+    assert lines[1].startswith("now search for it") == (knows == "examples")
+    assert lines[1].startswith("these examples find no further photos") == (knows == "text")
+
+
 @pytest.fixture
 def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Two indexed folders, the first in the home folder and indexed last."""
