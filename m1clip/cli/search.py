@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -237,6 +238,7 @@ def search(
         _mention_index(opened.root, "--index chooses another")
     results = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
     listed = results.nearest if all_ else results.possible
+    _mention_phrase(text)
     if json:
         counts = {"matches": len(results.matches), "possible": len(results.possible)}
         print(json_text.dumps({"root": str(opened.root), **counts, **asdict(results)}, indent=2))
@@ -267,6 +269,13 @@ def _reject_folders(texts: tuple[str, ...]) -> None:
                 f" --subfolder {text} (if it is in the indexed folder); to search for the word:"
                 f" '1*{text}'"
             )
+
+
+def _mention_phrase(texts: tuple[str, ...]) -> None:
+    """Say that several words were taken for several texts: quotes may have been forgotten."""
+    if len(texts) > 1 and all(re.fullmatch(r"[^\s*]+", text) for text in texts):
+        phrase = one_line(" ".join(texts))
+        print(f'note       {len(texts)} texts combined; for a phrase: "{phrase}"', file=sys.stderr)
 
 
 def _show(results: Results, listed: list[Result], filtered: bool) -> None:

@@ -191,6 +191,21 @@ def test_folder_as_a_text_is_an_error_with_a_hint(
         assert exit_code("search", *words) == 0
 
 
+def test_several_words_without_quotes_are_mentioned(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*words: str) -> tuple[str, str]:
+        assert exit_code("search", *words, "--index", photos) == 0
+        return capsys.readouterr()
+
+    for more in ([], ["--json"]):
+        out, error = printed("birthday", "cake", *more)
+        assert error == 'note       2 texts combined; for a phrase: "birthday cake"\n'
+        assert "combined" not in out
+    for words in (["cake"], ["birthday cake"], ["birthday cake", "dog"], ["2*birthday", "cake"]):
+        assert printed(*words)[1] == ""
+
+
 def test_changed_model_is_refused(tmp_path: Path) -> None:
     photos, model = make_photos(tmp_path / "photos", 2), save_model(tmp_path / "model")
     update_index(photos, model)
