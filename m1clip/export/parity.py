@@ -4,6 +4,7 @@ and speed.
 
 import runpy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from m1clip.config import Config, DataConfig, load_config
 from m1clip.data.decoding import DecodeOptions, decode_options
-from m1clip.data.images import Preprocess, to_square
+from m1clip.data.images import BadImage, Preprocess, to_square
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -89,14 +90,31 @@ class Examples:
         )
 
     def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
-        """(count, size, size, 3) uint8 of training images, or of others where there are none."""
-        samples = self.source.samples("train" if "train" in self.source.splits() else "val")
-        chosen = [
-            samples[at]
-            for at in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
-        ]
-        size, resize = preprocess.image_size, preprocess.resize
-        return np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
+        """(count, size, size, 3) uint8 of training images, or of others where there are none.
+
+        Spread over the split. In place of an image that cannot be read, which training skips too,
+        the next one that can.
+        """
+        split = "train" if "train" in self.source.splits() else "val"
+        samples = self.source.samples(split)
+        size = preprocess.image_size
+        squares = []
+        untried = 0
+        for start in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int):
+            untried = max(untried, int(start))
+            found = False
+            while not found and untried < len(samples):
+                with suppress(BadImage):
+                    image = samples[untried].image.open(size)
+                    squares.append(to_square(image, size, preprocess.resize))
+                    found = True
+                untried += 1
+        if not squares:
+            raise UserError(
+                f"{self.source.name}: none of the {len(samples):,} {split} images can be read, and"
+                " int8 needs some to find its ranges; other images: --data"
+            )
+        return np.stack(squares)
 
 
 def open_examples(path: Path, data: tuple[str, ...], model: Model) -> Examples:

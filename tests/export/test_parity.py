@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_sets import make_set
+from image_sets import break_files, make_set
 from small_run import exit_code
 from tiny_model import tiny_model
 
+import m1clip
+from m1clip.data.images import to_square
+from m1clip.errors import UserError
 from m1clip.export import layouts
-from m1clip.export.parity import recall_changes, recall_failures
+from m1clip.export.parity import open_examples, recall_changes, recall_failures
 from m1clip.inference.features import SplitFeatures
 
 
@@ -85,6 +88,31 @@ def test_captions_with_words_that_only_the_larger_vocabulary_has_are_reported_ap
     assert (other["captions"], other["of"]) == (8, 16)  # "the 3th of the val images"
     assert other["cosine_min"] <= other["cosine_mean"] < 0.9999
     assert "8 of 16 captions have other tokens" in capsys.readouterr().out
+
+
+def test_calibration_takes_the_next_image_for_one_that_cannot_be_read(
+    model: Path, tmp_path: Path
+) -> None:
+    data = make_set(tmp_path / "set", train=9, val=2, test=0)
+    break_files(data, [4])
+    (data / "images" / "train-0000.jpg").unlink()
+    original = m1clip.load(model, precision="fp32")
+    examples = open_examples(model, (str(data),), original)
+    samples = examples.source.samples("train")
+    size, resize = original.preprocess.image_size, original.preprocess.resize
+
+    def expected(numbers: list[int]) -> np.ndarray:
+        images = (samples[number].image.open(size) for number in numbers)
+        return np.stack([to_square(image, size, resize) for image in images])
+
+    # Images 0, 4 and 8 are evenly spaced; 0 and 4 cannot be read.
+    pixels = examples.calibration(original.preprocess, 3)
+    np.testing.assert_array_equal(pixels, expected([1, 5, 8]))
+    pixels = examples.calibration(original.preprocess, 64)
+    np.testing.assert_array_equal(pixels, expected([1, 2, 3, 5, 6, 7, 8]))
+    break_files(data, range(9))
+    with pytest.raises(UserError, match="none of the 9 train images can be read, and int8 needs"):
+        examples.calibration(original.preprocess, 3)
 
 
 def noisy(features: SplitFeatures, noise: float) -> SplitFeatures:
