@@ -44,7 +44,7 @@ def quantize(
     for name in ("image", "text"):
         path = folder / settings[f"{name}_graph"]
         console.print(f"converting {path.name} to {precision}")
-        with _quiet():
+        with _without_messages_of_onnxruntime(), console.progress(f"converting {path.name}"):
             if precision == "fp16":
                 _to_fp16(path)
             elif name == "text":
@@ -73,10 +73,6 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]
     """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine
     is high enough.
     """
-    float_layers: list[str] = []
-    reached = cosine(float_layers)
-    if reached >= ENOUGH_COSINE:
-        return float_layers
     weights = {tensor.name for tensor in graph.initializer}
     layers = [
         node.name
@@ -84,14 +80,26 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]
         if node.op_type in QUANTIZED_LAYERS and weights & set(node.input)
     ]
     parts = [layers[at : at + BLOCK_LAYERS] for at in range(0, len(layers), BLOCK_LAYERS)]
+    refresh = console.current_progress()
+    conversions = 1 + len(parts)  # with nothing in float, and with each block
+    refresh(0, conversions)
+    float_layers: list[str] = []
+    reached = cosine(float_layers)
+    if reached >= ENOUGH_COSINE:
+        return float_layers
     console.print(
         f"trying     {plural(len(parts), 'block')} of layers in float: all in int8 give a mean cosine of {reached:.4f}"
     )
-    alone = [cosine(part) for part in parts]
-    for number in np.argsort(alone)[::-1]:
-        float_layers += parts[number]
-        if cosine(float_layers) >= ENOUGH_COSINE:
-            break
+    alone = []
+    for done, part in enumerate(parts, 1):
+        refresh(done, conversions)
+        alone.append(cosine(part))
+    with console.progress("keeping more blocks in float") as refresh:
+        for done, number in enumerate(np.argsort(alone)[::-1]):
+            refresh(done, len(parts))
+            float_layers += parts[number]
+            if cosine(float_layers) >= ENOUGH_COSINE:
+                break
     return float_layers
 
 
@@ -285,12 +293,24 @@ def _correct_biases(source: Any, means: dict[str, np.ndarray], float_layers: lis
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what onnxruntime writes to the root logger, whose level it changes too."""
-    level, disabled = logging.root.level, logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def _without_messages_of_onnxruntime() -> Iterator[None]:
+    """Silence what onnxruntime writes to the root logger, whose level and handlers it changes too.
+
+    Messages of m1clip and its progress are still shown.
+    """
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    root = logging.root
+    own = logging.getLogger("onnxruntime")
+    level, handlers, own_level = root.level, list(root.handlers), own.level
+    root.addFilter(is_error)
+    own.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(disabled)
-        logging.root.setLevel(level)
+        own.setLevel(own_level)
+        root.removeFilter(is_error)
+        root.setLevel(level)
+        root.handlers[:] = handlers

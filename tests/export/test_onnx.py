@@ -1,6 +1,7 @@
 """`m1clip export --to onnx`, and the exported folder without torch."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -354,6 +355,38 @@ def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path
         (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
     change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
     check_close(copied, exported, 0.9999)
+
+
+def test_int8_shows_what_it_tries_and_hides_what_onnxruntime_logs(
+    exported: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.stack([m1clip.load(exported).square(image) for image in NOISE])
+    monkeypatch.setattr(quantize, "ENOUGH_COSINE", 2.0)
+    convert_text, records, counts = quantize._int8_text, [], []
+
+    def log_as_onnxruntime_does(path: Path) -> None:
+        logging.warning("of the root logger")
+        logging.getLogger("onnxruntime.quantization").warning("of its own")
+        convert_text(path)
+
+    monkeypatch.setattr(quantize, "_int8_text", log_as_onnxruntime_does)
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.root.addHandler(handler)
+    level = logging.root.level
+    try:
+        with console.capture() as output, console.on_progress(lambda *count: counts.append(count)):
+            quantize.quantize(copied, "int8", OnnxEncoder(exported), pixels)
+        assert logging.root.level == level
+        assert handler in logging.root.handlers
+    finally:
+        logging.root.removeHandler(handler)
+    assert records == []
+    blocks = counts[-1][1]
+    assert blocks > 1
+    tried = [(done, 1 + blocks) for done in range(1 + blocks)]
+    assert counts == tried + [(done, blocks) for done in range(blocks)]
+    assert f"trying     {blocks} blocks of layers in float" in output.getvalue()
 
 
 def test_blocks_that_int8_harms_stay_in_float(
