@@ -198,7 +198,11 @@ def lint(
     hint = "name the splits train, val and test, or remove the split column"
     if "train" not in counts:
         findings += finding("no-train", "problem", "missing splits", hint, ["train"])
-    if "val" not in counts:
+    if "val" not in counts and "train" in counts:
+        # Of ten or more training images, some would have become val.
+        few = "fewer than ten training images hold out none: add images, or name some val"
+        findings += finding("no-val", "warning", "no validation images", few, ["val"])
+    elif "val" not in counts:
         findings += finding("no-val", "warning", "missing splits", hint, ["val"])
     return LintReport(
         source=source.name,

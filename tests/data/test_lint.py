@@ -190,6 +190,18 @@ def test_missing_splits(tmp_path: Path) -> None:
     assert counts(check(tmp_path, good(5), rows)) == {"no-train": 1, "no-val": 1}
 
 
+@pytest.mark.parametrize("split", ["", "train"])
+def test_few_images_without_val_need_no_advice_on_a_split_column(
+    split: str, tmp_path: Path
+) -> None:
+    rows = [(f"p{n}.jpg", f"a sentence with number {n}", split) for n in range(8)]
+    report = check(tmp_path, good(8), rows)
+    assert (counts(report), report.verdict) == ({"no-val": 1}, "warnings")
+    assert "no validation images" in report.to_text()
+    assert "fewer than ten training images hold out none" in report.to_text()
+    assert "split column" not in report.to_text()
+
+
 def test_sample_progress_and_json(tmp_path: Path) -> None:
     source = open_source(
         str(make(tmp_path, {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": encoded(image(60))}))
