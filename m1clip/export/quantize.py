@@ -44,7 +44,9 @@ def quantize(
     for name in ("image", "text"):
         path = folder / settings[f"{name}_graph"]
         console.print(f"converting {path.name} to {precision}")
-        with _without_messages_of_onnxruntime(), console.progress(f"converting {path.name}"):
+        title = f"converting {path.name}"
+        with _without_messages_of_onnxruntime(), console.progress(title) as refresh:
+            refresh(0, 1)  # `_float_layers` counts more
             if precision == "fp16":
                 _to_fp16(path)
             elif name == "text":
