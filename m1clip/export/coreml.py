@@ -120,6 +120,8 @@ def write_coreml(folder: Path, saved: SavedModel) -> list[str]:
     settings = {
         "image": saved.preprocess.to_dict(),
         "context_length": context,
+        "logit_scale": float(clip.scale().detach()),
+        "logit_bias": None if clip.logit_bias is None else float(clip.logit_bias.detach()),
         "pad_id": saved.tokenizer.pad_id,
     }
     write_json(folder / "preprocess.json", settings)

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 from PIL import Image
+from tiny_model import tiny_model
 
 from m1clip.data.images import Preprocess, to_square
 from m1clip.export import coreml
+from m1clip.model.folder import read_model
 from m1clip.text import bpe
 from m1clip.text.tokenizers import CharTokenizer, Tokenizer, wordpiece_tokenizer
 
@@ -204,3 +207,26 @@ def test_swift_gives_the_ids_of_the_library(name: str, program: Path, tmp_path: 
         ids = library.encode(text).ids
         expected = ids if len(ids) <= LENGTH else [*ids[: LENGTH - 1], ids[-1]]
         assert row == expected + [-1] * (LENGTH - len(expected)), text
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_preprocess_json_has_the_scale_and_bias_of_the_model(
+    has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without coremltools, which only the packages need."""
+
+    def vector_only(module: torch.nn.Module, example: torch.Tensor, path: Path) -> torch.Tensor:
+        with torch.no_grad():
+            return module(example)
+
+    monkeypatch.setattr(coreml, "_write_package", vector_only)
+    monkeypatch.setattr(coreml, "find_spec", lambda name: True)
+    tiny_model("char", ["two dogs"], logit_bias=has_bias).save(tmp_path / "model")
+    saved = read_model(tmp_path / "model")
+    coreml.write_coreml(tmp_path, saved)
+    settings = json.loads((tmp_path / "preprocess.json").read_text())
+    model = saved.build()
+    assert settings["logit_scale"] == pytest.approx(model.scale().item())
+    expected = None if model.logit_bias is None else model.logit_bias.item()
+    assert (expected is not None) == has_bias
+    assert settings["logit_bias"] == expected
