@@ -85,5 +85,5 @@ def test_resume_continues_a_run_from_python(tmp_path: Path) -> None:
     assert losses_of(run.path)[-1] == losses_of(run_small(tmp_path / "whole").path)[-1]
     with pytest.raises(UserError, match="--device"):
         m1clip.resume(tmp_path / "run", device="tpu")
-    with pytest.raises(UserError, match="nowhere: not a run folder"):
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
         m1clip.resume(tmp_path / "nowhere")

@@ -238,7 +238,7 @@ MISTAKES = [
     (("train", "--minutes", "inf"), "finite"),
     (("train", "--steps", "-3"), "above 0"),
     (("train", "--seed", "-1"), "seed"),
-    (("train", "--resume", "nowhere"), "nowhere: not a run folder"),
+    (("train", "--resume", "nowhere"), "nowhere: no such file or folder"),
     (("train", "--model", "tinny", "--steps", "3"), "did you mean 'tiny'"),
     (("train", "--device", "cuda", "--steps", "3"), "not available on this machine"),
     (("trian",), "train"),

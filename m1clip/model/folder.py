@@ -217,6 +217,8 @@ def model_folder(path: Path) -> Path:
     for folder in (path, path / "best", path / "model"):
         if (folder / WEIGHTS).is_file():
             return folder
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
     looked = f"looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS}"
     raise UserError(f"{path}: no trained model found ({looked})")
 

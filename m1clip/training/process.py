@@ -189,6 +189,8 @@ def start_in_background(
     Returns the run folder and process id.
     """
     folder = resume if resume is not None else create_run_folder(run, name)
+    if not folder.exists():
+        raise UserError(f"{folder}: no such file or folder")
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run folder (no config.toml)")
     command = [sys.executable, "-m", "m1clip", *arguments]

@@ -358,6 +358,8 @@ def augmentation_of(data: DecidedData) -> Augmentation:
 def read_spec(run: Path) -> RunSpec:
     """The spec of a run folder; UserError if its config.toml is missing or incomplete."""
     path = run / "config.toml"
+    if not run.exists():
+        raise UserError(f"{run}: no such file or folder")
     if not path.is_file():
         raise UserError(f"{run}: not a run folder (no config.toml)")
     values = read_toml(path)

@@ -497,7 +497,7 @@ DAMAGE: list[tuple[Damage, str]] = [
     (weights(NORM, torch.ones(32).int()), "torch.int32, the model expects floating-point numbers"),
     (weights(NORM, torch.ones(32).double() * 1e300), "contains NaN or infinity"),
     (text("\0" * 200, "model.safetensors"), "not a readable safetensors file"),
-    (shutil.rmtree, "no trained model found"),
+    (shutil.rmtree, "no such file or folder"),
 ]
 
 

@@ -256,6 +256,8 @@ def test_name_on_the_hub_gets_the_command_that_downloads_it(
         ):
             read_model(Path(name))
     for name in ("runs/demo", "models/vit", "/a/b", "../a", "photos", "a/b/c"):
-        with pytest.raises(UserError, match="no trained model found") as caught:
+        with pytest.raises(UserError, match="no such file or folder") as caught:
             read_model(Path(name))
         assert "download" not in str(caught.value)
+    with pytest.raises(UserError, match="models: no trained model found"):
+        read_model(Path("models"))

@@ -89,4 +89,4 @@ def test_background_error_is_reported_and_leaves_no_folder(tmp_path: Path) -> No
     else:  # a slow machine needs longer than the first look: then the run's own output has it
         wait_until(lambda: "nowhere" in (tmp_path / "run" / "train.log").read_text())
     missing = command("train", "--resume", "none", "--background", cwd=tmp_path)
-    assert missing.stderr == "m1clip: none: not a run folder (no config.toml)\n"
+    assert missing.stderr == "m1clip: none: no such file or folder\n"

@@ -319,7 +319,7 @@ def test_general_data_is_opened_before_anything_is_prepared(scratch: Path, tmp_p
 
 
 def test_missing_teacher_is_reported_before_the_data_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no trained model found"):
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
         train_config(
             small_config({"transfer.teacher": "/nowhere", "data.source": ["/no data"]}),
             tmp_path / "run",
@@ -345,8 +345,8 @@ def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
         ("scratch", {"transfer.unfreeze_image": 3}, "the tower has 2 blocks"),
         ("scratch", {"transfer.lora": 64}, "--lora 64: the smallest matrix"),
         ("frozen", {"transfer.lora": 4}, "no linear layers"),
-        ("scratch", {"transfer.init": "/nowhere"}, "no trained model found"),
-        ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
+        ("scratch", {"transfer.init": "/nowhere"}, "no such file or folder"),
+        ("scratch", {"transfer.teacher": "/nowhere"}, "no such file or folder"),
     ],
 )
 def test_impossible_settings(
