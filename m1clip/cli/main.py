@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
@@ -25,6 +26,9 @@ from m1clip.formatting import most_similar, one_line
 # Importing a module registers its commands.
 FAMILIES = (train, runs, data, models, hub, search, machine)
 app.register_install_completion_command()
+OTHER_NAMES_OF_COUNT = dict.fromkeys(
+    ("limit", "n", "top", "top_k", "topk", "max", "results"), "--count (-k)"
+)
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 
@@ -61,8 +65,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
             traceback.print_exc()
         print(f"m1clip: {_one_line(_describe_os_error(error))}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("m1clip: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        hint = "".join(f"; {note}" for note in getattr(interrupt, "__notes__", []))
+        print(f"m1clip: interrupted{hint}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
         _leaving.set()
@@ -106,17 +111,22 @@ def _set_environment() -> None:
 
 def _message(error: Exception) -> str:
     """The error on one line; for train, with the option that users of other tools look for."""
-    in_train = isinstance(error, CycloptsError) and list(error.command_chain or ()) == ["train"]
+    command = list(error.command_chain or ()) if isinstance(error, CycloptsError) else []
+    in_train = command == ["train"]
     if isinstance(error, UnusedCliTokensError) and in_train:
         hint = "Put all paths of your images after train, or use --data for all."
         return f"{_one_line(error)} {hint}"
     if isinstance(error, UnknownOptionError):
-        return _one_line(_unknown_option(error, in_train))
+        others = {"train": OTHER_TOOLS, "search": OTHER_NAMES_OF_COUNT}
+        return _one_line(_unknown_option(error, others.get(" ".join(command), {})))
     return _one_line(error)
 
 
-def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
-    """An unknown option, and the one that was meant, as far as a name can tell."""
+def _unknown_option(error: UnknownOptionError, other_tools: Mapping[str, str]) -> str:
+    """An unknown option, and the one that was meant, as far as a name can tell.
+
+    `other_tools`: {the name of an option in other tools: that of the same option here}.
+    """
     typed = (error.token.keyword or error.token.value).partition("=")[0]
     name = typed.lstrip("-")
     # Some settings can be in config.toml only.
@@ -125,7 +135,7 @@ def _unknown_option(error: UnknownOptionError, in_train: bool) -> str:
     known_names = [
         option_name.removeprefix("--") for option_name in names if option_name.startswith("--")
     ]
-    suggestion = OTHER_TOOLS.get(name.replace("-", "_")) if in_train else None
+    suggestion = other_tools.get(name.replace("-", "_"))
     one_dash = not typed.startswith("--")  # such as -x, or several: -xyz
     if one_dash and suggestion is None and name not in known_names:
         return str(error)

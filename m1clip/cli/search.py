@@ -100,6 +100,10 @@ def index(
     except NoModelError:
         console.print(WAYS)
         raise
+    except KeyboardInterrupt as interrupt:
+        if not back:  # which may mean another model by then
+            interrupt.add_note("the same command continues with the other images")
+        raise
     if export is not None:
         console.print(
             f"export     {export} ({plural(Index(folder, model).export(export), 'vector')})"
@@ -406,6 +410,8 @@ def teach(
             " are not in this folder: teach them again"
         )
     if not name:
+        if not opened.concepts.all_marks():
+            print("no word was taught yet; for example: m1clip teach Rex rex/*.jpg")
         return
     if opened.uses_examples(name):
         print(f'now search for it: m1clip search "{one_line(name)}"')

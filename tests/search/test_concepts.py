@@ -307,6 +307,16 @@ def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:
     assert exit_code("index", index.root, "--back") == 2
 
 
+def test_teach_without_taught_words_prints_one_line(
+    index: m1clip.Index, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for taught in ("no word was taught yet; for example: m1clip teach", "Rex: 1 example"):
+        assert exit_code("teach", "--index", index.root) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(taught)
+        index.teach("Rex", [1])
+
+
 @pytest.mark.parametrize("knows", ["examples", "text"])
 def test_teach_says_whether_the_examples_help(
     index: m1clip.Index,

@@ -202,6 +202,23 @@ def test_model_for_later_is_searched_once_all_images_have_its_vectors(
     assert before.outdated
 
 
+def test_interrupted_index_says_that_the_same_command_continues(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = make_photos(tmp_path / "photos", 4)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with console.on_progress(interrupt):
+        assert exit_code("index", photos, "--model", model) == 130
+    assert capsys.readouterr().err == (
+        "m1clip: interrupted; the same command continues with the other images\n"
+    )
+    assert exit_code("index", photos, "--model", model) == 0
+    assert "images     4 (" in capsys.readouterr().out
+
+
 def test_bad_files_are_skipped_counted_and_listed(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 3)
     hostile = [
