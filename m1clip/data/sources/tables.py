@@ -33,6 +33,7 @@ from m1clip.data.sources.columns import (
     rows_of,
 )
 from m1clip.data.sources.plain_text import check_is_text, csv_rows, text_lines
+from m1clip.data.types import SPLITS
 from m1clip.errors import UserError
 from m1clip.extras import require
 from m1clip.formatting import one_line
@@ -82,7 +83,7 @@ def find_tables(
     nested: bool = True,
 ) -> list[Path]:
     """The tables (in the wanted format) with the captions of a folder: a usual name, several parts,
-    or the only one.
+    the only one, or one for each split.
     """
     if not path.is_dir():
         return [path] if path.is_file() and table_format(path) else []
@@ -108,6 +109,8 @@ def find_tables(
     # A single table of another name may be about something else, unless its columns fit.
     if len(alone) == 1 and (table_format(alone[0]) == "jsonl" or has_columns(alone[0], options)):
         return usable(alone)
+    if tables := _tables_of_splits(alone, options):
+        return usable(tables)
     below = (
         [folder for folder in sorted(path.iterdir()) if splits.from_folder(folder.name)]
         if nested
@@ -119,6 +122,16 @@ def find_tables(
         if folder.is_dir()
         for table in find_tables(folder, options, format_name, False)
     ]
+
+
+def _tables_of_splits(tables: Sequence[Path], options: Options) -> list[Path]:
+    """The text tables of a folder, train first, if each of them is one split with captions."""
+    split_of = {path: splits.from_folder(path.stem) for path in tables}
+    if "train" not in split_of.values() or None in split_of.values():
+        return []
+    if not all(table_format(path) == "jsonl" or has_columns(path, options) for path in tables):
+        return []
+    return sorted(tables, key=lambda path: SPLITS.index(str(split_of[path])))
 
 
 def _parts(folder: Path, patterns: Iterable[str]) -> list[list[Path]]:

@@ -141,6 +141,24 @@ def test_table_of_json_lines_has_the_split_of_its_name(tmp_path: Path) -> None:
     assert images_of(source) == {"train": ["train"], "val": ["dev"]}
 
 
+def test_folder_of_tables_named_like_splits_is_read_together(tmp_path: Path) -> None:
+    for name, images in (("train.csv", 40), ("val.csv", 5), ("test.csv", 6)):
+        named_table(tmp_path, name, images)
+    source = open_source(str(tmp_path))
+    counts = {split: len(source.samples(split)) for split in source.splits()}
+    assert counts == {"train": 40, "val": 5, "test": 6}
+    named_table(tmp_path, "other.csv", 5)
+    with pytest.raises(UserError, match="contains 4 tables"):
+        open_source(str(tmp_path))
+
+
+def test_folder_with_a_split_table_without_captions_is_not_read(tmp_path: Path) -> None:
+    named_table(tmp_path, "train.csv", 40)
+    (tmp_path / "test.csv").write_text("id\n1.jpg\n")
+    with pytest.raises(UserError, match="contains 2 tables"):
+        open_source(str(tmp_path))
+
+
 def test_column_of_splits_wins_over_the_name_of_the_table(tmp_path: Path) -> None:
     source = open_source(named_table(tmp_path, "test.csv", 5, split="train"))
     assert source.splits() == ("train",)
