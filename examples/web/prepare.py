@@ -22,7 +22,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 import m1clip
+from m1clip import console
 from m1clip.errors import UserError
+from m1clip.formatting import printable
+from m1clip.search.index import update_index
 from m1clip.search.query import Index
 
 HERE = Path(__file__).resolve().parent
@@ -76,17 +79,33 @@ def write_model(model: str, site: Path, int8: bool) -> None:
         shutil.rmtree(exported, ignore_errors=True)
 
 
-def write_page(libraries: Path, site: Path) -> None:
-    """index.html, search.js, and the libraries of npm."""
-    (site / "lib").mkdir(exist_ok=True)
-    for name, source in LIBRARIES.items():
+def check_libraries(libraries: Path) -> None:
+    """UserError for a missing file of npm."""
+    for source in LIBRARIES.values():
         path = libraries / "node_modules" / source
         if not path.exists():
             raise UserError(
                 f"{path}: not found; run: npm install --prefix {libraries} "
                 "onnxruntime-web @huggingface/tokenizers"
             )
-        shutil.copy(path, site / "lib" / name)
+
+
+def read_images(photos: Path, model: str) -> Index:
+    """Encode the new images of the folder, and name those that cannot be used."""
+    with console.progress("encoding"):
+        report = update_index(photos, model)
+    for path, reason in report.problems:
+        print(f"skipped {printable(path)}: {printable(reason)}")
+    if not report.indexed:
+        raise UserError(f"{photos}: no images that can be read")
+    return Index(photos, model)
+
+
+def write_page(libraries: Path, site: Path) -> None:
+    """index.html, search.js, and the libraries of npm."""
+    (site / "lib").mkdir(exist_ok=True)
+    for name, source in LIBRARIES.items():
+        shutil.copy(libraries / "node_modules" / source, site / "lib" / name)
     for name in ("index.html", "search.js"):
         shutil.copy(HERE / name, site / name)
 
@@ -118,9 +137,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--int8", action="store_true", help="a text tower of a quarter of the size")
     options = parser.parse_args(words)
     try:
+        # Whatever is missing is found before anything is written.
+        check_libraries(options.libraries)
+        index = read_images(options.photos, options.model)
         options.out.mkdir(parents=True, exist_ok=True)
         write_page(options.libraries, options.out)
-        count = write_images(Index.build(options.photos, options.model), options.out)
+        count = write_images(index, options.out)
         write_model(options.model, options.out, options.int8)
     except UserError as error:
         print(f"prepare.py: {error}", file=sys.stderr)

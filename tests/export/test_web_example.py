@@ -17,6 +17,7 @@ import pytest
 from photos import make_photos, save_model
 
 import m1clip
+from m1clip import console
 from m1clip.model.pretrained.packages import installed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "web"
@@ -47,6 +48,7 @@ def model_name(tmp_path: Path) -> str:
 def site(tmp_path: Path, libraries: Path, model_name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     photos = make_photos(tmp_path / "photos", 6)
+    (photos / "broken.jpg").write_bytes(b"not an image")
     main = runpy.run_path(str(EXAMPLE / "prepare.py"))["main"]
     words = [photos, "--model", model_name, "--libraries", libraries, "--out", tmp_path / "site"]
     assert main(list(map(str, words))) == 0
@@ -58,7 +60,8 @@ def expected(site: Path, model_name: str) -> tuple[np.ndarray, dict[str, float]]
     model = m1clip.load(model_name, precision="fp32")
     query = np.asarray(model.encode_text(QUERY))[0]
     root = site.parent / "photos"
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.jpg"))
+    paths = (path for path in root.rglob("*.jpg") if path.name != "broken.jpg")
+    names = sorted(path.relative_to(root).as_posix() for path in paths)
     vectors = np.asarray(model.encode_image([root / name for name in names]))
     return query, dict(zip(names, vectors @ query, strict=True))
 
@@ -84,6 +87,44 @@ def test_missing_libraries_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ["photos", "--model", "x", "--libraries", "nothing", "--out", str(tmp_path / "site")]
     assert main(words) == 1
     assert "npm install --prefix nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["photos", "model", "readable images"])
+def test_nothing_is_written_where_something_is_missing(
+    missing: str,
+    tmp_path: Path,
+    libraries: Path,
+    model_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    photos = tmp_path / "photos"
+    if missing != "photos":
+        photos.mkdir()
+        (photos / "broken.jpg").write_bytes(b"not an image")
+    model = str(tmp_path / "no-model") if missing == "model" else model_name
+    site = tmp_path / "site"
+    main = runpy.run_path(str(EXAMPLE / "prepare.py"))["main"]
+    words = [photos, "--model", model, "--libraries", libraries, "--out", site]
+    assert main(list(map(str, words))) == 1
+    shown = capsys.readouterr()
+    expected = "no-model" if missing == "model" else "photos"
+    assert expected in shown.err
+    assert ("skipped broken.jpg: " in shown.out) == (missing == "readable images")
+    assert not site.exists()
+
+
+def test_images_are_counted_while_they_are_encoded(
+    tmp_path: Path, model_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    photos = make_photos(tmp_path / "photos", 6)
+    read_images = runpy.run_path(str(EXAMPLE / "prepare.py"))["read_images"]
+    counts: list[tuple[int, int]] = []
+    with console.on_progress(lambda *count: counts.append(count)):
+        read_images(photos, model_name)
+    assert counts[-1] == (6, 6)
 
 
 @pytest.fixture
