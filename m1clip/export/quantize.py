@@ -96,12 +96,11 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float]) -> list[str]
     for done, part in enumerate(parts, 1):
         refresh(done, conversions)
         alone.append(cosine(part))
-    with console.progress("keeping more blocks in float") as refresh:
-        for done, number in enumerate(np.argsort(alone)[::-1]):
-            refresh(done, len(parts))
-            float_layers += parts[number]
-            if cosine(float_layers) >= ENOUGH_COSINE:
-                break
+    for done, number in enumerate(np.argsort(alone)[::-1], conversions):
+        refresh(done, conversions + len(parts))  # at most: usually a few blocks are enough
+        float_layers += parts[number]
+        if cosine(float_layers) >= ENOUGH_COSINE:
+            break
     return float_layers
 
 
