@@ -209,6 +209,11 @@ MISTAKES = [
     (("monitor",), "no runs yet in this folder"),
     (("search", "dog", "--index", "nowhere"), "nowhere: no such folder"),
     (("search", "dog", "--index", "."), "not indexed yet; run: m1clip index ."),
+    (
+        ("train", "a.csv", "--val-data", "b.csv"),
+        "--val-data. Put a column split in the table, or name",
+    ),
+    (("plan", "a.csv", "--test_data=b.csv"), "name the tables train, val and test"),
     (("train", "--lr_rate", "3"), "Did you mean --lr?"),
     (("train", "-lr", "3"), "Did you mean --lr?"),
     (("search", "--folders", "x"), "Did you mean --subfolder?"),

@@ -29,6 +29,13 @@ app.register_install_completion_command()
 OTHER_NAMES_OF_COUNT = dict.fromkeys(
     ("limit", "n", "top", "top_k", "topk", "max", "results"), "--count (-k)"
 )
+# Options of other tools for the data of a split, which has no option here.
+DATA_OF_SPLIT = {
+    f"{split}_{kind}"
+    for split in ("val", "valid", "validation", "eval", "test")
+    for kind in ("data", "dataset", "dir", "file", "set")
+}
+SPLIT_HINT = "Put a column split in the table, or name the tables train, val and test."
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 
@@ -117,9 +124,16 @@ def _message(error: Exception) -> str:
         hint = "Put all paths of your images after train, or use --data for all."
         return f"{_one_line(error)} {hint}"
     if isinstance(error, UnknownOptionError):
+        name = _typed_option(error).lstrip("-").replace("-", "_")
+        if command in (["train"], ["plan"]) and name in DATA_OF_SPLIT:
+            return _one_line(f"Unknown option: {_typed_option(error)}. {SPLIT_HINT}")
         others = {"train": OTHER_TOOLS, "search": OTHER_NAMES_OF_COUNT}
         return _one_line(_unknown_option(error, others.get(" ".join(command), {})))
     return _one_line(error)
+
+
+def _typed_option(error: UnknownOptionError) -> str:
+    return (error.token.keyword or error.token.value).partition("=")[0]
 
 
 def _unknown_option(error: UnknownOptionError, other_tools: Mapping[str, str]) -> str:
@@ -127,7 +141,7 @@ def _unknown_option(error: UnknownOptionError, other_tools: Mapping[str, str]) -
 
     `other_tools`: {the name of an option in other tools: that of the same option here}.
     """
-    typed = (error.token.keyword or error.token.value).partition("=")[0]
+    typed = _typed_option(error)
     name = typed.lstrip("-")
     # Some settings can be in config.toml only.
     options = [option for option in error.argument_collection if option.parse]
