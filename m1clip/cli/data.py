@@ -14,6 +14,8 @@ from m1clip.errors import UserError
 from m1clip.formatting import one_line, plural, printable, table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from m1clip.data.types import Source
 
 data = App(
@@ -35,10 +37,12 @@ CaptionColumn = Annotated[
 ]
 
 
-def _open(path: str, image_column: str | None, caption_columns: tuple[str, ...]) -> Source:
+def _open(
+    paths: Sequence[str], image_column: str | None, caption_columns: tuple[str, ...]
+) -> Source:
     from m1clip.data.sources import Options, open_sources
 
-    return open_sources([path], options=Options(image_column, caption_columns))
+    return open_sources(paths, options=Options(image_column, caption_columns))
 
 
 @data.command(name="formats", usage="Usage: m1clip data formats")
@@ -258,11 +262,11 @@ def data_howmany(
     print(dumps(curve.as_dict(), indent=2) if json else str(curve))
 
 
-@data.command(name="lint", usage="Usage: m1clip data lint PATH [OPTIONS]")
+@data.command(name="lint", usage="Usage: m1clip data lint PATH... [OPTIONS]")
 def data_lint(
     path: Data,
     /,
-    *,
+    *more: Data,
     json: Flag = False,
     context_length: Count = 32,
     quick: Flag = False,
@@ -271,7 +275,10 @@ def data_lint(
 ) -> None:
     """Check a dataset before training on it; the exit code is 1 if it has problems.
 
+    Several sets are checked together, as m1clip train reads them.
+
         m1clip data lint photos
+        m1clip data lint train.csv val.csv test.csv
 
     Parameters
     ----------
@@ -285,7 +292,7 @@ def data_lint(
     from m1clip.data.lint import QUICK, lint
     from m1clip.hardware.machine_info import usable_cpus
 
-    source, sample = _open(path, image_column, caption_column), QUICK if quick else None
+    source, sample = _open((path, *more), image_column, caption_column), QUICK if quick else None
     if json or quick:
         report = lint(source, sample, context_length=context_length, workers=usable_cpus())
     else:
@@ -375,7 +382,7 @@ def data_pack(
     from m1clip.data.pack import pack
     from m1clip.hardware.machine_info import usable_cpus
 
-    source = _open(path, image_column, caption_column)
+    source = _open([path], image_column, caption_column)
     with console.progress("packing"):
         packed = pack(source, folder, shard_size, image_size, usable_cpus())
     for line in packed.skipped[:10]:

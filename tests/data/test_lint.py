@@ -228,6 +228,17 @@ def test_name_of_a_dataset_cannot_control_the_terminal(
     assert all(line.isprintable() for line in output.split("\n"))
 
 
+def test_several_datasets_are_checked_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [make(tmp_path / name, good(3)) for name in ("a", "b")]
+    exit_code("data", "lint", *folders, "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert sum(report["images"].values()) == 6
+    # The sets have the same images.
+    assert any("identical" in json.dumps(finding) for finding in report["findings"])
+
+
 def test_flickr8k_as_checked_by_hand() -> None:
     if not FLICKR8K.is_dir():
         pytest.skip("shared/data/flickr8k-112 is not here")
