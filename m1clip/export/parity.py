@@ -102,12 +102,12 @@ class Examples:
         untried = 0
         for start in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int):
             untried = max(untried, int(start))
-            found = False
-            while not found and untried < len(samples):
+            is_read = False
+            while not is_read and untried < len(samples):
                 with suppress(BadImage):
                     image = samples[untried].image.open(size)
                     squares.append(to_square(image, size, preprocess.resize))
-                    found = True
+                    is_read = True
                 untried += 1
         if not squares:
             raise UserError(
