@@ -7,7 +7,7 @@ DATA is what tools/general_data.py writes. The images are not among those that `
 on: 20 classes of Caltech-101 that it never saw, and further images of the 15 scenes, the kitchenware
 and the fruit and vegetables whose first twelve images it saw. Differences are from the first row,
 with the standard error of paired images. With --test, the ten classes of Caltech-101 of
-docs/general.md and the class folders given, with the first row and the default only.
+docs/lab-general.md and the class folders given, with the first row and the default only.
 """
 
 from __future__ import annotations

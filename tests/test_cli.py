@@ -368,6 +368,13 @@ def test_index_report_counts_are_grammatical() -> None:
     assert lines[3] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"
 
 
+def test_index_report_shortens_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    folder = Path("/home/ada/Pictures")
+    lines = _report_lines(Report(folder / ".m1clip-index", folder, "general"), None)
+    assert lines[0] == "index      ~/Pictures/.m1clip-index"
+
+
 def test_index_names_its_model_and_the_newest_run_if_that_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

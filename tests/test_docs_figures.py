@@ -38,7 +38,7 @@ def test_loading_images() -> None:
     assert f"cached images are loaded {loaded / trained:.1f} times" in sentences("dos-and-donts.md")
 
 
-@pytest.mark.parametrize("name", ["how-many-images.md", "general.md"])
+@pytest.mark.parametrize("name", ["how-many-images.md", "lab-general.md"])
 def test_heads_by_number_of_images(name: str) -> None:
     heads = {"own-300": "300 of your own", "own-3000": "3,000 of your own", "general": "general"}
     rows = [line for line in page(name).splitlines() if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""Collect the data that `general` was trained on (docs/general.md) from clones of the repositories that hold it.
+"""Collect the data that `general` was trained on (docs/lab-general.md) from clones of the repositories that hold it.
 
     git clone https://github.com/hai4h/cnn-edge-detection clones/cnn-edge-detection
     git clone https://github.com/Vindhyaa-Saravanan/Deep-Learning-Coursework clones/Deep-Learning-Coursework

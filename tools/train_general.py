@@ -1,4 +1,4 @@
-"""Train the heads of the model `general` and write them to m1clip/models/general (docs/general.md).
+"""Train the heads of the model `general` and write them to m1clip/models/general (docs/lab-general.md).
 
     python tools/general_data.py --clones clones --out data
     python tools/train_general.py --captions flickr8k-112 data/coco data/openstax \
@@ -60,7 +60,7 @@ from m1clip.model.pretrained.registry import (
 from m1clip.model.weights import read_checkpoint
 from m1clip.training.cca import OUTPUT_NORM, canonical
 
-# Classes of Caltech-101 for validation and for the table in docs/general.md.
+# Classes of Caltech-101 for validation and for the table in docs/lab-general.md.
 VALIDATION_CLASSES = """
 airplanes butterfly car_side elephant electric_guitar grand_piano helicopter panda soccer_ball strawberry
 sunflower stapler wheelchair ferry pigeon headphone kangaroo rooster wrench dolphin
@@ -202,7 +202,7 @@ LARGE = Stage(
     share=0.18,
     draws={FLICKR: 2},
 )
-# Means of such models are better than each of them (docs/general.md has what was tried).
+# Means of such models are better than each of them (docs/lab-general.md has what was tried).
 STAGES = (
     SMALL,
     replace(SMALL, epochs=6, draws={FLICKR: 2}),

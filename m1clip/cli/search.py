@@ -120,7 +120,7 @@ def _report_lines(report: Report, shown: int | None) -> list[str]:
         f" {plural(report.other, 'other file')}"
     )
     lines = [
-        f"index      {report.folder}",
+        f"index      {_from_home(report.folder)}",
         f"model      {_shown_model(report.model)}",
         f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",
         f"skipped    {skipped}, {plural(len(report.problems), 'file')} that cannot be used",

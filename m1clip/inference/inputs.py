@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     ImageInput = str | Path | bytes | bytearray | Image.Image | np.ndarray | Tensor
 
 # The sentences of a class name; on validation, general is right more often with them than with the
-# name alone or with sentences about photos only (docs/general.md).
+# name alone or with sentences about photos only (docs/lab-general.md).
 TEMPLATES = ("{}", "a {}", "the {}", "a photo of a {}.")
 NAME_WORDS = 2  # the most words of a label that `default_templates` makes sentences of
 ARTICLES = ("a", "an", "the")
