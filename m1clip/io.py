@@ -338,6 +338,31 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 RUN_LOCK = "run.lock"
+# {(device, inode): process id} of the locks of runs that this process holds. The system releases
+# such a lock when its file is closed once, even by code that has only read it.
+_held_locks: dict[tuple[int, int], int] = {}
+
+
+def holds_lock(run: Path) -> bool:
+    """Whether this process holds the lock of a run."""
+    try:
+        lock = (run / RUN_LOCK).stat()
+    except OSError:
+        return False
+    # A forked process inherits the table, but not the locks.
+    return _held_locks.get((lock.st_dev, lock.st_ino)) == os.getpid()
+
+
+def remember_lock(handle: int) -> None:
+    """Keep others in this process from opening the lock file that is locked through a handle."""
+    lock = os.fstat(handle)
+    _held_locks[lock.st_dev, lock.st_ino] = os.getpid()
+
+
+def forget_lock(handle: int) -> None:
+    """Undo `remember_lock`, before the handle is closed."""
+    lock = os.fstat(handle)
+    _held_locks.pop((lock.st_dev, lock.st_ino), None)
 
 
 @dataclass(frozen=True)
@@ -389,6 +414,9 @@ def start_tick(pid: int) -> int:
 
 def read_owner(run: Path) -> Owner | None:
     """The process that holds, or last held, a run; None where there is no valid lock."""
+    if holds_lock(run):
+        pid, host, start_id = lock_content().split("\n")[:3]
+        return Owner(int(pid), host, start_id)
     try:
         pid, host, start_id = read_small(run / RUN_LOCK, 4096).decode("utf-8").split("\n")[:3]
         return Owner(int(pid), host, start_id)

@@ -57,6 +57,16 @@ def wait_for_writers(handle: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX)
 
 
+def lock_with_children(handle: int) -> None:
+    """Lock an open file until all processes that inherit the handle have ended or closed it.
+
+    Raises BlockingIOError if another process has the lock, and OSError on a file system without
+    locks. Does nothing on Windows.
+    """
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def peak_resident_bytes() -> int | None:
     """The peak memory of this process so far; None where the system does not report it."""
     if resource is None:

@@ -16,9 +16,18 @@ import psutil
 
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.io import RUN_LOCK, lock_content, open_for_write, open_regular, read_owner
+from m1clip.io import (
+    RUN_LOCK,
+    forget_lock,
+    holds_lock,
+    lock_content,
+    open_for_write,
+    open_regular,
+    read_owner,
+    remember_lock,
+)
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
-from m1clip.system import HANGUP, STOP_SIGNALS, lock_file
+from m1clip.system import HANGUP, STOP_SIGNALS, lock_file, lock_with_children
 
 OUTPUT = "train.log"  # of a background run
 ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
@@ -57,15 +66,23 @@ def check_unused(path: Path) -> None:
 def remove_unused_folder(folder: Path) -> None:
     """Remove the folder of a run that did not begin, so that the same command works again.
 
-    A run begins with its config.toml; on a full disk, only the files before it may be written.
+    Its lock is held, else another process may be preparing a run in it. A run begins with its
+    config.toml; on a full disk, only the files before it may be written.
     """
     if not set(_contents(folder)) - set(WRITTEN_BEFORE_CONFIG):
-        for name in (RUN_LOCK, PREPARING, PREPARING_PARTIAL, *WRITTEN_BEFORE_CONFIG):
+        # The lock last: until then, no other process can begin here.
+        for name in (PREPARING, PREPARING_PARTIAL, *WRITTEN_BEFORE_CONFIG, RUN_LOCK):
             (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
             if folder.parent == Path("runs"):
                 folder.parent.rmdir()  # fails if it contains other runs
+
+
+def remove_folder_of_failed_start(folder: Path) -> None:
+    """Remove the folder of a process that ended before its run began, unless another is in it."""
+    with contextlib.suppress(UserError, OSError), lock_run(folder):
+        remove_unused_folder(folder)
 
 
 def _contents(folder: Path) -> list[str]:
@@ -76,24 +93,14 @@ def _contents(folder: Path) -> list[str]:
     ]
 
 
+_locking = threading.Lock()
+
+
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Hold the lock of a run; the system releases it when this process ends for any reason."""
-    handle = open_for_write(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+    handle = _open_locked(folder)
     try:
-        try:
-            lock_file(handle)
-        except (BlockingIOError, PermissionError):
-            owner = (
-                os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip()
-                or "unknown"
-            )
-            raise UserError(
-                f"{folder}: process {owner} is training in this folder; wait for it, or stop it"
-                " first"
-            ) from None
-        except OSError:
-            pass  # a file system without locks (some network mounts)
         os.truncate(handle, 0)
         os.write(handle, lock_content().encode())
         (folder / PREPARING).unlink(missing_ok=True)  # left by a killed process
@@ -102,7 +109,47 @@ def lock_run(folder: Path) -> Iterator[None]:
         finally:
             os.truncate(handle, 0)  # a notebook lives on: stop must not end it
     finally:
+        forget_lock(handle)
         os.close(handle)
+
+
+def _open_locked(folder: Path) -> int:
+    """Open the lock file of a run and lock it."""
+    with _locking:  # two threads must not open the file at the same time: see `holds_lock`
+        if holds_lock(folder):
+            raise _in_use(folder, str(os.getpid()))
+        handle = open_for_write(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock_handle(handle, folder)
+        except BaseException:
+            os.close(handle)
+            raise
+        remember_lock(handle)
+        return handle
+
+
+def _lock_handle(handle: int, folder: Path) -> None:
+    try:
+        lock_file(handle)
+    except (BlockingIOError, PermissionError):
+        pid = os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip()
+        raise _in_use(folder, pid or "unknown") from None
+    except OSError:
+        pass  # a file system without locks (some network mounts)
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(handle), os.stat(folder / RUN_LOCK)):
+            return
+    # The process that held the lock has deleted its file: this one would protect nothing.
+    raise UserError(
+        f"{folder}: another process that began here has just removed the folder; run the command"
+        " again"
+    )
+
+
+def _in_use(folder: Path, pid: str) -> UserError:
+    return UserError(
+        f"{folder}: process {pid} is training in this folder; wait for it, or stop it first"
+    )
 
 
 class Stopped(Exception):
@@ -195,16 +242,47 @@ def start_in_background(
         raise UserError(f"{folder}: not a run folder (no config.toml)")
     command = [sys.executable, "-m", "m1clip", *arguments]
     command += [] if resume is not None else ["--out", str(folder)]
-    output, before = folder / OUTPUT, _log_bytes(folder)
+    output = folder / OUTPUT
     with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+        _reserve(folder, file.fileno())
+        if resume is None:
+            check_unused(folder)  # again: another run in it may have begun and ended meanwhile
+        before = _log_bytes(folder)
         # A new session has no terminal, so closing the window sends no signal.
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
-    if resume is None:
-        name_owner(folder, process.pid)
+        if resume is None:
+            name_owner(folder, process.pid)
+        if _fails_at_once(process, folder, before):
+            reason = failure_of(folder) or f"{NO_REASON} (exit code {process.returncode})"
+            if resume is None:
+                output.unlink(missing_ok=True)
+                remove_folder_of_failed_start(folder)
+            raise UserError(reason)
+    return folder, process.pid
+
+
+def _reserve(folder: Path, output: int) -> None:
+    """Keep other processes from starting a run in a folder.
+
+    The lock of the output is inherited by the run, and ends with it.
+    """
+    owner = read_owner(folder)
+    if owner is not None and owner.process() is not None:
+        raise _in_use(folder, str(owner.pid))
+    try:
+        lock_with_children(output)
+    except BlockingIOError:
+        raise _in_use(folder, "unknown" if owner is None else str(owner.pid)) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _fails_at_once(process: subprocess.Popen[bytes], folder: Path, log_bytes: int) -> bool:
+    """Wait until a run in the background has begun; returns whether it ended with an error."""
     named = _lock_time(folder)
     deadline, owned = time.monotonic() + START_SECONDS, False
-    while time.monotonic() < deadline and _log_bytes(folder) == before:
+    while time.monotonic() < deadline and _log_bytes(folder) == log_bytes:
         # Fine-tuning begins with the second folder.
         owners = [read_owner(Path(f"{folder}-frozen"))]
         if _lock_time(folder) != named:
@@ -212,13 +290,9 @@ def start_in_background(
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
-            reason = failure_of(folder) or f"{NO_REASON} (exit code {process.returncode})"
-            if resume is None:
-                output.unlink(missing_ok=True)
-                remove_unused_folder(folder)
-            raise UserError(reason)
+            return True
         time.sleep(0.05)
-    return folder, process.pid
+    return False
 
 
 def failure_of(folder: Path) -> str:

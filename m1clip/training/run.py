@@ -126,6 +126,8 @@ def train_config(
         lambda: process.create_run_folder(Path(run) if run is not None else None, name)
     )
     with _open_session(folder, ranks, on_log) as session:
+        # Again, now that no other process can begin here: one may have begun and ended meanwhile.
+        ranks.on_rank0(lambda: process.check_unused(folder))
         try:
             if budget is not None:
                 console.print(f"time       {clock(budget.seconds)} {TIME_INCLUDES}")

@@ -34,7 +34,7 @@ from m1clip.training.process import (
     OUTPUT,
     error_line,
     failure_of,
-    remove_unused_folder,
+    remove_folder_of_failed_start,
     start_in_background,
 )
 from m1clip.web.server import key_of
@@ -135,7 +135,7 @@ class TrainPage:
                 start_in_background(words, run, RUN_NAME, None)
             except (UserError, OSError) as error:
                 (run / ABOUT_LABELS).unlink(missing_ok=True)
-                remove_unused_folder(run)
+                remove_folder_of_failed_start(run)
                 full = f"{run.parent}: the disk is full; free some space"
                 reason = full if is_full(error) else str(error)
                 raise UserError(f"the training did not start: {reason}") from None

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +229,39 @@ def test_run_that_ended_has_no_owner_though_its_process_lives_on(tmp_path: Path)
     assert read_owner(tmp_path) is None
 
 
+class Starts:
+    """Replaces the processes that `start_in_background` starts; each runs a program of Python."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+        self.program = program
+        self.processes: list[subprocess.Popen[bytes]] = []
+        popen = subprocess.Popen
+
+        def start(_: list[str], **streams: Any) -> subprocess.Popen[bytes]:
+            self.processes.append(popen([sys.executable, "-c", self.program], **streams))
+            return self.processes[-1]
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+
+    def end(self) -> None:
+        for started in self.processes:
+            started.kill()
+            started.wait(TIMEOUT)
+
+
+@pytest.fixture
+def sleepers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    """Background runs that have imports to do for as long as the test takes."""
+    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+    starts = Starts(monkeypatch, "import time; time.sleep(300)")
+    yield starts
+    starts.end()
+
+
 def test_background_run_has_an_owner_before_it_has_written_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sleepers: Starts
 ) -> None:
     """On a busy machine, its imports take half a minute, in which it could be started twice."""
-    monkeypatch.setattr(process, "START_SECONDS", 0.0)
-    sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **streams: popen(sleeper, **streams))
     folder, pid = process.start_in_background(["train"], tmp_path / "run", "x", None)
     owner = read_owner(folder)
     assert owner is not None
@@ -245,8 +271,107 @@ def test_background_run_has_an_owner_before_it_has_written_anything(
     assert status_of(History(folder).poll()).state == "preparing"
     with lock_run(folder):  # the lock itself is free
         assert (folder / RUN_LOCK).read_text().splitlines()[0] == str(os.getpid())
-    running.kill()
-    running.wait(TIMEOUT)
+
+
+def test_second_background_run_in_a_folder_is_refused(tmp_path: Path, sleepers: Starts) -> None:
+    """It said that it trains, or removed the folder of the first, depending on the moment."""
+    folder, pid = process.start_in_background(["train"], tmp_path / "run", "x", None)
+    before = {item.name: item.read_bytes() for item in folder.iterdir()}
+    with pytest.raises(UserError, match=f"process {pid} is training in this folder"):
+        process.start_in_background(["train"], folder, "x", None)
+    (folder / "config.toml").touch()
+    with pytest.raises(UserError, match=f"process {pid} is training in this folder"):
+        process.start_in_background(["train"], folder, "x", folder)
+    (folder / RUN_LOCK).unlink()  # as while its process starts
+    with pytest.raises(UserError, match="is training in this folder"):
+        process.start_in_background(["train"], folder, "x", folder)
+    assert len(sleepers.processes) == 1
+    assert before.keys() - {RUN_LOCK} <= {item.name for item in folder.iterdir()}
+    sleepers.end()
+    process.start_in_background(["train"], folder, "x", folder)  # free again
+    assert len(sleepers.processes) == 2
+
+
+def test_failed_background_run_leaves_what_another_process_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin at the same moment: the one that finds the lock taken must not delete it."""
+    other = tmp_path / "run"
+    lock = contextlib.ExitStack()
+    Starts(monkeypatch, "import sys; sys.exit('m1clip: no such option')")
+
+    def begin_meanwhile(folder: Path, pid: int) -> None:
+        lock.enter_context(lock_run(folder))
+        (folder / "tokenizer.json").touch()
+
+    monkeypatch.setattr(process, "name_owner", begin_meanwhile)
+    with lock, pytest.raises(UserError, match="no such option"):
+        process.start_in_background(["train"], other, "x", None)
+    assert (other / RUN_LOCK).exists()
+    assert (other / "tokenizer.json").exists()
+    assert not (other / OUTPUT).exists()
+
+
+def test_folder_of_a_background_run_that_failed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Starts(monkeypatch, "import sys; sys.exit('m1clip: no such option')")
+    with pytest.raises(UserError, match="no such option"):
+        process.start_in_background(["train"], tmp_path / "run", "x", None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lock_holds_within_a_process_and_when_its_owner_is_read(tmp_path: Path) -> None:
+    """The system lets go of a lock as soon as its process closes the file once more."""
+    in_use = pytest.raises(UserError, match=f"process {os.getpid()} is training in this folder")
+    with lock_run(tmp_path):
+        with in_use, lock_run(tmp_path):
+            pass
+        owner = read_owner(tmp_path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        program = HOLDER.replace("os.fork() == 0", "False")
+        other = [sys.executable, "-c", program, str(tmp_path)]
+        refused = subprocess.run(other, capture_output=True, text=True, check=False)
+        assert "is training in this folder" in refused.stderr
+        assert "held" not in refused.stdout
+    with lock_run(tmp_path):
+        pass
+
+
+def test_lock_file_that_its_holder_deleted_protects_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process fails while it prepares a run, and removes the folder."""
+    real = process.lock_file
+
+    def lock_deleted(handle: int) -> None:
+        (tmp_path / RUN_LOCK).unlink()
+        real(handle)
+
+    monkeypatch.setattr(process, "lock_file", lock_deleted)
+    with (
+        pytest.raises(UserError, match="has just removed the folder; run the command again"),
+        lock_run(tmp_path),
+    ):
+        pass
+
+
+def test_run_that_another_process_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found the folder empty, and one was faster."""
+    real = process.create_run_folder
+
+    def create(path: Path | None, name: str) -> Path:
+        folder = real(path, name)
+        (folder / "config.toml").write_text("of another process")
+        return folder
+
+    monkeypatch.setattr(process, "create_run_folder", create)
+    with pytest.raises(UserError, match="already contains a run"):
+        run_small(tmp_path / "run")
+    assert (tmp_path / "run" / "config.toml").read_text() == "of another process"
 
 
 @pytest.mark.parametrize(
