@@ -32,7 +32,7 @@ from general import Towers
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import number, percent, table
-from m1clip.search.query import CUTOFF, MATCH_WEIGHTS, UNSURE, probabilities, zscore
+from m1clip.search.match import CUTOFF, MATCH_WEIGHTS, UNSURE, probabilities, zscore
 from m1clip.search.short_queries import everyday_vectors, reference_vectors, short_vectors
 
 LISTED = 20  # results that a search lists at most

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m1clip.search.index import connect, update_index
+from m1clip.search.database import connect
+from m1clip.search.index import update_index
 from m1clip.search.vectors import file_name
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store

@@ -6,7 +6,7 @@ import numpy as np
 from image_sets import image
 from tiny_model import tiny_model
 
-from m1clip.search.index import connect
+from m1clip.search.database import connect
 from m1clip.search.vectors import file_name
 
 

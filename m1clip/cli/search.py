@@ -22,7 +22,8 @@ from m1clip.formatting import duration, one_line, plural, size
 
 if TYPE_CHECKING:
     from m1clip.search.index import Report
-    from m1clip.search.query import Index, Result, Results
+    from m1clip.search.query import Index
+    from m1clip.search.results import Result, Results
 
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 PROBLEMS_SHOWN = 5  # problems on screen
@@ -233,7 +234,8 @@ def search(
     open_
         Open the best result in the system's image viewer.
     """
-    from m1clip.search.query import Filter, Index
+    from m1clip.search.query import Index
+    from m1clip.search.results import Filter
 
     _reject_folders(text)
     where = Filter(since, until, subfolder, orientation, min_side)
@@ -283,7 +285,7 @@ def _mention_phrase(texts: tuple[str, ...]) -> None:
 
 
 def _show(results: Results, listed: list[Result], filtered: bool) -> None:
-    from m1clip.search.query import UNSURE
+    from m1clip.search.match import UNSURE
 
     images = plural(results.searched, "image")
     if not results.nearest:
@@ -428,7 +430,7 @@ def _index_of_images(images: list[Path]) -> Path | None:
     A UserError if it is not clear which index is meant, as `teach` writes into it: if the images
     are in several, or in another than that of the current folder.
     """
-    from m1clip.search.index import NotIndexedError, find_index
+    from m1clip.search.location import NotIndexedError, find_index
 
     roots: dict[str, Path] = {}  # by the folder of the index
     for image in images:

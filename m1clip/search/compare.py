@@ -16,7 +16,8 @@ from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import ranks, retrieval
 from m1clip.inference.model import Model
 from m1clip.search.labels import Label
-from m1clip.search.query import Index, Photo
+from m1clip.search.query import Index
+from m1clip.search.results import Photo
 
 MAX_UNLABELLED = 500  # photos without a label among which those with one must be found
 SHOWN_METRICS = ("mean_recall", "text_to_image/recall@1", "text_to_image/recall@10")

@@ -19,17 +19,16 @@ import numpy as np
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.search import vectors
-from m1clip.search.index import (
-    CONCEPTS,
+from m1clip.search.database import (
     READ_SECONDS,
     IndexBusy,
-    check_database,
     is_busy,
     is_full,
     is_unwritable,
     statements,
     stored_statements,
 )
+from m1clip.search.location import CONCEPTS, check_database
 
 CONCEPTS_SCHEMA = """
 CREATE TABLE examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, positive INTEGER, time REAL,

@@ -38,17 +38,16 @@ from m1clip.data.sources.metadata import PhotoCaptions, find_captions
 from m1clip.data.sources.tables import find_tables
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
-from m1clip.search.index import (
-    INDEX_FOLDER,
+from m1clip.search.database import (
     READ_SECONDS,
     IndexBusy,
-    check_database,
     is_busy,
     is_full,
     is_unwritable,
     statements,
     stored_statements,
 )
+from m1clip.search.location import INDEX_FOLDER, check_database
 
 LABELS_DATABASE = "labels.sqlite"
 LABELS_SCHEMA = """

@@ -27,7 +27,8 @@ from m1clip.search.labels import (
     split_counts,
 )
 from m1clip.search.order import NEAR_DUPLICATE, ORDER_SAMPLE, LabelOrder, around_mean, uncertainty
-from m1clip.search.query import Index, Photo
+from m1clip.search.query import Index
+from m1clip.search.results import Photo
 from m1clip.search.suggest import Suggester, own_words
 from m1clip.training.learning_curve import MIN_LABELS, learning_curve
 from m1clip.web.new_captions import NewCaptions

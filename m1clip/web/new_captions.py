@@ -16,7 +16,8 @@ from m1clip import console
 from m1clip.data.sources.metadata import SIDECAR_SUFFIXES, PhotoFolder
 from m1clip.errors import UserError
 from m1clip.search.labels import Labels
-from m1clip.search.query import Index, Photo
+from m1clip.search.query import Index
+from m1clip.search.results import Photo
 
 FIRST_SECONDS = 3.0  # to wait for the captions in all photos before the first are shown
 LOOK_SECONDS = 0.5  # to wait for new ones later

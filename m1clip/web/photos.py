@@ -26,8 +26,10 @@ from m1clip.data.images import BadImage, decode
 from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import read_beneath, read_small, write_beneath
-from m1clip.search.index import DATABASE, READ_SECONDS, IndexBusy, thumbnail
-from m1clip.search.query import Copy, Filter, Index, Result, Results
+from m1clip.search.database import READ_SECONDS, IndexBusy
+from m1clip.search.location import DATABASE, thumbnail
+from m1clip.search.query import Index
+from m1clip.search.results import Copy, Filter, Result, Results
 from m1clip.web.label import LabelPage
 from m1clip.web.server import DEFAULT_RUNS
 from m1clip.web.training import TrainPage, run_or_model

@@ -25,7 +25,7 @@ from m1clip.io import read_small, write_json
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
 from m1clip.search.compare import compare_models
-from m1clip.search.index import is_full
+from m1clip.search.database import is_full
 from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
 from m1clip.training.process import (

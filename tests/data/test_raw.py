@@ -14,7 +14,7 @@ from image_sets import encoded
 from PIL import Image
 
 from m1clip.data.images import BadImage, decode, open_header
-from m1clip.search.index import _facts
+from m1clip.search.read_photos import image_facts
 
 DATE = b"2023:04:05 06:07:08\0"
 # 14 bits per value.
@@ -123,7 +123,7 @@ def test_largest_preview_upright_with_date(data: bytes) -> None:
     assert image.size == (320, 640)
     assert np.asarray(image)[:300].min() > 240 > 15 > np.asarray(image)[340:].max()
     with open_header(data, "x") as header:
-        assert _facts(header) == (320, 640, "2023-04-05T06:07:08", 6)
+        assert image_facts(header) == (320, 640, "2023-04-05T06:07:08", 6)
     assert decode(data, min_side=80).size == (80, 160)
 
 

@@ -20,7 +20,8 @@ from m1clip.model.named import BOXED, CONFIG, GENERAL, HEADS, BoxedModel, NoMode
 from m1clip.model.presets import CLIPConfig, HeadConfig
 from m1clip.model.pretrained import packages
 from m1clip.model.pretrained.registry import load_image_tower, load_text_tower
-from m1clip.search.index import INDEX_FOLDER, update_index
+from m1clip.search.index import update_index
+from m1clip.search.location import INDEX_FOLDER
 
 
 def hashes(folder: Path) -> dict[str, str]:

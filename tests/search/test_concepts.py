@@ -21,6 +21,7 @@ from m1clip.errors import UserError
 from m1clip.search import concepts
 from m1clip.search.concepts import TEXT_ONLY, Choice, fit_concept, split_text
 from m1clip.search.index import update_index
+from m1clip.search.query_vectors import QueryEncoder
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
     names, rest = split_text("a Rex, on the T-Rex beach", ["T-Rex", "Rex"])
     assert (names, rest) == (["T-Rex", "Rex"], "a , on the beach")
     assert split_text("Rexona", ["Rex"]) == ([], "Rexona")
-    parts, taught = index._parts("Rex at night", [], [])
+    parts, taught = index._encoder.parts("Rex at night", [], [])
     assert taught
     assert [weight for weight, _ in parts] == [1.0, 1.0]
     before = index.search("Rex").nearest[0]
@@ -330,7 +331,7 @@ def test_teach_says_whether_the_examples_help(
     text = examples.mean(axis=0) - mean  # of a model that knows the word
     sign = 1 if knows == "text" else -1
     text *= sign / np.linalg.norm(text)
-    monkeypatch.setattr(m1clip.Index, "_query_vectors", lambda self, texts: text[None])
+    monkeypatch.setattr(QueryEncoder, "query_vectors", lambda self, texts: text[None])
     assert exit_code("teach", " big  Rex", *photos, "--index", index.root) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "big Rex: 3 examples"

@@ -39,9 +39,13 @@ from m1clip import console
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
 from m1clip.model.pretrained import packages
+from m1clip.search import database, location, read_photos, reader, writer
 from m1clip.search import index as module
-from m1clip.search.index import DATABASE, INDEX_FOLDER, find_index, update_index
+from m1clip.search import vectors as vectors_module
+from m1clip.search.database import connect
+from m1clip.search.index import update_index
 from m1clip.search.labels import LABELS_DATABASE, Change, Label, Labels
+from m1clip.search.location import DATABASE, INDEX_FOLDER, find_index
 from m1clip.web.photos import Photos
 
 
@@ -261,8 +265,8 @@ def test_index_with_decoding_processes_equals_that_with_threads(
     other = tmp_path / "other"
     shutil.copytree(photos, other)  # modification times are kept
     in_threads = update_index(photos, model)
-    monkeypatch.setattr(module, "decode_processes", lambda items, cpus: 2)
-    monkeypatch.setattr(module, "_read", None)  # not read in this process
+    monkeypatch.setattr(read_photos, "decode_processes", lambda items, cpus: 2)
+    monkeypatch.setattr(read_photos, "read_file", None)  # not read in this process
     report = update_index(other, model)
     assert report.indexed == 40
     assert [(name, "not an image" in why) for name, why in report.problems] == [("bad.jpg", True)]
@@ -312,9 +316,9 @@ def test_full_disk_keeps_what_was_indexed(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "ENCODED_BATCH", 3)
-        patch.setattr(module, "SAVE_SECONDS", 0.0)
-        patch.setattr(module.os, "fsync", fsync)
+        patch.setattr(read_photos, "ENCODED_BATCH", 3)
+        patch.setattr(writer, "SAVE_SECONDS", 0.0)
+        patch.setattr(writer.os, "fsync", fsync)
         with pytest.raises(UserError, match="the disk is full"):
             update_index(photos, model)
     saved = 3 * max(0, when - 2)
@@ -381,8 +385,9 @@ def slow_saves(hang_after: float = math.inf) -> None:
 
     After some reads it waits for the kill, which so comes before the end on any schedule.
     """
-    module.ENCODED_BATCH, module.SAVE_SECONDS = 4, 0.0
-    read, reads = module._read, itertools.count()
+    read_photos.ENCODED_BATCH = 4
+    writer.SAVE_SECONDS = 0.0
+    read, reads = read_photos.read_file, itertools.count()
 
     def slow_read(*args: Any) -> Any:
         time.sleep(0.05)
@@ -390,7 +395,7 @@ def slow_saves(hang_after: float = math.inf) -> None:
             time.sleep(0.01)
         return read(*args)
 
-    module._read = slow_read
+    read_photos.read_file = slow_read
 
 
 def kill_at_random_moments(
@@ -450,7 +455,7 @@ def test_index_without_a_model_leaves_no_folder(
 
 def test_folder_that_does_not_exist_is_not_called_unindexed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="photoz: no such folder"):
-        module.find_index(tmp_path / "photoz")
+        find_index(tmp_path / "photoz")
 
 
 @pytest.mark.parametrize("state", ["nothing", "tables", "model"])
@@ -462,7 +467,7 @@ def test_index_without_vectors_is_reported_in_one_line(
     if state == "nothing":  # killed before the tables were created
         (photos / INDEX_FOLDER / DATABASE).touch()
     else:
-        with contextlib.closing(module.connect(photos / INDEX_FOLDER, write=True)) as db:
+        with contextlib.closing(connect(photos / INDEX_FOLDER, write=True)) as db:
             if state == "model":
                 db.execute(
                     "INSERT INTO models (hash, path, stamp, used) VALUES ('a', ?, '', 1)",
@@ -530,8 +535,8 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
     index_folder = update_index(photos, model).folder
     opened = m1clip.Index(photos)
     os.truncate(the_file(index_folder), 0)
-    with contextlib.closing(module.connect(index_folder, write=True)) as db:
-        module._drop_lost_rows(db, index_folder, photos, 1)  # then the indexer is killed
+    with contextlib.closing(connect(index_folder, write=True)) as db:
+        writer.drop_lost_rows(db, index_folder, photos, 1)  # then the indexer is killed
     for call in (lambda: m1clip.Index(photos), lambda: opened.search(["a", "b"])):
         with pytest.raises(UserError, match="is empty; run m1clip index"):
             call()
@@ -541,20 +546,21 @@ def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(
 
 def kill_at(point: str) -> None:
     """In the process that is killed: it kills itself at a point of a save, or of a rewrite of the vectors."""
-    module.ENCODED_BATCH, module.SAVE_SECONDS = 2, 0.0
+    read_photos.ENCODED_BATCH = 2
+    writer.SAVE_SECONDS = 0.0
     save, create, remove_others = (
-        module._Writer.save,
-        module.vectors.create,
-        module.vectors.remove_others,
+        writer.Writer.save,
+        vectors_module.create,
+        vectors_module.remove_others,
     )
     calls = iter(range(1, 100))
 
-    def saved(writer: Any) -> None:
+    def saved(own: Any) -> None:
         last = next(calls) == 2
         if last and point == "before the commit":
-            writer.file.flush()
+            own.file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        save(writer)
+        save(own)
         if last and point == "after the commit":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -569,9 +575,9 @@ def kill_at(point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         remove_others(index_folder, model_id, generation)
 
-    module._Writer.save = saved  # type: ignore[method-assign]
-    module.vectors.create = created
-    module.vectors.remove_others = removed
+    writer.Writer.save = saved  # type: ignore[method-assign]
+    vectors_module.create = created
+    vectors_module.remove_others = removed
 
 
 @pytest.mark.slow
@@ -630,7 +636,7 @@ def test_server_survives_a_vectors_file_that_gets_shorter(model: Path, tmp_path:
     assert searched() == 20
     os.truncate(file, 0)
     assert searched() == 20  # of what it has read
-    with contextlib.closing(module.connect(photos / INDEX_FOLDER, write=True)) as db:
+    with contextlib.closing(connect(photos / INDEX_FOLDER, write=True)) as db:
         db.execute("INSERT OR REPLACE INTO about VALUES ('changed', 1)")
         db.commit()
     assert "truncated (0 of 20 vectors are left)" in searched()
@@ -1019,7 +1025,7 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     below = gift / "a"
     update_index(make_photos(gift.parent / "mine", 1), model)  # the one indexed last
     user = os.geteuid()
-    monkeypatch.setattr(module.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(location.os, "geteuid", lambda: user + 1)
     (gift.parent / "data/m1clip/last-folder").unlink()
     monkeypatch.chdir(below)
     for words in ([], ["--index", below]):
@@ -1033,7 +1039,8 @@ def test_index_of_another_user_is_used_only_if_its_folder_is_named(
     assert len(m1clip.Index(gift)) == 4  # asked for
     files = content(gift / INDEX_FOLDER)
     # What this user makes is their own.
-    monkeypatch.setattr(module, "is_own", lambda folder: INDEX_FOLDER not in folder.parts)
+    for imported in (location, module):
+        monkeypatch.setattr(imported, "is_own", lambda folder: INDEX_FOLDER not in folder.parts)
     report = update_index(gift, model)
     # Nothing is written to the index of another user.
     assert report.folder.is_relative_to(gift.parent / "data")
@@ -1061,8 +1068,9 @@ def test_file_replaced_by_a_link_while_indexing_is_not_read(
 def test_index_that_another_program_has_locked_is_reported(
     gift: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(reader, "READ_SECONDS", 0.0)
+    for name in ("READ_SECONDS", "WRITE_SECONDS"):
+        monkeypatch.setattr(database, name, 0.0)
     with contextlib.closing(sqlite3.connect(gift / INDEX_FOLDER / DATABASE)) as other:
         other.execute("BEGIN EXCLUSIVE")
         for words in (["search", "a", "--index", gift], ["index", gift]):

@@ -20,7 +20,6 @@ from m1clip.data.sources import open_sources
 from m1clip.data.sources.metadata import PhotoCaptions, find_captions
 from m1clip.errors import UserError
 from m1clip.io import open_for_write
-from m1clip.search.index import INDEX_FOLDER
 from m1clip.search.labels import (
     LABELS_DATABASE,
     Change,
@@ -30,6 +29,7 @@ from m1clip.search.labels import (
     labels_path,
     split_by_content,
 )
+from m1clip.search.location import INDEX_FOLDER
 
 EMPTY = Label(()).version
 

@@ -22,10 +22,14 @@ from small_run import exit_code
 import m1clip
 from m1clip.cli.search import _show
 from m1clip.errors import UserError
-from m1clip.search import query as module
+from m1clip.search import indexed_files, query_vectors, reader
 from m1clip.search.concepts import Choice
 from m1clip.search.index import update_index
-from m1clip.search.query import CUTOFF, Filter, Index, Result, Results, probabilities, zscore
+from m1clip.search.indexed_files import duplicate_groups
+from m1clip.search.match import CUTOFF, probabilities, zscore
+from m1clip.search.query import Index
+from m1clip.search.query_vectors import NOT_WEIGHT
+from m1clip.search.results import Filter, Result, Results
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +84,8 @@ def test_groups_are_connected_and_equal_images_are_compared_once(
                 yield [i, j]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "near_duplicates", pairs)
-        groups = module.duplicate_groups([(bytes([look]), b"") for look in looks])
+        patch.setattr(indexed_files, "near_duplicates", pairs)
+        groups = duplicate_groups([(bytes([look]), b"") for look in looks])
     assert len(compared) == len(set(looks))
     expected = {index: {index} for index in range(len(looks))}
     for _ in looks:
@@ -114,10 +118,10 @@ def test_filters(photos: Path, where: Filter, count: int) -> None:
 
 def test_sums_and_differences_of_queries(photos: Path) -> None:
     index = Index(photos)
-    parts, taught = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
+    parts, taught = index._encoder.parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
     assert not taught
-    assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
-    query = index._combine(parts)
+    assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, NOT_WEIGHT]
+    query = index._encoder.combine(parts)
     scores = sum(
         w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts
     )
@@ -422,15 +426,15 @@ def test_text_of_taught_words_alone_adds_no_other_vector(
     index = Index(own_photos)
     taught = np.eye(index.dim, dtype=np.float32)[0]
     index.mark("rex", index.search("x").nearest[0].id, True)
-    monkeypatch.setattr(module, "fit_concept", lambda *_: (taught, Choice(0.5, 1.0)))
+    monkeypatch.setattr(query_vectors, "fit_concept", lambda *_: (taught, Choice(0.5, 1.0)))
 
     def parts(text: str) -> list[tuple[float, list[float]]]:
-        found, uses_examples = index._parts(text, (), ())
+        found, uses_examples = index._encoder.parts(text, (), ())
         assert uses_examples
         return [(weight, vector.tolist()) for weight, vector in found]
 
     assert parts("rex") == [(1.0, taught.tolist())]
-    rest = np.asarray(index._query_vectors(["on a beach"])[0])
+    rest = np.asarray(index._encoder.query_vectors(["on a beach"])[0])
     assert parts("rex on a beach") == [(1.0, taught.tolist()), (1.0, rest.tolist())]
 
 
@@ -453,7 +457,7 @@ def test_vectors_replaced_while_the_index_is_open_are_reported(
 ) -> None:
     index = Index(photos)
     assert index.search("x").nearest
-    stored = module.vectors_of
+    stored = reader.vectors_of
 
     def replaced(*arguments: Any) -> Any:
         file = stored(*arguments)
@@ -462,7 +466,7 @@ def test_vectors_replaced_while_the_index_is_open_are_reported(
         file.dim += 1
         return file
 
-    monkeypatch.setattr(module, "vectors_of", replaced)
-    index.version = -1  # as after another process has written to the database
+    monkeypatch.setattr(reader, "vectors_of", replaced)
+    index._reader.version = -1  # as after another process has written to the database
     with pytest.raises(UserError, match=r"index\.sqlite: was replaced while it was open"):
         index.search("x")

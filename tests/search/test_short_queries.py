@@ -63,7 +63,7 @@ def test_search_uses_them_and_leaves_sentences_as_they_are(tmp_path: Path) -> No
     photos = make_photos(tmp_path / "photos", 6)
     update_index(photos, save_model(tmp_path / "model"))
     index = m1clip.Index(photos)
-    sentence, word = index._query_vectors(["a dog on a beach", "dog"])
+    sentence, word = index._encoder.query_vectors(["a dog on a beach", "dog"])
     plain = np.asarray(index.model.encode_text("a dog on a beach"))[0]
     assert np.allclose(sentence, plain, atol=1e-5)
     everyday = everyday_vectors(index.encode_texts)

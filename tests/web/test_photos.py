@@ -31,9 +31,9 @@ from small_run import Command
 from m1clip import console
 from m1clip.data.images import BadImage
 from m1clip.search import concepts as concepts_module
-from m1clip.search import index as index_module
-from m1clip.search import query as query_module
-from m1clip.search.index import DATABASE, thumbnail, update_index
+from m1clip.search import database, reader
+from m1clip.search.index import update_index
+from m1clip.search.location import DATABASE, thumbnail
 from m1clip.search.query import Index
 from m1clip.web import photos as photos_module
 from m1clip.web import server as server_module
@@ -495,8 +495,8 @@ def test_locked_database_blocks_no_other_request(
             waiting.wait(timeout=300)
             released.wait(timeout=300)
 
-    monkeypatch.setattr(query_module, "READ_SECONDS", 600.0)
-    monkeypatch.setattr(query_module.time, "sleep", wait_together)
+    monkeypatch.setattr(reader, "READ_SECONDS", 600.0)
+    monkeypatch.setattr(reader.time, "sleep", wait_together)
     paths = ("/api/search?text=dog", "/api/search", f"/photo?id={number}", "/api/duplicates")
     with ThreadPoolExecutor(len(paths)) as pool:
         with contextlib.closing(sqlite3.connect(library / ".m1clip-index" / DATABASE)) as other:
@@ -512,7 +512,7 @@ def test_locked_database_is_an_answer_after_a_limited_time(
     shared: Photos, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shared.get("/api/library", {})[0] == 200  # type: ignore[index]
-    for module in (query_module, concepts_module, index_module):
+    for module in (reader, concepts_module, database):
         monkeypatch.setattr(module, "READ_SECONDS", 0.0)
     mark = json.dumps({"text": "x", "id": 1, "positive": True}).encode()
     for name in (DATABASE, "concepts.sqlite"):

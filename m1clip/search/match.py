@@ -1,0 +1,32 @@
+"""How likely an image matches a text: from its score, and those of everyday words."""
+
+import numpy as np
+
+# The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
+# model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py.
+MATCH_WEIGHTS = (-4.5, 0.89)
+CUTOFF = 0.5  # results below it do not count as matches
+# Results above it are listed if there is no match: on validation, half of the top ones are correct.
+UNSURE = 0.2
+
+# (dim,) mean and (dim, dim) covariance of the library's vectors.
+LibraryStats = tuple[np.ndarray, np.ndarray]
+
+
+def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStats) -> np.ndarray:
+    """(n,) how far scores are above those of everyday words, in standard deviations of these.
+
+    `reference` has the vectors of the words. A mean and spread of the query's own scores would hide
+    matching images: both are larger if the library has many. The spread is that over the images;
+    where they are too few or too similar to show it, that over the words.
+    """
+    mean, covariance = library_stats
+    of_words = reference @ mean
+    over_images = (reference @ covariance * reference).sum(axis=1).mean()
+    spread = float(np.sqrt(max(over_images, of_words.var())))
+    return np.asarray((scores - of_words.mean()) / max(spread, 1e-6))
+
+
+def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHTS) -> np.ndarray:
+    """(n,) probability that each image matches."""
+    return np.asarray(1 / (1 + np.exp(-weights[0] - weights[1] * zscores)))
