@@ -103,8 +103,8 @@ def test_marked_blocks_show_what_is_printed(
     assert capsys.readouterr().out == output, f"docs/{page}: write what m1clip {line} prints"
 
 
-def test_data_page_shows_and_describes_every_format_in_order() -> None:
+def test_data_pages_show_and_describe_every_format_in_order() -> None:
     assert ("data.md", "data formats") in [(page, line) for page, line, _ in printed_blocks()]
-    table = (ROOT / "docs/data.md").read_text().partition("| format | layout |\n")[2]
+    table = (ROOT / "docs/data-details.md").read_text().partition("| format | layout |\n")[2]
     cells = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
     assert [name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)] == list(FORMATS)

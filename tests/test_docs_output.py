@@ -1,0 +1,128 @@
+"""Outputs in docs/ are those of the program today, except for their numbers.
+
+`<!-- test: shape -->` marks a block. Its commands run in order, in one folder for each page, and
+print the lines that follow them; `...` stands for any lines. Runs are small ones (`SMALL_RUN`).
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_run import command
+
+import m1clip
+from m1clip.data.synthetic.source import write_folder
+
+DOCS = Path(m1clip.__file__).parent.parent / "docs"
+BLOCK = re.compile(r"<!-- test: shape -->\n```(?:text)?\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+PROGRESS = re.compile(r"^[a-z ]+: [\d,]+ of [\d,]+, .* left$")  # on a slow computer only
+TOOLS = ("head", "ls")
+SMALL_RUN = (
+    "--recipe scratch --steps 2 --batch-size 16 --image-size 32 --vision-width 32 --vision-layers 1"
+    " --text-width 32 --text-layers 1 --eval-every 0 --device cpu --precision fp32 --threads 1"
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not DOCS.exists(), reason="not run from the repository"),
+]
+
+
+def write_photos(folder: Path) -> None:
+    """The folder that data.md makes, with damaged images, without captions and with other columns."""
+    photos, bad = folder / "photos", folder / "bad"
+    write_folder(photos, 200, 64, seed=1)
+    shutil.copytree(photos, bad)
+    (bad / "images/train-000003.png").write_bytes(b"")
+    (bad / "images/train-000010.png").write_bytes(
+        (photos / "images/train-000010.png").read_bytes()[:800]
+    )
+    (bad / "images/train-000020.png").unlink()
+    shutil.copy(bad / "images/train-000030.png", bad / "images/val-000000.png")
+    (folder / "plain").mkdir()
+    for path in sorted((photos / "images").iterdir())[:12]:
+        shutil.copy(path, folder / "plain")
+    table = (photos / "captions.csv").read_text(encoding="utf-8")
+    renamed = table.replace("image,caption", "bild,text_en", 1)
+    (photos / "odd.csv").write_text(renamed, encoding="utf-8")
+
+
+def data_scene(folder: Path) -> None:
+    """The same without photos/, which the page makes."""
+    write_photos(folder)
+    shutil.rmtree(folder / "photos")
+
+
+SCENES: dict[str, Callable[[Path], None]] = {"data.md": data_scene, "data-details.md": write_photos}
+
+
+def shape(text: str) -> list[str]:
+    """The lines of an output without numbers, alignment and progress."""
+    lines = [line for line in text.splitlines() if line.strip() and not PROGRESS.match(line)]
+    return [" ".join(re.sub(r"\d[\d,.]*", "#", line).split()) for line in lines]
+
+
+def is_shown(expected: list[str], printed: list[str]) -> bool:
+    """Whether the expected lines are printed in order, with any lines for each `...`."""
+    if not expected:
+        return not printed
+    if expected[0] == "...":
+        rest = range(len(printed) + 1)
+        return any(is_shown(expected[1:], printed[start:]) for start in rest)
+    return bool(printed) and expected[0] == printed[0] and is_shown(expected[1:], printed[1:])
+
+
+def run(line: str, folder: Path) -> str:
+    """What a command prints on standard output and standard error."""
+    name, *words = shlex.split(line, comments=True)
+    if name == "m1clip":
+        if words[0] == "train":
+            words = [*words[:2], *shlex.split(SMALL_RUN)]
+        done = command(*words, cwd=folder)
+        _, message, rest = done.stderr.partition("m1clip: ")  # after progress
+        return done.stdout if done.returncode == 0 else message + rest + done.stdout
+    assert name in TOOLS
+    return subprocess.run(
+        [name, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("page", sorted(SCENES))
+def test_pages_show_what_commands_print(page: str, tmp_path: Path) -> None:
+    SCENES[page](tmp_path)
+    blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+    assert blocks
+    for text in blocks:
+        commands = COMMAND.findall(text)
+        assert commands
+        for line, output in commands:
+            printed = run(line, tmp_path)
+            message = f"docs/{page}: {line} prints now:\n{printed}"
+            assert is_shown(shape(output), shape(printed)), message
+
+
+def test_every_marked_page_is_run() -> None:
+    pages = {
+        path.name for path in DOCS.glob("*.md") if BLOCK.search(path.read_text(encoding="utf-8"))
+    }
+    assert pages == set(SCENES)
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a 1 b", "a  2 b", True),
+        ("a 1 b", "a 1 c", False),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...\nd", "a\nb\nd\nc", False),
+        ("a\n...", "a", True),
+        ("a", "a\nb", False),
+        ("a", "drawing: 136 of 600, 76/s, 0:06 left\na", True),
+    ],
+)
+def test_outputs_are_compared_by_their_words(expected: str, printed: str, same: bool) -> None:
+    assert is_shown(shape(expected), shape(printed)) is same
