@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -81,6 +82,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     It replaces `path` when the block ends without an error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers_of(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -335,6 +337,25 @@ def remove_leftovers(folder: Path) -> list[str]:
         else:
             item.unlink(missing_ok=True)
     return names
+
+
+def remove_leftovers_of(path: Path) -> None:
+    """Delete partial files and folders of a path that killed processes left beside it."""
+    of_process = re.compile(rf"{re.escape(path.name)}\.(\d{{1,10}})(?:-\d+)?{re.escape(PARTIAL)}")
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return
+    for name in names:
+        match = of_process.fullmatch(name)
+        if match is None or psutil.pid_exists(int(match[1])):
+            continue
+        item = path.with_name(name)
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                item.unlink()
 
 
 RUN_LOCK = "run.lock"

@@ -16,12 +16,14 @@ from m1clip import io
 from m1clip.errors import UserError
 from m1clip.io import (
     Owner,
+    atomic_folder,
     first_writable,
     lock_content,
     process_start_id,
     read_owner,
     read_small,
     remove_leftovers,
+    remove_leftovers_of,
     restore_folders,
     write_json,
     write_text,
@@ -147,6 +149,33 @@ def test_restore_folders_after_kill(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "kept", "model"]
     assert (tmp_path / "best" / "weights").read_text() == "old"
     assert (tmp_path / "model" / "weights").read_text() == "new"
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    dead = 2**22 + 1  # above the largest process id
+    others = [
+        f"a.txt.{os.getpid()}-1.partial",  # of a process that writes now
+        f"b.txt.{dead}-1.partial",
+        f"a.txt.{dead}-1.partial.txt",
+        "a.txt.partial",  # of another program, such as a download
+        "a.txt.x-1.partial",
+        f"a.txt.{'9' * 30}.partial",
+    ]
+    for name in (*others, f"a.txt.{dead}-1.partial"):
+        (tmp_path / name).touch()
+    (tmp_path / f"a.txt.{dead}.partial" / "inner").mkdir(parents=True)
+    (tmp_path / f"a.txt.{dead}-2.partial").symlink_to(tmp_path)
+    remove_leftovers_of(tmp_path / "a.txt")
+    assert names(tmp_path) == sorted(others)
+    remove_leftovers_of(tmp_path / "missing" / "a.txt")
+
+
+def test_folder_that_replaces_another_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    """An exported model may take gigabytes."""
+    (tmp_path / f"out.{2**22 + 1}.partial").mkdir()
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").touch()
+    assert names(tmp_path) == ["out"]
 
 
 def test_read_small_reads_only_regular_files_of_bounded_size(tmp_path: Path) -> None:

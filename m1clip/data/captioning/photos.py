@@ -29,6 +29,7 @@ from m1clip.data.sources.formats import detect_format
 from m1clip.data.sources.metadata import PhotoCaptions, find_captions
 from m1clip.errors import UserError
 from m1clip.formatting import duration, one_line, plural
+from m1clip.io import remove_leftovers_of
 
 PROMPT = (
     "Describe this photo in one short sentence: who or what is in it, what they are doing, and "
@@ -270,6 +271,8 @@ class _Run:
 
     def begin(self) -> None:
         """Save what an earlier run could not, and captions that the photos contain."""
+        for path in (self.table, self.journal.path):
+            remove_leftovers_of(path)
         self._check_format()
         answered = [entry for entry in self.journal.entries.values() if entry.caption]
         for entry in answered:

@@ -252,12 +252,17 @@ class VisionServer:
     def _connect(self, seconds: float) -> Iterator[http.client.HTTPConnection]:
         """Yield a connection that is interrupted when the time is over, however slow the answer."""
         connected = self._secured(self._open_socket(seconds))
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._open.add(connected)
+        if is_closed:  # while it connected: nothing would interrupt the request
+            connected.close()
+            raise ServerError("interrupted", False)
         # A timeout of the socket holds for each part of an answer, this one for all of it.
         timer = threading.Timer(seconds, _shut_down, (connected,))
         timer.daemon = True
         timer.start()
-        with self._lock:
-            self._open.add(connected)
         connection = http.client.HTTPConnection(self.address.host, self.address.port)
         connection.sock = connected
         try:

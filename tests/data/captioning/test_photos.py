@@ -4,17 +4,21 @@ import base64
 import csv
 import errno
 import io
+import itertools
 import json
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 from PIL import Image
+from small_run import Command
 
 import m1clip.data.captioning.photos as photos_module
 from captioning.fake_server import Response, completion, serve
@@ -166,6 +170,70 @@ def test_killed_run_continues_without_asking_twice(make_photos: MakePhotos) -> N
     assert report.generated == 3
     assert len(server.requests) == 3
     assert len(rows(folder)) == 6
+
+
+def save_after_each_photo() -> None:
+    """In the captioning process: save the table as often as possible."""
+    photos_module.TABLE_SECONDS = 0.0
+    photos_module.FIRST_WAIT_SECONDS = 0.0
+
+
+def die_in_save(number: int, save_all: bool) -> None:
+    """In the captioning process: SIGKILL just before a file gets its name."""
+    if save_all:
+        save_after_each_photo()
+    saves = itertools.count(1)
+    replace = Path.replace
+
+    def replace_or_die(path: Path, target: Path) -> Path:
+        if next(saves) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    Path.replace = replace_or_die  # type: ignore[method-assign, assignment]
+
+
+def test_killed_captioning_loses_and_doubles_nothing(make_photos: MakePhotos) -> None:
+    """SIGKILL while it waits for an answer, and while it writes the table."""
+    folder = make_photos(14)
+    (folder / "captions.csv").write_text("image,caption\n03.jpg,A person wrote this.\n")
+    captioning: list[Command] = []
+    answered: list[str] = []
+
+    def describe_or_kill(request: dict[str, Any], number: int) -> Response:
+        if number in (2, 6, 9):
+            captioning[-1].send_signal(signal.SIGKILL)
+            return Response(b"")
+        answered.append(f"A red wall with the number {number} on it.")
+        return completion(answered[-1])
+
+    deaths: list[Callable[[], None] | None] = [
+        None,  # at the third request
+        save_after_each_photo,  # at the seventh
+        partial(die_in_save, 2, True),
+        partial(die_in_save, 1, False),  # what the run before could not save
+        save_after_each_photo,  # at the tenth
+        None,
+    ]
+    before: dict[str, str] = {}
+    with serve(describe_or_kill) as server:
+        for run, death in enumerate(deaths, start=1):
+            words = ("data", "caption", str(folder), "--server", server.url, "--parallel", "1")
+            captioning.append(Command(*words, cwd=folder, prepare=death))
+            code = captioning[-1].wait()
+            assert code == (0 if run == len(deaths) else -signal.SIGKILL), captioning[-1].read()
+            with (folder / "captions.csv").open(encoding="utf-8-sig", newline="") as file:
+                table = [(row["image"], row["caption"]) for row in csv.DictReader(file)]
+            captions = dict(table)
+            assert len(captions) == len(table), "no row twice"
+            assert before.items() <= captions.items(), "nothing lost"
+            before = captions
+    assert captions.keys() == {f"{number:02}.jpg" for number in range(14)}
+    # An answer that arrived just before a kill may be lost, and its photo is asked about again.
+    assert set(captions.values()) <= {"A person wrote this.", *answered}
+    assert len(set(captions.values())) == 14
+    assert not list(folder.glob("*.partial"))
+    assert not (folder / JOURNAL).exists()
 
 
 def test_bad_answers_are_counted_and_not_asked_again(make_photos: MakePhotos) -> None:

@@ -116,6 +116,22 @@ def test_closing_interrupts_a_hanging_answer() -> None:
             client[0].describe_image(b"jpeg", "vision", "What?", 50)
 
 
+def test_closing_while_a_request_connects_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at this moment waited for the answer, for up to two minutes."""
+    with serve(lambda request, number: Response(b"", hang=True, length=10)) as server:
+        client = VisionServer(server.url, timeout=TIMEOUT)
+        secure = client._secured
+
+        def close_meanwhile(connection: socket.socket) -> socket.socket:
+            client.close()
+            return secure(connection)
+
+        monkeypatch.setattr(client, "_secured", close_meanwhile)
+        with pytest.raises(ServerError, match="interrupted"):
+            client.describe_image(b"jpeg", "vision", "What?", 50)
+        assert not server.requests
+
+
 def test_model_is_chosen_or_listed() -> None:
     with serve(lambda *_: completion("")) as server:
         client = VisionServer(server.url)
