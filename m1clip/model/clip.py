@@ -141,10 +141,7 @@ class CLIP(nn.Module):
                 module.kind = kind
 
     def use_triton(self, on: bool = True) -> None:
-        """Use our Triton kernels for bf16 on CUDA in our own towers.
-
-        Needs triton, as torch.compile does.
-        """
+        """Use our Triton kernels for bf16 on CUDA in our own towers."""
         if on:
             # Imported now: the compiler should not meet the import.
             from m1clip.cuda import kernels  # noqa: F401

@@ -13,6 +13,7 @@ from m1clip.model.members import MemberTowers
 from m1clip.model.towers import VisionTower
 from m1clip.training.inputs import seeded_build
 from m1clip.training.oom import is_out_of_memory
+from m1clip.training.step import kernels_apply
 from m1clip.training.transfer import ModelInit
 
 LOADING_IMAGES = 256  # for a small batch, the libraries choose other kernels than for a large one
@@ -25,8 +26,15 @@ class ModelAhead:
     """
 
     def __init__(
-        self, model_init: ModelInit, seed: int, device: Device, precision: Precision
+        self,
+        model_init: ModelInit,
+        seed: int,
+        device: Device,
+        precision: Precision,
+        text_tokens: int,
     ) -> None:
+        """`text_tokens` of the longest caption."""
+        self.text_tokens = text_tokens
         self.model_init = model_init
         self.device = device
         self.precision = precision
@@ -65,9 +73,10 @@ class ModelAhead:
         shape = self.model_init.config
         device = self.device.torch
         side, end = shape.image_size, shape.text_tower.eot_id
+        model.use_triton(kernels_apply(self.device, self.precision))
         try:
             images = torch.zeros((LOADING_IMAGES, 3, side, side), device=device)
-            length = shape.context_length
+            length = self.text_tokens
             tokens = torch.full((LOADING_IMAGES, length), 1 if end is None else end, device=device)
             with autocast(self.device, self.precision)():
                 vectors = torch.cat([model.encode_view(images), model.encode_text(tokens)])

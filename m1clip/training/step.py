@@ -164,8 +164,7 @@ def make_parts(
 
         hashed_before_sharding = frozen_hash(model)
         shards = Shards(model, ranks, device.torch, precision)
-    # Our kernels have the same requirements as the compiler.
-    model.use_triton(config.model.compile and device.kind == "cuda" and precision == "bf16")
+    model.use_triton(shards is None and kernels_apply(device, precision))
     world = World(ranks, model, shards)
     encoder_class: type[BatchEncoder] = HybridEncoder if device.is_hybrid else BatchEncoder
     encoder = encoder_class(
@@ -214,6 +213,17 @@ def parts_for_check(parts: StepParts, model: CLIP) -> StepParts:
     world = World(Ranks(), model)
     update = NoUpdate(model, parts.update.optimizer, world, parts.update.skip)
     return replace(parts, model=model, encoder=encoder, world=world, update=update)
+
+
+def kernels_apply(device: Device, precision: Precision) -> bool:
+    """Whether our Triton kernels can compute the steps of a device: bf16 on CUDA."""
+    if device.kind != "cuda" or precision != "bf16":
+        return False
+    try:
+        from m1clip.cuda import kernels
+    except ImportError:  # triton comes with torch for CUDA, but not for every system
+        return False
+    return kernels.compile_here()
 
 
 def frozen_hash(model: CLIP) -> str:

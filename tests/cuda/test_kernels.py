@@ -16,7 +16,11 @@ if not torch.cuda.is_available():
     pytest.skip("the kernels are for CUDA, and there is no such card here", allow_module_level=True)
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
+from m1clip import console
 from m1clip.cuda import kernels
+from m1clip.hardware.device import Device
+from m1clip.hardware.machine_info import read_machine_info
+from m1clip.training.step import kernels_apply
 
 SLACK = 1.5  # of torch's own distance from fp32: both round to bf16, at other places
 
@@ -104,6 +108,23 @@ def test_training_with_triton_kernels_matches_torch(way: Callable[[Any], Any]) -
         assert distance(actual_gradients[name], value) <= 1.5 * distance(own[name], value) + 1e-3, (
             name
         )
+
+
+def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler\nin a long trace")
+
+    device = Device("cuda", read_machine_info())
+    kernels.compile_here.cache_clear()
+    assert kernels_apply(device, "bf16")
+    kernels.compile_here.cache_clear()
+    monkeypatch.setattr(kernels, "attention_backward", fail)
+    with console.record_warnings() as warnings:
+        assert not kernels_apply(device, "bf16")
+        assert not kernels_apply(device, "bf16")
+    kernels.compile_here.cache_clear()
+    assert len(warnings) == 1
+    assert warnings[0].endswith("triton does not work: Failed to find C compiler")
 
 
 def test_compiled_step_does_not_recompile_for_each_batch() -> None:

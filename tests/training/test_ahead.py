@@ -25,7 +25,7 @@ def test_model_built_ahead_is_the_initial_model(
     monkeypatch.setattr(ahead, "LOADING_IMAGES", 2)
     device = Device("cpu", read_machine_info())
     shape = dataclasses.replace(SHAPE, members=members)
-    early = ahead.ModelAhead(ModelInit(shape), 7, device, "fp32")
+    early = ahead.ModelAhead(ModelInit(shape), 7, device, "fp32", 8)
     draw = torch.Generator().manual_seed(0)
     fitted = ModelInit(shape, stem_filters=torch.randn(4, 3, 3, 3, generator=draw))
     model = early.model_for(fitted)

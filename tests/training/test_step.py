@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
 from m1clip.training.encode import ChunkedTower, EncodedInChunks, TowerCall, ignore_mark, split
 from m1clip.training.inputs import RunInputs
-from m1clip.training.step import compute_gradients, make_parts
+from m1clip.training.step import compute_gradients, kernels_apply, make_parts
 from m1clip.training.step_analyses import StepView
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
@@ -59,6 +60,24 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     for name, value in expected.items():
         difference = (actual[name] - value).norm() / value.norm()
         assert difference < tolerance, f"{name}: relative difference {difference:.1e}"
+
+
+def test_triton_kernels_are_for_bf16_on_cuda_where_they_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "m1clip.cuda.kernels"
+    cuda: Any = SimpleNamespace(kind="cuda")
+    cpu: Any = SimpleNamespace(kind="cpu")
+    for compiles in (True, False):
+        own = SimpleNamespace(compile_here=lambda compiles=compiles: compiles)
+        monkeypatch.setitem(sys.modules, name, own)
+        monkeypatch.setattr("m1clip.cuda.kernels", own, raising=False)
+        assert kernels_apply(cuda, "bf16") is compiles
+        assert not kernels_apply(cuda, "fp32")
+        assert not kernels_apply(cpu, "bf16")
+    monkeypatch.setitem(sys.modules, name, None)  # as without triton
+    monkeypatch.delattr("m1clip.cuda.kernels")
+    assert not kernels_apply(cuda, "bf16")
 
 
 @pytest.mark.parametrize("objective", LOSSES)
