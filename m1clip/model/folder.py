@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import tomllib
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -154,6 +157,22 @@ def write_weights(
     """Write a model folder of the weights of a model, as `write_model` does."""
     with atomic_folder(folder) as partial:
         write_model_files(partial, config, weights, tokenizer, preprocess)
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """Write a model folder with the files of another one.
+
+    The weights are not copied where the file system can give a file two names: no program of this
+    package changes them in place.
+    """
+    with atomic_folder(folder) as partial:
+        for file in source.iterdir():
+            copy = partial / file.name
+            if file.name == WEIGHTS:
+                with contextlib.suppress(OSError):
+                    os.link(file, copy)
+                    continue
+            shutil.copyfile(file, copy)
 
 
 def write_model_files(

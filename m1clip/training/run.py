@@ -65,7 +65,7 @@ from m1clip.training.resolve import (
     check_transfer,
     with_recipe,
 )
-from m1clip.training.saving import save_model
+from m1clip.training.saving import BEST_MODEL, save_last
 from m1clip.training.spec import DecidedSettings, RunSpec, Settings, read_spec, setting
 from m1clip.training.tower_choice import base_of
 from m1clip.training.transfer import interpolate_weights
@@ -364,8 +364,8 @@ def _best_on_test(run: RunContext) -> tuple[Evaluator, SplitFeatures]:
     def save_and_load() -> CLIPConfig:
         run.log.check_folder()
         with time_use.part("saving"):
-            save_model(run, last, "model")
-            run.saver.wait(folder / "best")
+            save_last(run, last)
+            run.saver.wait(folder / BEST_MODEL)
         if inputs.config.transfer.wise_ft != "off":
             run.saver.wait()
             interpolate_weights(inputs, folder, run.log.write)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from m1clip.errors import UserError
-from m1clip.model.folder import write_weights
+from m1clip.model.folder import copy_model, write_weights
 from m1clip.model.lora import merged_state
 from m1clip.training.checkpoint import TensorGroups, disk_errors
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COPIED_FRACTION = (
     0.25  # of the free main memory that copies may take; what is larger is written at once
 )
+BEST_MODEL, LAST_MODEL = "best", "model"  # folders of a run with its models
 Result = TypeVar("Result")
 
 
@@ -96,9 +97,26 @@ class Saver:
         job.report(job.result.result())
 
 
-def save_model(run: RunContext, model: CLIP, name: str) -> None:
-    """Save a model of the run in a folder of it."""
-    folder = run.folder / name
+def save_best(run: RunContext, model: CLIP) -> None:
+    """Save the model that scores best so far."""
+    _save(run, model, run.folder / BEST_MODEL)
+
+
+def save_last(run: RunContext, model: CLIP) -> None:
+    """Save the model of the last step: as the files of the best one, if that is the same model."""
+    folder = run.folder / LAST_MODEL
+    step = run.state.step
+    best = run.folder / BEST_MODEL
+    if run.state.best_step == step:
+        run.saver.wait(best)
+        if best.is_dir():  # else someone has deleted it before the run was resumed
+            with disk_errors(run.log, folder, step):
+                copy_model(best, folder)
+            return
+    _save(run, model, folder)
+
+
+def _save(run: RunContext, model: CLIP, folder: Path) -> None:
     step = run.state.step
     parts = run.inputs.model
 

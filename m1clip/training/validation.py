@@ -15,7 +15,7 @@ from m1clip.inference.features import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.training.checkpoint import disk_errors
 from m1clip.training.oom import is_out_of_memory
-from m1clip.training.saving import save_model
+from m1clip.training.saving import save_best
 
 if TYPE_CHECKING:
     from m1clip.training.context import RunContext
@@ -98,6 +98,6 @@ def _score(run: RunContext, model: CLIP, features: SplitFeatures, began: float) 
     run.display.evaluation(state.step, scores, metric, earlier)
     if earlier is not None:
         return BestSoFar(state.best, state.best_step, state.stale + 1, metric.label)
-    save_model(run, model, "best")
+    save_best(run, model)
     is_better = metric.value > state.best  # the patience of a run counts equal scores
     return BestSoFar(metric.value, state.step, 0 if is_better else state.stale + 1, metric.label)

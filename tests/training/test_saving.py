@@ -1,13 +1,18 @@
 """Saving in a thread: what is written is a copy, in order, and errors reach the run."""
 
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from small_run import assert_same_bits, resume_quietly, run_small, tensors_of
 
 from m1clip.errors import UserError
-from m1clip.training import saving
+from m1clip.model.folder import WEIGHTS
+from m1clip.training import saving, validation
 from m1clip.training.checkpoint import TensorGroups
 from m1clip.training.saving import Saver
 
@@ -72,6 +77,47 @@ def test_error_of_the_thread_is_raised_once() -> None:
     saver.wait()
     saver.submit(Path("b"), {}, fail)
     saver.close()  # after another error
+
+
+EVALUATED_TWICE: dict[str, Any] = {
+    "train.evaluations": 2,
+    "train.steps": 4,
+    "train.eval_every": None,
+}
+
+
+def models_of(run: Path) -> tuple[Path, Path]:
+    """The weights of the best and of the last model."""
+    return run / "best" / WEIGHTS, run / "model" / WEIGHTS
+
+
+def test_last_model_that_is_the_best_one_is_stored_once(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", EVALUATED_TWICE | {"train.evaluations": 1})
+    best, last = models_of(tmp_path / "run")
+    assert last.samefile(best)
+    assert_same_bits(load_file(last), weights_of_last_checkpoint(tmp_path / "run"))
+    shutil.rmtree(best.parent)  # the other name keeps the file
+    resume_quietly(tmp_path / "run")
+    assert_same_bits(load_file(last), weights_of_last_checkpoint(tmp_path / "run"))
+
+
+def test_last_model_after_a_better_one_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "improves", lambda metric, best, later_wins: best < 0)
+    run_small(tmp_path / "run", EVALUATED_TWICE)
+    best, last = models_of(tmp_path / "run")
+    assert best.read_bytes() != last.read_bytes()
+    assert_same_bits(load_file(last), weights_of_last_checkpoint(tmp_path / "run"))
+
+
+def weights_of_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    tensors = tensors_of(run, EVALUATED_TWICE["train.steps"])
+    return {
+        name.removeprefix("weights:"): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("weights:")
+    }
 
 
 @pytest.mark.parametrize("in_background", [False, True])
