@@ -2,6 +2,7 @@
 
     python benchmarks/decoding.py --json docs/results/decoding.json
     python benchmarks/decoding.py --images 24000 --json ...     # the set of docs/lab-scale.md
+    python benchmarks/decoding.py --colors          # what the interpolation of colors changes, by size
 
 The files are made by the script (photo_set.py). Each row decodes all of them once, the rounds
 alternate; files are in the page cache. `batches` are those of `m1clip train --cache off --workers
@@ -15,12 +16,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from photo_set import caption, write_set
+from PIL import Image
 from sides import figures, machine, spread, write
 
 from m1clip.data import images as image_module
@@ -42,6 +44,8 @@ from m1clip.hardware.machine_info import decode_threads, read_machine_info, usab
 from m1clip.text.tokenizers import make_tokenizer
 
 SIDE = 224
+REDUCTIONS = (1.0, 1.2, 1.4, 1.5, 1.7, 2.0, 3.0)  # shorter side of a file / that of the square
+COLOR_FILES = 40
 
 
 def through(refs: list[FileImage], **how: Any) -> float:
@@ -110,6 +114,33 @@ def difference(refs: list[FileImage], gpu: Any) -> dict[str, float]:
     return {"mean": float(levels.mean()), "max": float(levels.max()), **shares}
 
 
+def color_differences(files: Sequence[Path]) -> list[dict[str, float]]:
+    """How far images whose colors are repeated, as by nvJPEG, are from those of m1clip on a CPU.
+
+    In levels of 255, after scaling down by each reduction.
+    """
+    import simplejpeg
+
+    rows = []
+    for reduction in REDUCTIONS:
+        levels = []
+        for file in files:
+            smooth, repeated = (
+                Image.fromarray(simplejpeg.decode_jpeg(file.read_bytes(), fastupsample=is_fast))
+                for is_fast in (False, True)
+            )
+            size = round(smooth.width / reduction), round(smooth.height / reduction)
+            pixels = [
+                np.asarray(image.resize(size, Image.Resampling.BICUBIC), np.int16)
+                for image in (smooth, repeated)
+            ]
+            levels.append(np.abs(pixels[0] - pixels[1]).ravel())
+        difference = np.concatenate(levels)
+        shares = {f"above {limit}": float((difference > limit).mean()) for limit in (1, 4)}
+        rows.append({"reduction": reduction, "mean": float(difference.mean()), **shares})
+    return rows
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -120,6 +151,9 @@ def main() -> None:
     parser.add_argument(
         "--photos", type=Path, help="folder of the set; made there if it is missing"
     )
+    parser.add_argument(
+        "--colors", action="store_true", help="only the difference by the interpolation of colors"
+    )
     parser.add_argument("--few", action="store_true", help="only what the product does")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -128,6 +162,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         files = write_set(options.photos or folder / "photos", options.images)
+        if options.colors:
+            for row in color_differences(files[:COLOR_FILES]):
+                print(
+                    f"  scaled down {row['reduction']:.2f} times: {row['mean']:.2f} levels,"
+                    f" {row['above 1']:.1%} of the values by more than one"
+                )
+            return
         refs = [FileImage(str(path)) for path in files]
         some = refs[: max(500, len(refs) // 8)]  # of what is slow
         cpus, gpu = usable_cpus(), gpu_decoder()

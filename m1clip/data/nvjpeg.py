@@ -43,8 +43,9 @@ FILES_WEIGHED = 8  # to find how many bytes images have
 TRIED_FILES = 64  # images that are looked at, ...
 SUITABLE_FRACTION = 0.9  # ... and the fraction that the GPU must be able to decode
 # Shorter side of an image, relative to what it is scaled to. Scaling down hides how the colors,
-# which most JPEG files have at half the resolution, were interpolated.
-MIN_REDUCTION = 1.5
+# which most JPEG files have at half the resolution, were interpolated: here 5% of the values differ
+# by more than a level, without scaling 20% (benchmarks/decoding.py --colors).
+MIN_REDUCTION = 1.4
 TINY_SIZE = 48, 64  # (height, width) of the image that a decoder is tried with
 RGB_MODE = 3  # of torchvision.io.ImageReadMode
 GROUP_PIXELS = 2**26  # decoded together: they take 0.2 GB, and 0.6 GB more while they are resized

@@ -311,7 +311,7 @@ def _json_captions(metadata: dict[str, Any]) -> Captions:
 def _in_folder(folder: Path) -> list[str]:
     folders = [
         folder,
-        *(below for below in sorted(folder.iterdir()) if splits.from_folder(below.name)),
+        *sorted(below for below in folder.iterdir() if splits.from_folder(below.name)),
     ]
     return [os.fspath(path) for parent in folders for path in sorted(parent.glob("*.tar"))]
 
