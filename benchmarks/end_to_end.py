@@ -2,11 +2,13 @@
 
     python benchmarks/end_to_end.py --images 300 --model tiny --batch-size 32     # two cores
     python benchmarks/end_to_end.py --device cuda --json docs/results/end_to_end.json
+    python benchmarks/end_to_end.py --device cuda --before ../m1clip-of-yesterday --rounds 2
 
 The files are made by the script (photo_set.py) and are in the page cache; m1clip's own cache is
 empty. `m1clip` is `m1clip train`, which also evaluates, and saves two models; `m1clip, no cache`
 decodes with --cache off --workers. open_clip (set PEERS, and PEER_SOURCE for a checkout) is its
-training command with as many workers, without an evaluation. Same work: AdamW, complete images (no
+training command with as many workers, without an evaluation. `before` is `m1clip train` of another
+checkout. With --rounds the sides alternate, and the median run of each is shown. Same work: AdamW, complete images (no
 patch dropout), one caption per image, 77 tokens at most.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from photo_set import write_set
 from sides import machine, variables_for, write
 
 SIDES = ("m1clip", "m1clip, no cache", "open_clip")
+BEFORE = "before"
 # One line of open_clip's log: the time, and for steps the images of the epoch so far.
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d,\d\d:\d\d:\d\d) \| INFO \| (.*)")
 STEP = re.compile(r"Train Epoch: (\d+) \[\s*(\d+)/")
@@ -40,10 +44,11 @@ TINY = {
 
 
 def run_m1clip(
-    options: argparse.Namespace, photos: Path, folder: Path, cached: bool
+    options: argparse.Namespace, photos: Path, folder: Path, side: str
 ) -> dict[str, Any]:
     """`m1clip train` in a process of its own: its seconds by part, and the speed of its steps."""
-    out = folder / ("cached" if cached else "uncached")
+    out = folder / "run"
+    cached = side != "m1clip, no cache"
     words = [str(photos), "--recipe", "scratch", "--model", options.model, "--out", str(out)]
     words += ["--batch-size", options.batch_size, "--epochs", options.epochs]
     words += ["--optimizer", "adamw", "--patch-dropout", 0, "--captions-per-step", 1]
@@ -51,8 +56,13 @@ def run_m1clip(
     words += ["--device", options.device, "--cache-dir", folder / "cache"]
     words += [] if cached else ["--cache", "off", "--workers", options.workers]
     words += options.options
+    variables = variables_for(sys.executable)
+    if side == BEFORE:
+        own_tree = str(Path(__file__).resolve().parents[1])
+        rest = [path for path in variables.get("PYTHONPATH", "").split(":") if path != own_tree]
+        variables["PYTHONPATH"] = ":".join([str(options.before.resolve()), *rest])
     seconds, output = timed(
-        [sys.executable, "-m", "m1clip", "train", *words], folder / "m1clip.txt"
+        [sys.executable, "-m", "m1clip", "train", *words], folder / "m1clip.txt", variables
     )
     log = [json.loads(line) for line in (out / "run.jsonl").read_text().splitlines()]
     steps = [record for record in log if record["kind"] == "step"]
@@ -93,7 +103,7 @@ def run_open_clip(options: argparse.Namespace, photos: Path, folder: Path) -> di
     begin = datetime.now()
     python = os.environ.get("PEERS", sys.executable)
     seconds, output = timed(
-        [python, str(entry), "cli", str(folder), *words], folder / "peer.txt", python
+        [python, str(entry), "cli", str(folder), *words], folder / "peer.txt", variables_for(python)
     )
     marks: list[tuple[datetime, int, int]] = []
     for line in output.splitlines():
@@ -126,7 +136,7 @@ def run_open_clip(options: argparse.Namespace, photos: Path, folder: Path) -> di
     }
 
 
-def timed(command: list[Any], log: Path, python: str = sys.executable) -> tuple[float, str]:
+def timed(command: list[Any], log: Path, variables: dict[str, str]) -> tuple[float, str]:
     """Seconds of a command, and its output."""
     begin = time.perf_counter()
     with log.open("w+", encoding="utf-8") as file:
@@ -134,7 +144,8 @@ def timed(command: list[Any], log: Path, python: str = sys.executable) -> tuple[
             list(map(str, command)),
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=variables_for(python),
+            env=variables,
+            cwd=log.parent,  # not in a checkout, which python -m would take first
             check=False,
         ).returncode
         file.seek(0)
@@ -158,6 +169,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--before", type=Path, help="another checkout of m1clip, as one more side")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--bpe", action="store_true", help="the tokens of open_clip for m1clip too")
     parser.add_argument(
         "--photos", type=Path, help="folder of the set; made there if it is missing"
@@ -167,25 +180,42 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "sides": {}}
     result["options"] = {
-        name: value for name, value in vars(options).items() if name not in ("json", "photos")
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("json", "photos", "before")
     }
+    sides = [*options.sides, *([BEFORE] if options.before else [])]
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        photos = options.photos or folder / "photos"
+        photos = options.photos or Path(temporary) / "photos"
         write_set(photos, options.images, max(20, options.images // 48))
-        for side in options.sides:
-            try:
-                if side == "open_clip":
-                    result_of_side = run_open_clip(options, photos, folder)
-                else:
-                    result_of_side = run_m1clip(options, photos, folder, side == "m1clip")
-            except SystemExit as error:
-                result_of_side = {"failed": str(error)[-2000:]}
-            result["sides"][side] = result_of_side
-            result["rows"] = rows(result)
-            show(side, result_of_side)
-            if options.json:  # what there is: the time on a borrowed card may end
-                write(options.json, result)
+        for turn in range(options.rounds):
+            for side in sides[:: -1 if turn % 2 else 1]:
+                folder = Path(temporary) / "side"
+                folder.mkdir()
+                try:
+                    if side == "open_clip":
+                        figures_of_run = run_open_clip(options, photos, folder)
+                    else:
+                        figures_of_run = run_m1clip(options, photos, folder, side)
+                except SystemExit as error:
+                    figures_of_run = {"failed": str(error)[-2000:]}
+                shutil.rmtree(folder)
+                runs[side].append(figures_of_run)
+                show(side, figures_of_run)
+                result["sides"][side] = median_run(runs[side])
+                result["rows"] = rows(result)
+                if options.json:  # what there is: the time on a borrowed card may end
+                    write(options.json, result)
+
+
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median seconds, the faster one of the two in the middle, and the seconds of all."""
+    complete = sorted((run for run in runs if "failed" not in run), key=lambda run: run["seconds"])
+    if not complete:
+        return runs[-1]
+    middle = complete[(len(complete) - 1) // 2]
+    return {**middle, "all_seconds": [run["seconds"] for run in complete]}
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, str]]:
@@ -201,10 +231,15 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
         if "failed" not in figures_of_side:
             largest = sorted(figures_of_side["parts"].items(), key=lambda part: -part[1])[:4]
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in largest)
+            seconds = figures_of_side["all_seconds"]
+            others = ", ".join(f"{value:.1f}" for value in seconds)
             figure = f"**{figures_of_side['seconds']:.1f} s** ({parts})"
+            figure += f"; all runs {others}" if len(seconds) > 1 else ""
             command = f"python benchmarks/end_to_end.py{device}"
+            command += f" --rounds {options['rounds']}" if options["rounds"] > 1 else ""
+            n = str(len(seconds))
             lines.append(
-                {"what": f"{subject}: {side}", "figure": figure, "n": "1", "command": command}
+                {"what": f"{subject}: {side}", "figure": figure, "n": n, "command": command}
             )
     return lines
 

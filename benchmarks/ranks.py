@@ -8,6 +8,7 @@
     python benchmarks/ranks.py --limits                         # memory and matmuls of as many processes
     python benchmarks/ranks.py --independent                    # as many processes without communication
     python benchmarks/ranks.py --ceiling                        # both in turn
+    python benchmarks/ranks.py --paired --ranks 2 --cores 4     # one and two ranks in turn, in the same processes
     python benchmarks/ranks.py --gloo                           # every other step with gloo instead of shared memory
     python benchmarks/ranks.py --device cuda --wrapped          # one rank with exchange over NCCL, and with FSDP2
     sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
@@ -43,6 +44,7 @@ from m1clip.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 if TYPE_CHECKING:
     from m1clip.training.compose import TrainStep
+    from m1clip.training.distributed import Ranks
     from m1clip.training.inputs import RunInputs
 
 WARMUP = 3
@@ -57,6 +59,8 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     from m1clip.training.distributed import GradientExchange, connect
 
     ranks = connect(options.device)
+    if options.paired:
+        return paired(options, ranks)
     completed, overlapping = GradientExchange._completed, [True]
 
     def if_overlapping(self: GradientExchange, *bucket: Any) -> None:
@@ -66,21 +70,7 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     GradientExchange._completed = if_overlapping  # type: ignore[method-assign]
     batch = options.batch_size * (1 if options.total else ranks.size)
     cuda = options.device == "cuda"
-    job = set_up(
-        Config(
-            model=ModelConfig(name=options.model, cuda_graph=False),
-            data=DataConfig(synthetic_images=max(256, batch), captions_per_step=1),
-            optim=OptimConfig(optimizer=options.optimizer),
-            train=TrainConfig(
-                batch_size=batch,
-                steps=100,
-                device=options.device,
-                precision="bf16",
-                threads=0 if cuda else options.cores,
-                fsdp=options.fsdp,
-            ),
-        )
-    ).for_rank(ranks)
+    job = set_up(config_of(options, batch)).for_rank(ranks)
     step, seconds, exchanges = job.make_step(), [], []
     use_gloo = alternate_with_gloo(step) if options.gloo and ranks.host is not None else None
     # Every other step is made differently; the others are counted.
@@ -134,6 +124,125 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
             [p for p in step.model.parameters() if p.requires_grad], options.steps
         )
     return result if ranks.rank == 0 else None
+
+
+def config_of(options: argparse.Namespace, batch: int) -> Config:
+    """The measured steps with a batch of all ranks together."""
+    return Config(
+        model=ModelConfig(name=options.model, cuda_graph=False),
+        data=DataConfig(synthetic_images=max(256, batch), captions_per_step=1),
+        optim=OptimConfig(optimizer=options.optimizer),
+        train=TrainConfig(
+            batch_size=batch,
+            steps=100,
+            device=options.device,
+            precision="bf16",
+            threads=0 if options.device == "cuda" else options.cores,
+            fsdp=options.fsdp,
+        ),
+    )
+
+
+def paired(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
+    """Seconds of steps in rounds: of the first process alone, and of all as ranks.
+
+    With --ceiling also of all without communication. A process that has nothing to do sleeps. The
+    first step of a block, in which the processes arrive, is not counted.
+    """
+    import torch
+
+    batch = options.batch_size * ranks.size
+    jobs = {
+        "alone": set_up(config_of(options, options.batch_size)),
+        "ranks": set_up(config_of(options, batch)).for_rank(ranks),
+    }
+    jobs["independent"] = jobs["alone"]
+    steps = {"alone": jobs["alone"].make_step(), "ranks": jobs["ranks"].make_step()}
+    steps["independent"] = steps["alone"]
+    kinds = ["alone", *(["independent"] if options.ceiling else []), "ranks"]
+    rounds: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for round_number in range(1 + options.rounds):  # the first one warms up
+        for kind, blocks in rounds.items():
+            ranks.gather(torch.zeros(1))  # wait for the others
+            if kind == "alone" and ranks.rank:
+                continue
+            seconds = []
+            for number in range(1 + options.steps):
+                begin = time.perf_counter()
+                steps[kind].run(jobs[kind].training[number], number)
+                seconds.append(time.perf_counter() - begin)
+            if round_number:
+                blocks.append(seconds[1:])
+    return {"batch": batch, **rounds} if ranks.rank == 0 else None
+
+
+def paired_figures(size: int, result: dict[str, Any]) -> dict[str, list[float]]:
+    """Of each round: efficiency by the median and by the mean step, and of what limits it."""
+    medians, means = (
+        {
+            kind: list(map(average, result[kind]))
+            for kind in ("alone", "independent", "ranks")
+            if kind in result
+        }
+        for average in (statistics.median, statistics.mean)
+    )
+
+    def ratio(seconds: dict[str, list[float]], kind: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(seconds[kind], seconds[other], strict=True)]
+
+    ceiling = {}
+    if "independent" in result:
+        ceiling = {
+            "independent": ratio(medians, "alone", "independent"),
+            "of_independent": ratio(medians, "independent", "ranks"),
+        }
+    return {
+        "images_per_second_alone": [
+            result["batch"] / size / seconds for seconds in medians["alone"]
+        ],
+        "images_per_second": [result["batch"] / seconds for seconds in medians["ranks"]],
+        "efficiency": ratio(medians, "alone", "ranks"),
+        "efficiency_of_means": ratio(means, "alone", "ranks"),
+        **ceiling,
+    }
+
+
+def measure_paired(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
+    """Figures of each number of ranks, printed and as rows for tools/results_table.py."""
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "options": {**vars(options), "json": None, "trace": None, "profile": None},
+        "ranks": {},
+        "step_seconds": {},
+        "rows": [],
+    }
+    for size in sizes:
+        measured = run(options, size)
+        figures = {name: timing(values) for name, values in paired_figures(size, measured).items()}
+        result["step_seconds"][size] = {kind: measured[kind] for kind in ("alone", "ranks")}
+        result["ranks"][size] = {
+            name: dataclasses.asdict(values) for name, values in figures.items()
+        }
+        words = (
+            f"efficiency **{spread(figures['efficiency'])}**, by the mean step"
+            f" {spread(figures['efficiency_of_means'])}"
+        )
+        if "independent" in figures:
+            words += f"; without communication {spread(figures['independent'])}"
+        what = (
+            f"{size} ranks on {plural(options.cores, 'core')} each: `{options.model}`,"
+            f" {options.optimizer}, {options.batch_size} images per rank"
+        )
+        command = (
+            f"python benchmarks/ranks.py --paired{' --ceiling' * options.ceiling} --ranks {size}"
+            f" --cores {options.cores} --model"
+            f" {options.model} --batch-size {options.batch_size} --steps {options.steps} --rounds"
+            f" {options.rounds}"
+        )
+        n = str(options.rounds)
+        result["rows"].append({"what": what, "figure": words, "n": n, "command": command})
+        print(f"  {what}: {words}, n={n}", flush=True)
+    return result
 
 
 def limits(options: argparse.Namespace) -> dict[str, float]:
@@ -459,6 +568,9 @@ def main() -> None:
     parser.add_argument(
         "--ceiling", action="store_true", help="alternate with processes that do not communicate"
     )
+    parser.add_argument(
+        "--paired", action="store_true", help="one process and all ranks in turn, n times"
+    )
     parser.add_argument("--gloo", action="store_true", help="every other step exchanges by gloo")
     parser.add_argument(
         "--limits", action="store_true", help="memory and matmuls of as many processes, no steps"
@@ -503,6 +615,11 @@ def main() -> None:
     sizes = [size for size in options.ranks if size <= max_ranks]
     for size in set(options.ranks) - set(sizes):
         print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
+    if options.paired:
+        result = measure_paired(options, [size for size in sizes if size > 1])
+        if options.json:
+            write(options.json, result)
+        return
     if options.limits:
         result = {"machine": machine(), "options": {"cores": options.cores}}
         result["processes"] = {size: run(options, size, independent=True) for size in sizes}

@@ -173,7 +173,8 @@ def machine() -> dict[str, Any]:
         "torch": facts.torch,
         "cuda": facts.cuda,
         "python": facts.python,
-        "commit": git.stdout.strip() or "unknown",
+        # A copy of the tree without its history is named by who made it.
+        "commit": git.stdout.strip() or os.environ.get("COMMIT", "unknown"),
         "load_before": load,
     }
 
