@@ -170,7 +170,7 @@ def _rules_of_pair(image: DeviceCapabilities, text: DeviceCapabilities) -> Devic
 
 
 def default_precision(kind: Kind, facts: MachineInfo) -> Precision:
-    """Return the precision to use unless another one is clearly faster (docs/compare.md)."""
+    """Return the precision to use unless another one is clearly faster (docs/plan.md)."""
     if kind in HYBRIDS:
         image, text = (default_precision(part, facts) for part in device_parts(kind))
         return image if image == text else "fp32"

@@ -29,7 +29,7 @@ from m1clip.training.step import make_parts, train_step
 from m1clip.training.transfer import ModelInit
 
 # RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace
-# (docs/compare.md).
+# (docs/lab-compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 TRACED = 1024  # the largest batch that is traced
 

@@ -1,7 +1,7 @@
-"""The command of docs/open-clip.md that trains with the recipe of open_clip's trainer.
+"""The command of docs/open-clip-options.md that trains with the recipe of open_clip's trainer.
 
 open_clip's formulae are written out here, so that the test needs no open_clip; they are those of
-4.2.0.dev0, and their results were compared once with its own (docs/open-clip.md).
+4.2.0.dev0, and their results were compared once with its own (docs/open-clip-options.md).
 """
 
 import argparse
@@ -50,7 +50,7 @@ from m1clip.training.spec import RunSpec, Settings
 from m1clip.training.step import StepParts, make_parts, train_step
 from m1clip.training.torch_optimizers import BuildOptions
 
-PAGE = Path(__file__).parents[2] / "docs" / "open-clip.md"
+PAGE = Path(__file__).parents[2] / "docs" / "open-clip-options.md"
 IMAGES = 100_000
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of open_clip's preprocessing
 STD = (0.26862954, 0.26130258, 0.27577711)
