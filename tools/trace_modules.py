@@ -5,7 +5,7 @@
 Trains two epochs of `tiny` on 48 images listed in a captions.csv, with every part of `train`: data,
 checks, steps, evaluation, checkpoints and the retrieval examples. A module counts if one of its
 functions is called, in any thread of the command; what runs while a module is imported, such as
-the body of a class or a function that builds a table, does not count. docs/design.md gives the
+the body of a class or a function that builds a table, does not count. docs/design-details.md gives the
 number.
 """
 
