@@ -4,7 +4,7 @@ same photos.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import ranks, retrieval
+from m1clip.formatting import plural
 from m1clip.inference.model import Model
 from m1clip.search.labels import Label
 from m1clip.search.query import Index
@@ -37,6 +38,14 @@ class MetricPair:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """Which model to search with: the new one only if it is better by more than chance."""
+
+    use_new: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class ModelComparison:
     """Recall before and after training on labels, on held-out labels."""
 
@@ -46,7 +55,7 @@ class ModelComparison:
     candidates: int  # photos among which they were searched
     # Points of recall@10 of captions, with the 95% interval of the paired difference.
     gain: tuple[float, float, float]
-    enough: bool  # whether the held-out photos can show which model is better
+    verdict: Verdict
 
 
 def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -> ModelComparison:
@@ -86,8 +95,28 @@ def compare_models(index: Index, labels: Mapping[str, Label], new_model: Path) -
     )
     gain = _gain(hits[1].astype(float) - hits[0], images)
     held_out = len(set(image_index))
-    enough = held_out >= ENOUGH_TO_COMPARE
-    return ModelComparison(pairs, held_out, len(texts), len(photos), gain, enough)
+    verdict = judge(pairs, gain, held_out)
+    return ModelComparison(pairs, held_out, len(texts), len(photos), gain, verdict)
+
+
+def judge(
+    metrics: Sequence[MetricPair], gain: tuple[float, float, float], held_out: int
+) -> Verdict:
+    """Decide between the model before and the new one."""
+    _, low, high = gain
+    if all(metric.before == metric.after for metric in metrics):
+        return Verdict(False, "training on these labels changed nothing")
+    if held_out < ENOUGH_TO_COMPARE:
+        return Verdict(
+            False,
+            f"whether the new model is better cannot be seen on {plural(held_out, 'held-out photo')};"
+            f" {ENOUGH_TO_COMPARE} are needed",
+        )
+    if high < 0:
+        return Verdict(False, "the new model finds fewer of the held-out photos")
+    if low <= 0:
+        return Verdict(False, "the difference may be chance, as its interval contains 0")
+    return Verdict(True, "it finds more of the held-out photos, by more than chance")
 
 
 def _others(index: Index, named: Mapping[str, Photo]) -> list[Photo]:

@@ -102,7 +102,7 @@ class TrainPage:
             "result": about.get("result"),
             "problem": about.get("problem", ""),
             "in_use": in_use,
-            "can_go_back": in_use and index.model_before is not None,
+            "can_go_back": self._is_trained(index.model_path) and index.model_before is not None,
         }
 
     def start(self, data: bytes) -> dict[str, Any]:
@@ -222,6 +222,12 @@ class TrainPage:
             if isinstance(about, dict) and about.get("root") == str(index.root):
                 return run, about
         return None
+
+    def _is_trained(self, model: str) -> bool:
+        """Whether a model is of a run on labels, the newest or one before it."""
+        path = Path(model)
+        run = path.parent if is_run(path.parent) else path
+        return (run / ABOUT_LABELS).is_file()
 
     def _reason(self, run: Path) -> str:
         """Why a run ended, from its output."""

@@ -1,8 +1,10 @@
 """The Label page in a real browser, where Playwright and Chromium are installed."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,9 @@ from photos import make_photos, save_model
 
 from m1clip.data.caption_table import read_captions
 from m1clip.io import RUN_LOCK
+from m1clip.search.compare import Verdict
 from m1clip.search.index import update_index
-from m1clip.training.process import OUTPUT
+from m1clip.training.process import ABOUT_LABELS, OUTPUT
 from m1clip.web import training
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
@@ -233,26 +236,42 @@ def test_labels_that_cannot_be_divided_are_explained_and_the_error_stays(
         assert page.is_hidden("#train-state")
 
 
+BETTER = Verdict(True, "it is better")
+CHANCE = Verdict(False, "the difference may be chance")
+
+
+@pytest.mark.parametrize("verdict", [BETTER, CHANCE])
 def test_button_returns_to_the_previous_model_and_a_phone_shows_the_result_in_full(
-    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict
 ) -> None:
     run = save_model(folder.parent / "trained", embed_dim=8)
-    update_index(folder, run)
     pair = {"name": "mean_recall", "before": (0.4, 0.3, 0.5), "after": (0.5, 0.4, 0.6)}
-    result = {"metrics": [pair], "gain": (0.1, 0.05, 0.15), "enough": True}
+    result = {"metrics": [pair], "gain": (0.1, 0.05, 0.15), "verdict": asdict(verdict)}
     result |= {"captions": 20, "photos": 20, "candidates": COUNT}
     about = {"labels": 40, "before_name": "model", "result": result}
+    (run / ABOUT_LABELS).write_text(json.dumps(about), encoding="utf-8")
+    update_index(folder, run)  # last: the file counts as a part of the model
     finished = SimpleNamespace(state="finished", message="finished")
     monkeypatch.setattr(training, "status_of", lambda poll: finished)
     monkeypatch.setattr(training.TrainPage, "_newest", lambda *_: (run, about))
+
+    def is_main(button: str) -> bool:
+        return bool(page.evaluate(f"$('{button}').classList.contains('main')"))
+
     with opened(browser, folder) as (page, _):
         page.set_viewport_size({"width": 390, "height": 800})
         until(page, "!document.querySelector('#back').hidden")
         assert page.is_hidden("#switch")
+        assert is_main("back") is not verdict.use_new
         assert page.inner_text("#link-text").endswith("trained")
         assert page.evaluate("$('result').scrollWidth <= $('result').clientWidth")
         page.click("#back")
         until(page, "!document.querySelector('#switch').hidden")
         assert page.is_hidden("#back")
+        assert is_main("switch") is verdict.use_new
         until(page, "document.querySelector('#link-text').textContent.endsWith('model')")
-        assert page.inner_text("#result-head").endswith("The new model is better.")
+        advice = "Use trained: it is better" if verdict.use_new else f"Keep model: {CHANCE.reason}"
+        gain = "+10.0 points of recall@10 [+5.0, +15.0]"
+        assert page.inner_text("#result-head") == f"{advice}. {gain}."
+        anyway = "" if verdict.use_new else " anyway"
+        assert page.inner_text("#switch") == f"Search with the new model{anyway}"

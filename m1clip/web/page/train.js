@@ -44,22 +44,22 @@ function words(status, found) {
   if (is === "crashed") return `${trained}: failed. Search was not changed, and no label is lost.`;
   return "";
 }
-function showResult({ result, before, in_use: inUse, can_go_back: canGoBack, state: is, work }) {
-  $("result").hidden = !result || is !== "finished";
-  if (!result) return;
+function showResult({ result, name, before, in_use: inUse, can_go_back: canGoBack, state: is, work }) {
+  const hidden = !result || is !== "finished";
+  $("result").hidden = $("switch").hidden = hidden;
+  $("back").hidden = !canGoBack || Boolean(work);
+  $("back").className = "";
+  if (hidden) return;
   const same = result.metrics.every((metric) => String(metric.before) === String(metric.after));
-  const [value, low, high] = result.gain;
-  const worse = result.enough && high < 0;
-  let sure = "So few held-out labels do not show which model is better.";
-  if (result.enough && low > 0) sure = "The new model is better.";
-  if (worse) sure = "The new model is worse: keep the one before.";
-  $("result-head").textContent = same ? "Training on these labels did not improve the model: it is as it was." : `${points(value)} points of recall@10 [${points(low)}, ${points(high)}]. ${sure}`;
+  const [value, low, high] = result.gain, { use_new: useNew, reason } = result.verdict;
+  const gain = same ? "" : ` ${points(value)} points of recall@10 [${points(low)}, ${points(high)}].`;
+  $("result-head").textContent = `${useNew ? `Use ${name}` : `Keep ${before}`}: ${reason}.${gain}`;
   $("result-rows").replaceChildren(...result.metrics.map((metric) => el("tr", {}, el("th", {}, RECALLS[metric.name] || metric.name), el("td", {}, rate(metric.before)), el("td", {}, rate(metric.after)))));
   $("result-text").textContent = `${plural(result.captions, "caption")} of ${plural(result.photos, "photo")} that the new model was not trained on, each searched among ${plural(result.candidates, "photo")}; 95% intervals. Before: ${before}.`;
   $("switch").hidden = inUse || same || Boolean(work);
-  $("back").hidden = !canGoBack || Boolean(work);
-  $("switch").className = worse ? "" : "main";
-  $("switch").textContent = worse ? "Search with the new model anyway" : "Search with the new model";
+  $("switch").className = useNew ? "main" : "";
+  $("back").className = inUse && !useNew ? "main" : "";
+  $("switch").textContent = useNew ? "Search with the new model" : "Search with the new model anyway";
 }
 /* Why there is no model, and what to do. */
 function problem({ failure, problem: compared, state: is, message, output }) {
