@@ -20,6 +20,7 @@ import numpy as np
 from m1clip import console
 from m1clip.data.duplicates import MAX_ALL_PAIRS, appearance, near_duplicates
 from m1clip.data.images import BadImage, decode, open_header
+from m1clip.data.synthetic.drawing import SYNTHETIC_MARK
 from m1clip.data.types import ImageRef, ProblemKind, Sample, Source
 from m1clip.formatting import one_line, plural
 from m1clip.text.bpe import BpeTokenizer
@@ -271,6 +272,7 @@ class ImageFacts:
     perceptual_hash: bytes = b""  # hash of how it looks
     thumb: bytes = b""
     contrast: float = 0.0
+    is_synthetic: bool = False  # drawn by m1clip: similar to others, but of another scene
 
 
 def inspect(ref: ImageRef) -> ImageFacts:
@@ -279,14 +281,14 @@ def inspect(ref: ImageRef) -> ImageFacts:
         data = ref.read()
         with open_header(data, where) as header:
             size = header.size
+            is_synthetic = header.info.get(SYNTHETIC_MARK[0]) == SYNTHETIC_MARK[1]
         image = decode(data, _DECODED_SIDE, where)
     except BadImage as error:
         return ImageFacts(error.kind, error.reason)
     perceptual_hash, thumb = appearance(image)
     contrast = float(np.frombuffer(thumb, np.uint8).std())
-    return ImageFacts(
-        None, "", size, blake2b(data, digest_size=16).digest(), perceptual_hash, thumb, contrast
-    )
+    digest = blake2b(data, digest_size=16).digest()
+    return ImageFacts(None, "", size, digest, perceptual_hash, thumb, contrast, is_synthetic)
 
 
 def inspect_all(refs: Sequence[ImageRef], workers: int) -> list[ImageFacts]:
@@ -348,6 +350,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
         (i, j)
         for i, j in near_duplicates([(fact.perceptual_hash, fact.thumb) for fact in facts])
         if facts[i].digest != facts[j].digest
+        and not (facts[i].is_synthetic and facts[j].is_synthetic)
     ]
 
     def pair_names(pairs: Sequence[tuple[int, int]], between: bool) -> list[str]:

@@ -10,9 +10,11 @@ from PIL import Image, ImageEnhance
 from small_run import exit_code
 
 from m1clip import console
+from m1clip.data import lint as lint_module
 from m1clip.data.images import MAX_PIXELS
 from m1clip.data.lint import EXAMPLES_IN_JSON, EXAMPLES_SHOWN, LintReport, lint
 from m1clip.data.sources import open_source
+from m1clip.data.synthetic.source import write_folder
 from m1clip.data.types import PROBLEM_KINDS, Problem
 
 FLICKR8K = Path(__file__).parents[2] / "../shared/data/flickr8k-112"
@@ -125,6 +127,25 @@ def test_duplicates_and_leakage(tmp_path: Path) -> None:
     assert counts(report) == dict.fromkeys(expected, 1)
     for code, names in expected.items():
         assert all(name in of(report, code)[0] for name in names)
+
+
+def test_synthetic_scenes_that_look_alike_are_no_duplicates_but_their_copies_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "scenes", 300, 32, seed=1)
+    report = lint(open_source(str(tmp_path / "scenes")))
+    assert (report.verdict, counts(report)) == ("ok", {})
+    table = tmp_path / "scenes/captions.csv"
+    first = next((tmp_path / "scenes/images").glob("train*"))
+    with Image.open(first) as scene:
+        scene.save(tmp_path / "scenes/images/again.png")
+    with table.open("a", encoding="utf-8") as file:
+        file.write("images/again.png,the same scene saved again,val\n")
+    report = lint(open_source(str(tmp_path / "scenes")))
+    (copy,) = [pair for pair in of(report, "leak-near") if first.name in pair]
+    assert "again.png" in copy
+    monkeypatch.setattr(lint_module, "SYNTHETIC_MARK", ("Software", "another program"))
+    assert counts(lint(open_source(str(tmp_path / "scenes"))))["leak-near"] > 1
 
 
 def test_caption_findings(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from m1clip.data.synthetic.scene import (
 
 # Increase it when the same scene and seed give other pixels: it is part of cache keys.
 VERSION = 1
+SYNTHETIC_MARK = ("Software", "m1clip synthetic images")  # text in a PNG of a scene
 MIN_SCENE_SIZE, MAX_SCENE_SIZE = 32, 224  # sides of images in which objects can be recognized
 
 _OUTLINE_FRACTION = 0.035  # of the diameter, on each side

@@ -12,12 +12,19 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from m1clip import console
 from m1clip.data.images import ImageRef
 from m1clip.data.synthetic import scene as scenes
 from m1clip.data.synthetic.captions import captions
-from m1clip.data.synthetic.drawing import MAX_SCENE_SIZE, MIN_SCENE_SIZE, VERSION, draw
+from m1clip.data.synthetic.drawing import (
+    MAX_SCENE_SIZE,
+    MIN_SCENE_SIZE,
+    SYNTHETIC_MARK,
+    VERSION,
+    draw,
+)
 from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
 from m1clip.data.types import SPLITS, Sample, Source
 from m1clip.errors import UserError
@@ -132,7 +139,9 @@ class SyntheticImage(ImageRef):
 
     def read(self) -> bytes:
         stream = io.BytesIO()
-        self.open().save(stream, "PNG")
+        text = PngInfo()
+        text.add_text(*SYNTHETIC_MARK)
+        self.open().save(stream, "PNG", pnginfo=text)
         return stream.getvalue()
 
     def stamp(self) -> str:
