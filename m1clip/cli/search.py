@@ -193,12 +193,13 @@ def search(
     json: Flag = False,
     open_: Annotated[Flag, Parameter(name="--open")] = False,
 ) -> None:
-    """Search an indexed folder of photos by text or by image, and say so if nothing matches.
+    """Search an indexed folder of photos by text or by image.
 
+    With the model general, it says so if nothing matches; with others, it lists the nearest images.
     Text and images can be combined, and the results filtered by date, folder and shape.
 
         m1clip search "two dogs on a beach"
-        m1clip search "at night" --like photo.jpg --not people --since 2024-05 --subfolder trips
+        m1clip search "at night" --like photo.jpg --not people --since 2024-05
         m1clip search "2*dog" beach
 
     Parameters
@@ -242,13 +243,24 @@ def search(
     opened = Index(folder, model)
     if folder is None:
         _mention_index(opened.root, "--index chooses another")
-    results = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
+    with console.on_stderr(), console.progress("searching"):  # loads the model
+        results = opened.search(
+            text, k, like=like, exclude=exclude, where=where, collapse=not copies
+        )
     listed = results.nearest if all_ else results.possible
     _mention_phrase(text)
     if json:
-        counts = {"matches": len(results.matches), "possible": len(results.possible)}
+        known = results.has_probabilities
+        counts = {
+            "matches": len(results.matches) if known else None,
+            "possible": len(results.possible) if known else None,
+        }
         print(json_text.dumps({"root": str(opened.root), **counts, **asdict(results)}, indent=2))
     else:
+        if text and results.nearest and not opened.has_probabilities:
+            model_name = one_line(_shown_model(opened.model_path))
+            images = plural(results.searched, "image")
+            print(f"nearest of {images} (which of them match is not known with {model_name}):")
         _show(results, listed, filtered=where != Filter())
     if open_ and listed:
         _open(opened.file(listed[0].id), opened.root)
@@ -522,6 +534,7 @@ def serve(
     browser
         Open the page in your browser.
     """
+    import atexit
     import threading
 
     from m1clip.monitor.status import is_run
@@ -532,5 +545,8 @@ def serve(
         raise UserError(f"{one_line(str(folder))}: no such folder")
     folders = list(runs) or [server.DEFAULT_RUNS]
     photos = Photos(folder, model, next((path for path in folders if not is_run(path)), None))
-    threading.Thread(target=photos.warm_up, daemon=True).start()
+    warm_up = threading.Thread(target=photos.warm_up, daemon=True)
+    warm_up.start()
     server.serve(folders, port, browser, photos)
+    # At exit, Python would end a thread within torch, which aborts the process.
+    atexit.register(lambda: os._exit(0) if warm_up.is_alive() else None)

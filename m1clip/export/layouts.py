@@ -47,7 +47,7 @@ from m1clip.model.folder import (
     read_model,
     write_model_files,
 )
-from m1clip.model.named import model_name
+from m1clip.model.named import EXPORT_REPORT, model_name
 from m1clip.model.presets import with_fields
 from m1clip.model.siglip import (
     HUGGING_FACE_SIGLIP,
@@ -63,7 +63,7 @@ from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 from m1clip.text.tokenizers import CharTokenizer, FastTokenizer
 
 Say = Callable[[str], None]
-REPORT, MODULE = "export.json", "m1clip_module"
+MODULE = "m1clip_module"
 ONNX_TARGETS: tuple[Target, ...] = ("onnx", "transformers.js", "immich")
 TRANSFORMERS_JS = Layout(
     "onnx/vision_model.onnx",
@@ -197,7 +197,7 @@ def export(
             raise UserError(
                 f"not exported: {'; '.join(record['failures'])}. --force writes it anyway"
             )
-        write_json(partial / REPORT, record)
+        write_json(partial / EXPORT_REPORT, record)
 
     convert(saved, to, folder, check)
     return folder

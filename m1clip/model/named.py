@@ -8,6 +8,7 @@ names the command which downloads it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from m1clip.model.catalog import CATALOG, TOWER_CATALOG
 from m1clip.model.hub_files import HUB_NAME, HUB_PREFIX, cached_snapshot
 
 GENERAL = "general"  # the model of `m1clip index` and `m1clip classify` if there is no other
+EXPORT_REPORT = "export.json"  # in an exported folder: what it was made from, and a comparison
 CONFIG = "config.json"
 HEADS = "heads.safetensors"
 MAX_HEADS_BYTES = 64 * 2**20  # those of `general` have about 5 MB
@@ -112,6 +114,16 @@ def model_name(model: str | Path) -> str | None:
     """What to remember of a model that has a name; None for a path."""
     repository = hub_repository(model)
     return boxed_name(model) if repository is None else catalog_name(repository)
+
+
+def exported_from(folder: str | Path) -> str | None:
+    """The path or name of the model that a folder was exported from; None if it is no export."""
+    try:
+        report = json.loads(read_small(Path(folder) / EXPORT_REPORT, inside=Path(folder)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    exported = report.get("model") if isinstance(report, dict) else None
+    return exported if isinstance(exported, str) and "\0" not in exported else None
 
 
 def resolve(model: str | Path) -> Path:

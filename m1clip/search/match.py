@@ -1,13 +1,22 @@
 """How likely an image matches a text: from its score, and those of everyday words."""
 
+from pathlib import Path
+
 import numpy as np
 
+from m1clip.config import load_config
+from m1clip.data.split_record import run_of
+from m1clip.errors import UserError
+from m1clip.model.named import GENERAL, boxed_name, exported_from
+
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
-# model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py.
+# model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py. The
+# right results of other models have other z-scores (`has_probabilities`).
 MATCH_WEIGHTS = (-4.5, 0.89)
 CUTOFF = 0.5  # results below it do not count as matches
 # Results above it are listed if there is no match: on validation, half of the top ones are correct.
 UNSURE = 0.2
+MAX_ANCESTORS = 8  # of a model: each was adapted from another, or exported
 
 # (dim,) mean and (dim, dim) covariance of the library's vectors.
 LibraryStats = tuple[np.ndarray, np.ndarray]
@@ -25,6 +34,25 @@ def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStat
     over_images = (reference @ covariance * reference).sum(axis=1).mean()
     spread = float(np.sqrt(max(over_images, of_words.var())))
     return np.asarray((scores - of_words.mean()) / max(spread, 1e-6))
+
+
+def has_probabilities(model: str | Path, steps: int = MAX_ANCESTORS) -> bool:
+    """Whether the weights hold for a model: for general, its exports, and heads adapted from it.
+
+    Adapting keeps the z-scores (docs/lab-search.md); other training does not.
+    """
+    if boxed_name(model) == GENERAL:
+        return True
+    source = exported_from(model)
+    run = run_of(model)
+    if source is None and run is not None:
+        try:
+            transfer = load_config(run / "config.toml").transfer
+        except UserError:
+            return False
+        if transfer.recipe == "frozen":
+            source = transfer.init or transfer.heads
+    return source is not None and steps > 0 and has_probabilities(source, steps - 1)
 
 
 def probabilities(zscores: np.ndarray, weights: tuple[float, ...] = MATCH_WEIGHTS) -> np.ndarray:

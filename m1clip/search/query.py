@@ -7,6 +7,7 @@ images, and `indexed_files` reads the facts of their files.
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from m1clip.errors import UserError
 from m1clip.search.concepts import Concepts
 from m1clip.search.index import Report, update_index
 from m1clip.search.indexed_files import export_parquet, filtered_rows, read_duplicates, read_results
-from m1clip.search.match import LibraryStats
+from m1clip.search.match import LibraryStats, has_probabilities
 from m1clip.search.query_vectors import QueryEncoder, parse_weight
 from m1clip.search.ranking import negatives, rank
 from m1clip.search.reader import VALID, IndexReader
@@ -89,6 +90,11 @@ class Index:
         """The model of the vectors; UserError if it has changed since."""
         return self._encoder.model
 
+    @cached_property
+    def has_probabilities(self) -> bool:
+        """Whether searches know how likely images match: with general and what descends from it."""
+        return has_probabilities(self.model_path)
+
     @property
     def model_before(self) -> str | None:
         """The model that was searched before this one, whose vectors are kept; None: there is none."""
@@ -134,7 +140,8 @@ class Index:
         parts, taught = self._encoder.parts(text, like, exclude)
         query = self._encoder.combine(parts)
         reference = None
-        if single is not None and not taught:  # probabilities are only fitted for single texts
+        # Probabilities are only fitted for single texts.
+        if single is not None and not taught and self.has_probabilities:
             reference = reference_vectors(self._encoder.everyday, is_short(single))
         marks = {} if single is None else self._marks_of(single)
         return rank(self._reader, query, reference, marks, where or Filter(), k, collapse)

@@ -75,7 +75,8 @@ class Result:
     path: str  # relative to the folder of photos
     file: str  # absolute path
     score: float  # cosine similarity; for sums of queries, that with the combined vector
-    probability: float | None  # that it matches; None unless the query is a single text
+    # That it matches; None unless the query is a single text, and for some models.
+    probability: float | None
     width: int
     height: int
     taken: str  # ISO time of EXIF, or else of the file
@@ -87,6 +88,8 @@ class Result:
 class Results:
     """The nearest images, the nearest first: a sequence of them, with `matches` and `possible`
     ones.
+
+    Where no probability is known, all count as both.
     """
 
     nearest: list[Result]
@@ -100,6 +103,11 @@ class Results:
 
     def __getitem__(self, position: int) -> Result:
         return self.nearest[position]
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether it is known how likely the images are to match."""
+        return all(result.probability is not None for result in self.nearest)
 
     @property
     def matches(self) -> list[Result]:

@@ -18,7 +18,7 @@ from small_run import exit_code
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.search import concepts
+from m1clip.search import concepts, query
 from m1clip.search.concepts import TEXT_ONLY, Choice, fit_concept, split_text
 from m1clip.search.index import update_index
 from m1clip.search.query_vectors import QueryEncoder
@@ -149,7 +149,10 @@ def test_single_example_counts_if_the_text_does_not_find_it() -> None:
     assert library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY
 
 
-def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1clip.Index) -> None:
+def test_marked_photos_are_first_and_last_and_others_keep_their_order(
+    index: m1clip.Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "has_probabilities", lambda _: True)
     before = [result.id for result in index.search("a dog", k=30)]
     assert all(result.probability is not None for result in index.search("a dog"))
     right, negative = before[1], before[0]

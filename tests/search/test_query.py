@@ -22,7 +22,8 @@ from small_run import exit_code
 import m1clip
 from m1clip.cli.search import _show
 from m1clip.errors import UserError
-from m1clip.search import indexed_files, query_vectors, reader
+from m1clip.model.named import EXPORT_REPORT, exported_from
+from m1clip.search import indexed_files, match, query_vectors, reader
 from m1clip.search.concepts import Choice
 from m1clip.search.index import update_index
 from m1clip.search.indexed_files import duplicate_groups
@@ -294,6 +295,67 @@ def test_commands_on_an_onnx_folder_run_without_torch(photos: Path, tmp_path: Pa
     assert len(output["classify"].splitlines()) == 2
 
 
+@pytest.mark.parametrize("original", [None, "runs/frozen", "general"])
+def test_other_models_than_general_rank_and_claim_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], original: str | None
+) -> None:
+    """Random weights, whose best results are no better than those of everyday words."""
+    photos = make_photos(tmp_path / "photos", 6)
+    model = save_model(tmp_path / "model")
+    if original is not None:
+        (model / EXPORT_REPORT).write_text(json.dumps({"model": original}), encoding="utf-8")
+    update_index(photos, model)
+    is_known = original == "general"
+    index = Index(photos)
+    assert index.has_probabilities is is_known
+    results = index.search("a dog on a beach", k=3)
+    assert results.has_probabilities is is_known
+    assert all((result.probability is not None) is is_known for result in results)
+    assert exit_code("search", "a dog on a beach", "--index", str(photos), "-k", "3") == 0
+    printed = capsys.readouterr()
+    heading = f"nearest of 6 images (which of them match is not known with {model}):"
+    assert (printed.out.splitlines()[0] == heading) is not is_known
+    assert ("%" in printed.out) is is_known
+    words = ["search", "a dog on a beach", "--index", str(photos), "--json", "--all"]
+    assert exit_code(*words) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["matches"] is None) is not is_known
+    assert (read["possible"] is None) is not is_known
+
+
+def test_damaged_report_of_an_export_names_no_model(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"model": ["general"]}', '{"model": "a\\u0000"}', "[" * 100_000):
+        (tmp_path / EXPORT_REPORT).write_text(text, encoding="utf-8")
+        assert exported_from(tmp_path) is None
+        assert not match.has_probabilities(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "is_known"),
+    [
+        ({"recipe": "frozen", "heads": "general"}, True),
+        ({"recipe": "frozen", "init": "general"}, True),
+        ({"recipe": "frozen", "init": "first"}, True),
+        ({"recipe": "frozen", "heads": "cca"}, False),
+        ({"recipe": "finetune", "init": "general"}, False),
+        ({"recipe": "scratch"}, False),
+        ({"recipe": "frozen", "init": "run"}, False),
+    ],
+)
+def test_probabilities_hold_for_heads_that_were_adapted_from_general(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer: dict[str, str], is_known: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run, settings in (("first", {"recipe": "frozen", "heads": "general"}), ("run", transfer)):
+        (tmp_path / run / "best").mkdir(parents=True)
+        lines = [f'{name} = "{value}"' for name, value in settings.items()]
+        (tmp_path / run / "config.toml").write_text("\n".join(["[transfer]", *lines]))
+    assert match.has_probabilities("first")
+    assert match.has_probabilities("run/best") is is_known
+    (tmp_path / "run" / "config.toml").write_text("[transfer")
+    assert not match.has_probabilities("run"), "a damaged config"
+
+
 def test_command_line(
     photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,9 +363,15 @@ def test_command_line(
     for words in (["red", "--not", "dog", "-k", "3"], ["--like", "0000.jpg", "-k", "3", "--json"]):
         assert exit_code("search", *words) == 0
     text, _, json_text = capsys.readouterr().out.partition("{")
-    assert len(text.splitlines()) == 3
+    heading, *listed = text.splitlines()
+    assert heading.startswith("nearest of 13 images (which of them match is not known with ")
+    assert len(listed) == 3
     read = json.loads("{" + json_text)
-    assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == ("a/0000.jpg", 3, 3)
+    assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == (
+        "a/0000.jpg",
+        None,
+        None,
+    )
     for words in (["x", "--since", "May"], [], ["x", "--index", "/nowhere"]):
         assert exit_code("search", *words) == 2
         error = capsys.readouterr().err
