@@ -359,6 +359,7 @@ def remove_leftovers_of(path: Path) -> None:
 
 
 RUN_LOCK = "run.lock"
+SPLITS_FILE = "splits.json"  # of a run: the split of each of its images
 # {(device, inode): process id} of the locks of runs that this process holds. The system releases
 # such a lock when its file is closed once, even by code that has only read it.
 _held_locks: dict[tuple[int, int], int] = {}

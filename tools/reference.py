@@ -52,6 +52,8 @@ RUN_FILES = {
     "config.toml": "every decided setting, and in `[chosen_by]` who chose it: "
     "`m1clip train --config` repeats the run",
     "environment.json": "machine, versions, command, hash of the training data",
+    "splits.json": "hashes of the image names in each split, unless images are synthetic or streamed: "
+    "evaluations and runs that start from this one keep it",
     "tokenizer.json": "the tokenizer",
     "run.jsonl": "the log, one JSON object per line, described below",
     "checkpoints": "`step-NNNNNN/`: trained weights, optimizer state, training state, and a "

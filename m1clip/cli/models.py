@@ -37,14 +37,15 @@ def evaluate(
     template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     probe: Flag = False,
     analysis: Flag = False,
+    out: Path | None = None,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
     json: Flag = False,
 ) -> None:
     """Evaluate a model: recall in both directions (class folders: top-1 accuracy), with chance level and 95% interval.
 
-    For a run, evaluates its best model on the test split of its data; --data evaluates any model on
-    other data. --classes FOLDER, with one folder of images per class, measures zero-shot
-    classification by class name.
+    For a run, evaluates its best model on the test split of its data, without images that it was
+    trained on; --data evaluates any model on other data. --classes FOLDER, with one folder of
+    images per class, measures zero-shot classification by class name.
 
         m1clip eval runs/demo
         m1clip eval runs/demo --analysis
@@ -70,11 +71,15 @@ def evaluate(
         Also show the geometry of the embedding space, the accuracy by how similar the wrong caption is, the recall by
         category (synthetic images; class folders inside folders of categories), the accuracy within batches of the
         training's size, and the worst confusions.
+    out
+        Folder for the picture of captions with the images that they retrieve, and for the analysis as JSON. Default:
+        that of the run; of other models, neither is written.
     device
         Device to run on.
     json
         Print the scores as JSON, and nothing else to the standard output.
     """
+    from m1clip.data.split_record import run_of
     from m1clip.evaluation.evaluate import open_split
     from m1clip.evaluation.examples import confusion_examples, retrieval_grid
     from m1clip.evaluation.split_analyses import analysis_table, analyze
@@ -83,8 +88,6 @@ def evaluate(
     from m1clip.inference import load
     from m1clip.io import write_json
 
-    # Figures go to the run, or to the current folder.
-    folder = model if (model / "config.toml").is_file() else Path()
     if classes is not None:
         loaded = load(model)
         loaded.encoder.use_device(device)
@@ -103,28 +106,43 @@ def evaluate(
         features = evaluator.encode()
     name = f"{split}{'-other-data' if source else ''}"
     scores = evaluator.scores(features)
-    grid = folder / f"retrieval-{name}.png"
-    retrieval_grid(evaluator.data, features, split, grid)
+    folder = run_of(model) if out is None else out
+    grid = None if folder is None else folder / f"retrieval-{name}.png"
+    if grid is not None:
+        grid.parent.mkdir(parents=True, exist_ok=True)
+        retrieval_grid(evaluator.data, features, split, grid)
     report = None
     if analysis:
         report = analyze(features, evaluator)
         report["confusions"] = confusion_examples(evaluator.data, features)
-        write_json(folder / f"analysis-{name}.json", report)
+        if folder is not None:
+            write_json(folder / f"analysis-{name}.json", report)
     if json:
         printed: dict[str, Any] = {"model": str(model), "split": split, "scores": scores.as_dict()}
+        if evaluator.excluded:
+            printed["excluded"] = evaluator.excluded
+        if grid is not None:
+            printed["image"] = str(grid)
         if report is not None:
             printed["analysis"] = report
         print(json_text.dumps(printed, indent=2))
         return
     console.print(f"\n{model}, {split} split\n\n{scores}\n")
-    console.print(f"image      {grid}")
+    if evaluator.excluded:
+        console.print(
+            f"note       {plural(evaluator.excluded, 'image')} excluded: the data has grown, and"
+            f" now divides itself otherwise; the run had them in another split than {split}"
+        )
+    if grid is not None:
+        console.print(f"image      {grid}")
     if report is None:
         return
     confused = [(example["caption"], example["truth"]) for example in report["confusions"]]
     console.print(
         f"\n{analysis_table(report)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n"
     )
-    console.print(f"analysis   {folder / f'analysis-{name}.json'}")
+    if folder is not None:
+        console.print(f"analysis   {folder / f'analysis-{name}.json'}")
 
 
 @app.command(
@@ -159,18 +177,19 @@ def classify(
     json
         Print JSON.
     """
-    from m1clip.inference import load
-
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) < 2:
         raise UserError("--labels: give two or more labels, separated by commas")
     paths = _image_files(images)
+    from m1clip.inference import load
+
     if model is None:
         # Imports torch, which an ONNX folder does not need.
         from m1clip.model.named import default_model
 
         model = default_model()
-    loaded = load(model)
+    with console.on_stderr(), console.progress("loading the model"):
+        loaded = load(model)
     answers = []
     problems = []
     for start in range(0, len(paths), CLASSIFY_BATCH):
@@ -202,6 +221,8 @@ def _image_files(inputs: Sequence[Path]) -> list[Path]:
 
     if not inputs:
         raise UserError("classify: give an image or a folder of images")
+    if not any(path.exists() for path in inputs):
+        raise UserError(f"{inputs[0]}: the file is missing")
     paths = []
     for path in inputs:
         if not path.is_dir():

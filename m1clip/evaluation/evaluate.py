@@ -14,6 +14,7 @@ from m1clip.config import Config, load_config
 from m1clip.data.decoding import decode_options
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.sources.folders import class_name
+from m1clip.data.split_record import keep_splits, recorded_splits
 from m1clip.data.synthetic.captions import negatives
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source
@@ -58,6 +59,8 @@ def open_split(
     sources = dataclasses.replace(config.data, source=data) if data else config.data
     loaded.encoder.use_device(device_name, config.train if trained else None)
     source = open_data(sources, loaded.preprocess.image_size, config.seed)
+    record = {} if run is None else recorded_splits(run, sources.source)
+    excluded = keep_splits(source, record)[split]
     if split not in source.splits():
         raise UserError(
             f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())};"
@@ -74,7 +77,7 @@ def open_split(
         decode_options(read_machine_info(gpu=False)),
     )
     batch_size = config.train.batch_size_or(0) if trained else 0
-    return Evaluator(loaded, source, split, samples, batch_size)
+    return Evaluator(loaded, source, split, samples, batch_size, excluded)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Evaluator:
     split: str
     data: Split
     batch_size: int = 0  # images of a training batch; 0: unknown
+    excluded: int = 0  # images of the split now that the run had in another split
 
     @property
     def categories(self) -> list[str]:

@@ -18,6 +18,7 @@ from m1clip.errors import UserError
 from m1clip.formatting import one_line
 from m1clip.io import (
     RUN_LOCK,
+    SPLITS_FILE,
     forget_lock,
     holds_lock,
     lock_content,
@@ -31,7 +32,7 @@ from m1clip.system import HANGUP, STOP_SIGNALS, lock_file, lock_with_children
 
 OUTPUT = "train.log"  # of a background run
 ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
-WRITTEN_BEFORE_CONFIG = ("tokenizer.json", "environment.json")  # by a run that begins
+WRITTEN_BEFORE_CONFIG = ("tokenizer.json", "environment.json", SPLITS_FILE)  # by a run that begins
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
 LAST_OUTPUT = 2**16  # bytes searched for the reason

@@ -19,6 +19,7 @@ from m1clip import __version__, console, time_use
 from m1clip.config import NAMES, Config, load_config, make_config
 from m1clip.data.failures import FailureLog
 from m1clip.data.prepare import open_data
+from m1clip.data.split_record import write_splits
 from m1clip.data.types import Source
 from m1clip.epochs import NOT_COMPARABLE, PHASE_HEAD, RunTables, drop_rolled_back
 from m1clip.errors import UserError
@@ -518,6 +519,7 @@ def _write_run_files(spec: RunSpec, inputs: RunInputs, folder: Path, minutes: fl
     write_json(
         folder / "environment.json", {**environment, "facts": dataclasses.asdict(inputs.facts)}
     )
+    write_splits(folder, inputs.source)
     # Last: a folder with a config is a complete run.
     write_text(folder / "config.toml", spec.to_toml())
 

@@ -30,6 +30,7 @@ from m1clip.data.prepare import (
     quick_check,
 )
 from m1clip.data.sources.stream import ShardSamples
+from m1clip.data.split_record import Record, keep_splits, read_splits, recorded_splits
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.split_analyses import even_indices
@@ -275,10 +276,23 @@ class Workbench:
             if self._source is None:
                 self._source = self._rank0_first(lambda: read_data(config, size))
             source = self._source
+            record = self.ranks.on_rank0(lambda: self._recorded_splits(config))
+            if (moved := keep_splits(source, record).total()) and self._saved is None:
+                images = plural(moved, "image")
+                console.print(
+                    f"splits     {images} stay in the split that {config.transfer.init} had them in"
+                )
             self.ranks.on_all_ranks(lambda: check_training_data(source, config))
             self._is_checked = True
         assert self._source is not None
         return self._source
+
+    def _recorded_splits(self, config: Config) -> Record:
+        """The splits of the run that is resumed, or of that whose model this run starts from."""
+        if self._saved is not None:
+            return read_splits(self._saved)
+        init = config.transfer.init
+        return {} if init is None else recorded_splits(init, config.data.source)
 
     def _parts(self, config: Config) -> ModelParts:
         """The initial model with its tokenizer and preprocessing."""

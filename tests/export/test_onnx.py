@@ -197,6 +197,8 @@ from m1clip.cli import models
 folder, data, classes = sys.argv[1:]
 os.chdir(os.path.dirname(classes))
 models.evaluate(models.Path(folder), source=(data,), analysis=True)
+assert not list(models.Path().glob("*-test-*")), "only where it was asked for"
+models.evaluate(models.Path(folder), source=(data,), analysis=True, out=models.Path("figures"))
 models.evaluate(models.Path(folder), classes=models.Path(classes))
 """
     out = without("torch onnx", code, exported, data, tmp_path / "classes")
@@ -207,7 +209,7 @@ models.evaluate(models.Path(folder), classes=models.Path(classes))
         "zero shot, top1",
     ):
         assert words in out
-    assert {path.name for path in tmp_path.glob("*-test-*")} == {
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
         "retrieval-test-other-data.png",
         "analysis-test-other-data.json",
     }

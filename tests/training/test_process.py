@@ -1,6 +1,7 @@
 """Run folders, locks and signals, in real processes."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -61,6 +62,12 @@ def test_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
     scored = command("eval", "first", "--split", "val", "--device", "cpu", cwd=tmp_path)
     assert scored.returncode == 0, scored.stderr
     assert "mean recall" in scored.stdout
+    assert "image      first/retrieval-val.png" in scored.stdout
+    data = ("--data", "synthetic", "--split", "val", "--device", "cpu")
+    json_alone = command("eval", "first", *data, "--json", cwd=tmp_path)
+    image = json.loads(json_alone.stdout)["image"]
+    assert image == "first/retrieval-val-other-data.png", "beside the run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
 
 
 HOLDER = """
