@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import logging
 import os
 import sys
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from m1clip.errors import UserError
@@ -47,8 +49,13 @@ if TYPE_CHECKING:
 
 Refresh = Callable[[int, int], None]  # (items done, items in all)
 
+# Seconds without output until each look at whether a command still imports libraries.
+IMPORT_CHECKS = (1.5, 0.5, 0.5, 0.5)
+_has_output = threading.Event()
+BAR_SECONDS = 0.5  # until work without a count is shown on a terminal
 PROGRESS_SECONDS = 8.0  # between two messages about the progress of the same work
 LOGGER_NAME = "m1clip"  # of the logger
+TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable that torchrun sets for each rank
 
 _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 _captured: ContextVar[IO[str] | None] = ContextVar("captured", default=None)
@@ -68,6 +75,49 @@ def warn(text: str) -> None:
     for recorded in _warnings.get():
         recorded.append(text)
     _log(logging.WARNING, text)
+
+
+def watch_imports() -> None:
+    """On a terminal, print a line if this thread still imports libraries after a second or two.
+
+    On a busy computer that takes long, and nothing else could show that the command has begun.
+    """
+    if not sys.stderr.isatty():
+        return
+    thread = threading.get_ident()
+
+    def watch() -> None:
+        for seconds in IMPORT_CHECKS:
+            if _has_output.wait(seconds):
+                return
+            if _is_importing(sys._current_frames().get(thread)):
+                sys.stderr.write("starting   loading libraries\n")
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tell_torchrun(reason: str) -> None:
+    """Under torchrun, write why this rank ends to the file whose text torchrun prints last.
+
+    Its report names the first rank that ended; the others end because of it.
+    """
+    path = os.environ.get(TORCHRUN_ERROR_FILE)
+    if path is None:
+        return
+    # A second early, so that torchrun takes this rank for the first one.
+    details = {"timestamp": str(int(time.time()) - 1)}
+    content = {"message": {"message": reason, "extraInfo": details}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _log(level: int, text: str) -> None:
@@ -104,6 +154,8 @@ def progress(title: str, as_text: Callable[[float], str] | None = None) -> Itera
         began = time.monotonic()
         if path is not None:
             write_progress(path, str(work))
+        if bar is not None and not ended.wait(BAR_SECONDS):
+            bar.show_first(str(work))
         # Several short works one after the other are not silent either.
         silent = time.monotonic() - handler.last_output
         wait_seconds = max(PROGRESS_SECONDS / 4, PROGRESS_SECONDS - silent)
@@ -267,6 +319,12 @@ class Bar:
             if not self._is_removed:  # by a thread that is late
                 self._task = handler.show_bar(self._task, text, done, total)
 
+    def show_first(self, text: str) -> None:
+        """Show work that has no count, or none yet."""
+        with handler.bars_lock:
+            if not self._is_removed and self._task is None:
+                self._task = handler.show_bar(None, text, 0, None)
+
     def remove(self) -> None:
         with handler.bars_lock:
             self._is_removed = True
@@ -295,6 +353,7 @@ class ConsoleHandler(logging.Handler):
         super().__init__()
         self.setFormatter(_Formatter())
         self.last_output = time.monotonic()
+        self.stream_name = "stdout"
         self.reset()
 
     def reset(self) -> None:
@@ -307,6 +366,7 @@ class ConsoleHandler(logging.Handler):
         if _is_silent():
             return
         text = self.format(record)
+        _has_output.set()
         self.last_output = time.monotonic()
         captured = _captured.get()
         if captured is not None:
@@ -321,8 +381,12 @@ class ConsoleHandler(logging.Handler):
         widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         return console.is_terminal or widgets
 
-    def show_bar(self, task: TaskID | None, text: str, done: int, total: int) -> TaskID:
-        """Add a bar, or change it if it has a task; the caller holds the lock of the bars."""
+    def show_bar(self, task: TaskID | None, text: str, done: int, total: int | None) -> TaskID:
+        """Add a bar, or change it if it has a task; the caller holds the lock of the bars.
+
+        Without a total it shows only that something is done.
+        """
+        _has_output.set()
         if self._bars is None:
             self._bars = _new_bars()
             self._bars.start()
@@ -355,7 +419,7 @@ class _Formatter(logging.Formatter):
 
 
 def _console() -> Console:
-    """Standard output as it is now: a program may replace sys.stdout at any time."""
+    """The stream of messages as it is now: a program may replace sys.stdout at any time."""
     from rich.console import Console  # on first use: not needed to import m1clip
 
     return Console(highlight=False, file=cast(IO[str], _SafeOutput()))
@@ -366,7 +430,9 @@ def _new_bars() -> Bars:
 
     text = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn())
-    return Progress(*columns, console=_console(), transient=True)
+    # Results on standard output stay there while bars are on standard error.
+    redirects = handler.stream_name == "stdout"
+    return Progress(*columns, console=_console(), transient=True, redirect_stdout=redirects)
 
 
 class _SafeOutput:
@@ -387,21 +453,36 @@ class _SafeOutput:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_stdout(), name)
+        return getattr(_output(), name)
 
     def _call(self, method: str, *args: str) -> Any:
         try:
-            return getattr(_stdout(), method)(*args)
+            return getattr(_output(), method)(*args)
         except OSError:
             with contextlib.suppress(OSError):  # not backed by a file
                 null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, _stdout().fileno())
+                os.dup2(null, _output().fileno())
                 os.close(null)
 
 
-def _stdout() -> Any:
-    """Standard output, below the proxy that Rich installs while bars are shown."""
-    return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """Print messages and progress of this process on standard error.
+
+    The standard output of a command with --json is for the JSON alone.
+    """
+    before = handler.stream_name  # not of a thread: those that draw the bars print, too
+    handler.stream_name = "stderr"
+    try:
+        yield
+    finally:
+        handler.stream_name = before
+
+
+def _output() -> Any:
+    """Where messages are printed, below the proxy that Rich installs while bars are shown."""
+    stream = getattr(sys, handler.stream_name)
+    return getattr(stream, "rich_proxied_file", stream)
 
 
 def _after_fork() -> None:

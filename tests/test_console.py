@@ -1,5 +1,6 @@
 """Messages and progress: on standard output by default, and wherever Python's logging sends them."""
 
+import importlib
 import io
 import logging
 import multiprocessing
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import TIMEOUT, environment
+from small_run import TIMEOUT, environment, exit_code
 
 from m1clip import console
+from m1clip.cli import main
 from m1clip.data import failures
 
 LOGGER = logging.getLogger("m1clip")
@@ -38,6 +41,83 @@ def records() -> list[logging.LogRecord]:
     theirs = Records()
     LOGGER.addHandler(theirs)
     return theirs.records
+
+
+@pytest.mark.parametrize("words", [["eval", "x", "--json"], ["eval", "x"]])
+def test_standard_output_of_a_command_with_json_is_for_the_json_alone(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a slow machine too, where progress is printed."""
+
+    is_shown = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "computing: 1 of 100" in record.getMessage():
+                is_shown.set()
+
+    def command(*_: Any, **__: Any) -> None:
+        with console.progress("computing") as refresh:
+            refresh(1, 100)
+            assert is_shown.wait(TIMEOUT)
+        console.warn("an image was skipped")
+        print("{}")
+
+    LOGGER.addHandler(Listener())
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(main, "app", command)
+    assert exit_code(*words) == 0
+    printed = capsys.readouterr()
+    messages = printed.err if "--json" in words else printed.out
+    assert "computing: 1 of 100" in messages
+    assert "warning: an image was skipped" in messages
+    assert (printed.out == "{}\n") is ("--json" in words)
+
+
+def test_slow_imports_are_announced_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = list[str]()
+    announced = threading.Event()
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            written.append(text)
+            announced.set()
+            return len(text)
+
+    (tmp_path / "slow_library.py").write_text("import slow_gate; slow_gate.wait()\n")
+    gate = types.ModuleType("slow_gate")
+    gate.wait = lambda: announced.wait(TIMEOUT)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "slow_gate", gate)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(console, "_has_output", threading.Event())
+    monkeypatch.setattr(console, "IMPORT_CHECKS", (0.01,) * 100_000)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console.watch_imports()
+    importlib.import_module("slow_library")
+    assert written == ["starting   loading libraries\n"]
+
+
+def test_nothing_is_announced_after_output_without_an_import_or_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "IMPORT_CHECKS", (0.0,))
+    before = threading.active_count()
+    console.watch_imports()
+    assert threading.active_count() == before, "standard error is no terminal"
+    monkeypatch.setattr(console, "_has_output", has_output := threading.Event())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console.watch_imports()
+    for thread in threading.enumerate():
+        if thread.name.endswith("(watch)"):
+            thread.join(TIMEOUT)
+    console.print("done")
+    assert has_output.is_set()
+    assert capsys.readouterr() == ("done\n", "")
 
 
 def test_messages_go_to_standard_output_and_to_handlers_of_the_program(
@@ -295,11 +375,12 @@ console.print("end")
 """
 
 
-def test_bars_are_shown_on_a_terminal_only() -> None:
+def on_terminal(program: str, stdout: int | None = None) -> str:
+    """What a program prints on a terminal; `stdout`, if given, is its standard output instead."""
     main, terminal = pty.openpty()
     env = {**environment(), "TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, "-c", TERMINAL_PROGRAM], stdout=terminal, stderr=terminal, env=env
+        [sys.executable, "-c", program], stdout=stdout or terminal, stderr=terminal, env=env
     )
     os.close(terminal)
     output = io.BytesIO()
@@ -313,7 +394,37 @@ def test_bars_are_shown_on_a_terminal_only() -> None:
         output.write(data)
     os.close(main)
     assert process.wait(TIMEOUT) == 0
-    text = output.getvalue().decode()
+    return output.getvalue().decode()
+
+
+UNCOUNTED_PROGRAM = """
+import threading
+from m1clip import console
+shown = threading.Event()
+add_bar = console.handler.show_bar
+def show_bar(*values):
+    shown.set()
+    return add_bar(*values)
+console.handler.show_bar = show_bar
+console.BAR_SECONDS = 0.01
+with console.on_stderr(), console.progress("loading a model"):
+    assert shown.wait(100)
+    print("a result")
+"""
+
+
+def test_work_without_a_count_is_shown_on_a_terminal_and_results_stay_on_standard_output(
+    tmp_path: Path,
+) -> None:
+    assert "loading a model" in on_terminal(UNCOUNTED_PROGRAM)
+    with (tmp_path / "results.txt").open("wb") as file:
+        printed = on_terminal(UNCOUNTED_PROGRAM, file.fileno())
+    assert "loading a model" in printed
+    assert (tmp_path / "results.txt").read_text() == "a result\n"
+
+
+def test_bars_are_shown_on_a_terminal_only() -> None:
+    text = on_terminal(TERMINAL_PROGRAM)
     for part in ("drawing [b]: 1 of 3", "nested: 1 of 5", "drawing [b]: 3 of 3"):
         assert part in text
     for line in ("start", "warning: above the bar", "from a child", "plain", "end"):

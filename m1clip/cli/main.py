@@ -1,6 +1,7 @@
 """Command-line entry point. A user error is printed as one line."""
 
 import atexit
+import contextlib
 import errno
 import gc
 import io
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
-from m1clip import time_use
+from m1clip import console, time_use
 from m1clip.cli import data, hub, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.config import OTHER_TOOLS
@@ -57,12 +58,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
         words = [word for word in words if word != "--debug"]
         if not {"--help", "-h", "--version"} & set(words):
             _set_environment()
-        app(words, exit_on_error=False, print_error=False)
+        with console.on_stderr() if "--json" in words else contextlib.nullcontext():
+            app(words, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
         notes = getattr(error, "__notes__", [])
-        print("\n".join([f"m1clip: {_message(error)}", *notes]), file=sys.stderr)
+        report("\n".join([f"m1clip: {_message(error)}", *notes]))
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the pipe, such as head, has exited
@@ -70,15 +72,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(1)
         if debug:
             traceback.print_exc()
-        print(f"m1clip: {_one_line(_describe_os_error(error))}", file=sys.stderr)
+        report(f"m1clip: {_one_line(_describe_os_error(error))}")
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         hint = "".join(f"; {note}" for note in getattr(interrupt, "__notes__", []))
-        print(f"m1clip: interrupted{hint}", file=sys.stderr)
+        report(f"m1clip: interrupted{hint}")
         sys.exit(INTERRUPTED)
     finally:
         _leaving.set()
     sys.exit(0)
+
+
+def report(message: str) -> None:
+    """Print why the command ends."""
+    print(message, file=sys.stderr)
+    console.tell_torchrun(message)
 
 
 def _describe_os_error(error: OSError) -> str:

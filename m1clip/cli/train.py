@@ -222,12 +222,12 @@ def _train(
             result = runs.train(out=out, config=config, preset=preset, **settings)
     except Stopped as stopped:
         console.print(str(stopped))
+        console.tell_torchrun(str(stopped))
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
-        console.print(
-            f"{interrupted} outside of training; m1clip train --resume continues a run that had"
-            " started"
-        )
+        hint = "m1clip train --resume continues a run that had started"
+        console.print(f"{interrupted} outside of training; {hint}")
+        console.tell_torchrun(f"{interrupted} outside of training; {hint}")
         sys.exit(interrupted.exit_code)
     console.print(f"\n{SPLIT_DESCRIPTIONS[result.split]}\n\n{result.scores}\n")
     if preset == original.ORIGINAL_PRESET:

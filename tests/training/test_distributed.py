@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from small_run import environment, figures_of, prepared, small_arguments, small_config
+from small_run import TIMEOUT, environment, figures_of, prepared, small_arguments, small_config
 from torch import Tensor
 from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
@@ -529,19 +529,14 @@ def test_torchrun_passes_every_option_on(capfd: pytest.CaptureFixture[str]) -> N
     assert rejected == []
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+
+
 @pytest.mark.slow
 def test_torchrun_needs_no_separator(tmp_path: Path) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-    ]
     words = ["-m", "m1clip", "train", *small_arguments({"train.steps": 1}), "--out", "run"]
     done = subprocess.run(
-        [*torchrun, *words],
+        [*TORCHRUN, *words],
         cwd=tmp_path,
         env=environment(),
         check=False,
@@ -551,6 +546,23 @@ def test_torchrun_needs_no_separator(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_report_of_torchrun_ends_with_the_error_of_the_user(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*TORCHRUN, "-m", "m1clip", "train", "missing", "--device", "cpu"],
+        cwd=tmp_path,
+        env=environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 1
+    *_, last, line = done.stderr.splitlines()
+    assert set(line) == {"="}
+    assert last.endswith("m1clip: missing: no such file or folder")
 
 
 @pytest.mark.parametrize(
