@@ -47,10 +47,12 @@ def _open(
 
 @data.command(name="formats", usage="Usage: m1clip data formats")
 def data_formats() -> None:
-    """List the formats of image-caption data. The first that fits is used; csv:PATH names one.
+    """List the formats of image-caption data.
 
-    m1clip data formats
-    m1clip train csv:photos/table.csv
+    The first that fits is used; csv:PATH names one.
+
+        m1clip data formats
+        m1clip train csv:photos/table.csv
     """
     from m1clip.data.sources.formats import FORMATS
 
@@ -63,6 +65,8 @@ def data_make(
     folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 112, seed: Integer = 0
 ) -> None:
     """Write a synthetic dataset that any tool can read: images/ and captions.csv.
+
+    Each image shows colored shapes and has five captions, which say what is where.
 
         m1clip data make scenes --count 500
 

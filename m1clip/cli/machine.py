@@ -164,8 +164,8 @@ def plan(
     images: Annotated[int | None, Parameter(group=COMMON)] = None,
     ranks: Annotated[int | None, Parameter(group=COMMON)] = None,
     bandwidth: Annotated[str | None, Parameter(group=COMMON)] = None,
-    sizes: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
-    json: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
+    sizes: Annotated[bool, Parameter(group=COMMON, negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(group=COMMON, negative="", show_default=False)] = False,
     **settings: Any,
 ) -> None:
     """Show what m1clip train would do with the same options, and why, without training.

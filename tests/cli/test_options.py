@@ -1,10 +1,12 @@
 """Options of m1clip train: what --help shows, and what the command gets."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cyclopts import CycloptsError
 from rich.console import Console
 
 from m1clip.cli import main as cli
@@ -179,17 +181,37 @@ def test_help_of_train_shows_ten_common_options(
     assert {name.replace("-", "_") for name in shown} == set(COMMON_OPTIONS)
 
 
-def test_every_command_is_in_a_group_and_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def commands() -> list[tuple[str, ...]]:
+    """The words of each command, such as ("search",) and ("data", "make")."""
+    words: list[tuple[str, ...]] = []
+    for name in [name for name in app if not name.startswith("-")]:
+        subcommands = [sub for sub in app[name] if not sub.startswith("-")]
+        words += [(name, sub) for sub in subcommands] or [(name,)]
+    return words
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_is_in_a_group_and_its_examples_can_be_run(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(app, "_console", Console(width=200))
-    commands = [name for name in app if not name.startswith("-")]
-    assert len(commands) >= 19
-    for name in commands:
-        assert all(group in COMMAND_GROUPS for group in app[name].group), name
-        with pytest.raises(SystemExit):
-            cli.main([name, "--help"])
-        shown = capsys.readouterr().out
-        assert f"Usage: m1clip {name}" in shown
-        if name != "data":  # its subcommands have examples
-            assert re.search(rf"^ +(torchrun .*)?m1clip {name}\b", shown, re.MULTILINE), name
+    """Each example has a line of its own, of at most 80 columns, with options that exist."""
+    assert all(group in COMMAND_GROUPS for group in app[words[0]].group)
+    monkeypatch.setattr(app, "_console", Console(width=80))
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert f"Usage: m1clip {' '.join(words)}" in shown
+    options = shown.find("╭")
+    description = shown[shown.index("\n") : options if options >= 0 else None]
+    examples = re.findall(r"^ +((?:torchrun .*)?m1clip .*)$", description, re.MULTILINE)
+    assert any(f"m1clip {' '.join(words)}" in example for example in examples)
+    for example in examples:
+        _, *arguments = shlex.split(example[example.index("m1clip ") :])
+        assert "m1clip" not in arguments, "two examples on a line"
+        app.parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+def test_example_with_an_unknown_option_cannot_be_run() -> None:
+    for words in (["train", "photos", "--nonsense", "3"], ["eval", "runs/demo", "--split", "x"]):
+        with pytest.raises(CycloptsError):
+            app.parse_args(words, exit_on_error=False, print_error=False)
