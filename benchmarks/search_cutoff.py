@@ -265,6 +265,9 @@ def main() -> None:
     parser.add_argument(
         "data", nargs="+", help="their val and test splits, together, are the libraries"
     )
+    parser.add_argument(
+        "--splits", nargs=2, default=("val", "test"), help="to fit on, and to report"
+    )
     parser.add_argument("--cache", type=Path, help="where features of the towers are stored")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -276,7 +279,7 @@ def main() -> None:
         return np.asarray(model.encode_text(texts))
 
     tasks: dict[str, list[Queries]] = {"words": [], "captions": []}  # of val and test
-    for split in ("val", "test"):
+    for split in options.splits:
         samples = [sample for _, source in sources for sample in source.samples(split)]
         images = encode_images(model, sources, split, options.cache)
         words, match = word_queries(samples)

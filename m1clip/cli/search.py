@@ -250,11 +250,9 @@ def search(
     listed = results.nearest if all_ else results.possible
     _mention_phrase(text)
     if json:
-        known = results.has_probabilities
-        counts = {
-            "matches": len(results.matches) if known else None,
-            "possible": len(results.possible) if known else None,
-        }
+        counts: dict[str, int | None] = {"matches": None, "possible": None}
+        if results.has_probabilities:
+            counts = {"matches": len(results.matches), "possible": len(results.possible)}
         print(json_text.dumps({"root": str(opened.root), **counts, **asdict(results)}, indent=2))
     else:
         if text and results.nearest and not opened.has_probabilities:
