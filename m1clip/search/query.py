@@ -105,6 +105,11 @@ class Index:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
         return self._reader.sample().stats
 
+    @property
+    def sample(self) -> np.ndarray:
+        """(n, dim) float32: every vector of a small library, some of a large one."""
+        return self._reader.sample().vectors
+
     def progress(self) -> tuple[int, int] | None:
         """(done, total) images of an indexer that is running now."""
         return self._reader.progress()
