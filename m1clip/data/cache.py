@@ -106,7 +106,7 @@ class _KeySaver:
             self._error = error
 
     def _collect(self) -> tuple[list[int], bool]:
-        """The indices of some seconds, and whether there will be more."""
+        """The indices that come before the next sync, and whether there will be more."""
         collected = list[int]()
         indices = self._done.get()
         end = time.monotonic() + SYNC_SECONDS

@@ -196,7 +196,10 @@ def lint(
         words = (message.format(items=items), hint.format(items=items))
         findings += finding(f"skipped-{kind}", severity, *words, locations)
     findings += check_captions(checked, context_length, source.class_captions)
-    hint = "name the splits train, val and test, or remove the split column"
+    hint = (
+        "splits come from a column split, or from the names of files or folders: name them train,"
+        " val and test, or do not name any"
+    )
     if "train" not in counts:
         findings += finding("no-train", "problem", "missing splits", hint, ["train"])
     if "val" not in counts and "train" in counts:

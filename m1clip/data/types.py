@@ -85,7 +85,11 @@ class Source:
     def samples(self, split: str) -> Sequence[Sample]:
         """All samples of a split, in an order that depends only on the data."""
         if split not in self.by_split:
-            raise UserError(f"{self.name}: no split {split!r}; it has {', '.join(self.splits())}")
+            others = ", ".join(self.splits())
+            raise UserError(
+                f"{self.name}: no split {split!r}; it has {others} (from a column split, or from"
+                " the names of its files or folders)"
+            )
         return self.by_split[split]
 
     def origin(self, id_: str, caption: int = 0) -> str:

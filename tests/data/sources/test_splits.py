@@ -183,6 +183,13 @@ def test_table_of_another_name_is_split_by_hash(tmp_path: Path, name: str) -> No
     assert source.notes == []
 
 
+def test_error_for_a_missing_split_says_where_splits_come_from(tmp_path: Path) -> None:
+    source = open_source(named_table(tmp_path, "test.csv", 100))
+    with pytest.raises(UserError, match="it has test .*the names of its files") as error:
+        source.samples("train")
+    assert "\n" not in str(error.value)
+
+
 def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         "image,caption,split\na.jpg,x,train\nb.jpg,z,val\na.jpg,y,test\n"
