@@ -19,17 +19,17 @@ from m1clip.config import Config
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Kind, Precision, check_compile, choose_device, threads
 from m1clip.hardware.machine_info import MachineInfo
-from m1clip.training.measure import Choice, estimate_memory, fastest, fits_one_gpu, memory_limit
-from m1clip.training.memory import MemoryEstimate
-from m1clip.training.resolve import (
+from m1clip.training.decision import (
     Dataset,
     InitialModel,
     Length,
     Machine,
     Measurements,
     MemoryFacts,
-    resolve,
 )
+from m1clip.training.measure import Choice, estimate_memory, fastest, fits_one_gpu, memory_limit
+from m1clip.training.memory import MemoryEstimate
+from m1clip.training.resolve import resolve
 from m1clip.training.spec import RunSpec, Settings
 from m1clip.training.transfer import ModelInit
 

@@ -58,6 +58,16 @@ from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training import hybrid
 from m1clip.training.ahead import ModelAhead
+from m1clip.training.batch_choice import largest_batch
+from m1clip.training.decision import (
+    Dataset,
+    InitialModel,
+    Length,
+    Machine,
+    Measurements,
+    MemoryFacts,
+    TuningFacts,
+)
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
 from m1clip.training.head_trial import (
@@ -85,19 +95,8 @@ from m1clip.training.measure import (
     memory_limit,
 )
 from m1clip.training.memory import MemoryEstimate
-from m1clip.training.resolve import (
-    Dataset,
-    InitialModel,
-    Length,
-    Machine,
-    Measurements,
-    MemoryFacts,
-    TuningFacts,
-    describe_device,
-    largest_batch,
-    resolve,
-    with_recipe,
-)
+from m1clip.training.recipe_choice import with_recipe
+from m1clip.training.resolve import describe_device, resolve
 from m1clip.training.spec import (
     DecidedConfig,
     DecidedData,

@@ -31,7 +31,17 @@ from m1clip.model.presets import (
 )
 from m1clip.model.residual import ResidualKind
 from m1clip.optimizers import OPTIMIZERS
+from m1clip.training.batch_choice import default_batch, fit_memory
 from m1clip.training.budget import MILD, Strength, augmentation_strength, best_members, max_epochs
+from m1clip.training.decision import (
+    Dataset,
+    InitialModel,
+    Length,
+    Machine,
+    Measurements,
+    MemoryFacts,
+    TuningFacts,
+)
 from m1clip.training.duration import step_plan
 from m1clip.training.head_trial import (
     HeadCandidate,
@@ -43,20 +53,8 @@ from m1clip.training.head_trial import (
 )
 from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
-from m1clip.training.resolve import (
-    Dataset,
-    InitialModel,
-    Length,
-    Machine,
-    Measurements,
-    MemoryFacts,
-    TuningFacts,
-    augmentation_for,
-    choose_recipe,
-    default_batch,
-    fit_memory,
-    resolve,
-)
+from m1clip.training.recipe_choice import choose_recipe
+from m1clip.training.resolve import augmentation_for, resolve
 from m1clip.training.spec import (
     DECIDED,
     DecidedConfig,

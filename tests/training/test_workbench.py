@@ -16,9 +16,8 @@ from m1clip import console, time_use
 from m1clip.config import OPTIMIZERS, Config, Recipe, TransferConfig, is_clip, load_config
 from m1clip.data.augment import render
 from m1clip.errors import UserError
-from m1clip.training import resolve as resolving
+from m1clip.training import recipe_choice, transfer, workbench
 from m1clip.training import run as runs
-from m1clip.training import transfer, workbench
 from m1clip.training.spec import Settings
 
 
@@ -187,7 +186,7 @@ def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert stages(monkeypatch, init="runs/x", recipe="finetune")[0].optim.layer_decay == 0.8
     assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
-    monkeypatch.setattr(resolving, "choose_recipe", lambda *facts: ("frozen", ""))
+    monkeypatch.setattr(recipe_choice, "choose_recipe", lambda *facts: ("frozen", ""))
     (chosen,) = stages(monkeypatch, batch_size=16)
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == (
         "frozen",

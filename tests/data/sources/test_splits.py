@@ -185,7 +185,7 @@ def test_table_of_another_name_is_split_by_hash(tmp_path: Path, name: str) -> No
 
 def test_error_for_a_missing_split_says_where_splits_come_from(tmp_path: Path) -> None:
     source = open_source(named_table(tmp_path, "test.csv", 100))
-    with pytest.raises(UserError, match="it has test .*the names of its files") as error:
+    with pytest.raises(UserError, match=r"it has test .*the names of its files") as error:
         source.samples("train")
     assert "\n" not in str(error.value)
 
