@@ -256,9 +256,14 @@ def machine(
         trainable = Trainable(
             config.transfer.unfreeze_image != 0, config.transfer.unfreeze_text != 0
         )
-        return InitialModel(
-            CLIPConfig(), trainable, is_pretrained, char_tokens=config.model.tokenizer == "char"
-        )
+        members = config.model.members or 1
+        shape = CLIPConfig()
+        if members > 1:  # of a run that is resumed or repeated
+            shape = dataclasses.replace(
+                shape, members=members, embed_dim=config.model.embed_dim or 512
+            )
+        char_tokens = config.model.tokenizer == "char"
+        return InitialModel(shape, trainable, is_pretrained, char_tokens=char_tokens)
 
     def fastest(config: Config) -> Choice:
         options = candidates(config.train.device, config.train.precision, facts)
