@@ -15,11 +15,18 @@ import pytest
 from small_run import command
 
 import m1clip
+from m1clip.cli.main import app
 from m1clip.data.synthetic.source import write_folder
 
 DOCS = Path(m1clip.__file__).parent.parent / "docs"
 BLOCK = re.compile(r"<!-- test: shape -->\n```(?:text)?\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+INLINE_COMMAND = re.compile(r"`m1clip ([a-z]+(?: [^`\n]*)?)`")
+LINE_COMMAND = re.compile(
+    r"^(?:\$ )?(?:[^|`\n]* -m )?m1clip ([a-z]+ [^|`\n]*?)(?: +#.*)?$", re.MULTILINE
+)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+EARLIER_COMMITS = ("benchmarks.md",)  # its commands are those of the commits that were measured
 PROGRESS = re.compile(r"^[a-z ]+: [\d,]+ of [\d,]+, .* left$")  # on a slow computer only
 TOOLS = ("head", "ls")
 SMALL_RUN = (
@@ -126,3 +133,33 @@ def test_every_marked_page_is_run() -> None:
 )
 def test_outputs_are_compared_by_their_words(expected: str, printed: str, same: bool) -> None:
     assert is_shown(shape(expected), shape(printed)) is same
+
+
+def documented_commands() -> list[tuple[str, str]]:
+    """(page, words after m1clip) of each command in the docs and the README."""
+    paths = [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]
+    commands = []
+    for path in paths:
+        if path.name in EARLIER_COMMITS:
+            continue
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = INLINE_COMMAND.findall(text) + LINE_COMMAND.findall(text)
+        commands += [(path.name, line.partition(" m1clip ")[0]) for line in lines]
+    return commands
+
+
+def test_documented_commands_have_these_options() -> None:
+    checked = 0
+    for page, line in documented_commands():
+        name, *words = line.split()
+        if name not in set(app):  # a sentence that begins with m1clip
+            continue
+        described = app[name]
+        if name == "data":
+            described = described[words[0]]
+        arguments = described.assemble_argument_collection()
+        known_options = {option for argument in arguments for option in argument.names}
+        known_options |= {"--help", "--help-all"}
+        assert set(OPTION.findall(line)) <= known_options, f"{page}: m1clip {line}"
+        checked += 1
+    assert checked > 250
