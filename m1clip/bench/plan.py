@@ -25,9 +25,14 @@ from m1clip.hardware.timing import gemm_rate
 from m1clip.optimizers import MUON, OPTIMIZERS
 from m1clip.training.distributed import Ranks, connect
 from m1clip.training.memory import process_bytes
-from m1clip.training.spec import Settings, setting
+from m1clip.training.spec import DecidedConfig, Settings, setting
 
 MAX_BATCH_SIZE = 65_536
+# Settings of the decided run that the plan repeats at the top level.
+PLANNED_SETTINGS = (
+    *("batch_size", "micro_batch", "grad_checkpointing", "device", "precision", "optimizer"),
+    "fsdp",
+)
 # Settings of the decided run that the plan shows, with who chose them.
 SHOWN = (
     *("batch_size", "micro_batch", "grad_checkpointing", "steps"),
@@ -47,9 +52,7 @@ def make_plan(
     ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
     options = options or {}
-    for option, value, minimum in (("images", images, 2), ("ranks", ranks, 1)):
-        if value is not None and not value >= minimum:
-            raise UserError(f"--{option} must be at least {minimum:g}, not {value:g}")
+    _check_counts(images, ranks)
     config = Settings(options).config  # an error for a value that train would reject
     if config.train.minutes is not None:
         reject_minutes(config)  # before anything is measured
@@ -60,77 +63,107 @@ def make_plan(
     bench = PresetBench(facts, images, count)
     with console.capture() as reasons:
         spec = connected.on_rank0(lambda: bench.resolve(options))
-    config = spec.config
-    batch_size = config.train.batch_size
-    micro_batch = config.train.micro_batch
-    checkpointing = config.model.grad_checkpointing
-    device = Device(config.train.device, facts)
-    configuration = Configuration.of(config)
-    shape, tokens = model_shape(config.model.name)
-    parameters, flops = size_of(configuration)
+    device = Device(spec.config.train.device, facts)
+    configuration = Configuration.of(spec.config)
     step_seconds, source = step_time(configuration, facts, device)
+    by_ranks: dict[str, Any] = {}
+    if count > 1:
+        by_ranks = _plan_ranks(spec.config, count, connected, facts, device, bandwidth)
+        own_seconds = by_ranks["compute_seconds"] + by_ranks["exchange_seconds"]
+        by_ranks["efficiency"] = step_seconds / (count * own_seconds)
+        step_seconds = own_seconds
+    steps = spec.config.train.steps
+    return {
+        **_plan_model(configuration),
+        **{name: setting(spec.config, name) for name in PLANNED_SETTINGS},
+        **_plan_memory(bench, spec.config, device, count),
+        "step_seconds": step_seconds,
+        "time_source": source,
+        "steps": steps,
+        "seconds": steps * step_seconds,
+        "ranks": by_ranks,
+        "reasons": reasons.getvalue().splitlines(),
+        "config": to_dict(spec.config),
+        "chosen_by": dict(spec.chosen_by),
+        "decided": [
+            f"{name} {setting(spec.config, name)} ({spec.chosen_by.get(name, 'default')})"
+            for name in SHOWN
+        ],
+    }
 
+
+def _check_counts(images: int, ranks: int | None) -> None:
+    """Raise UserError for too few images or ranks."""
+    for option, value, minimum in (("images", images, 2), ("ranks", ranks, 1)):
+        if value is not None and not value >= minimum:
+            raise UserError(f"--{option} must be at least {minimum:g}, not {value:g}")
+
+
+def _plan_model(configuration: Configuration) -> dict[str, Any]:
+    """The size of the model, and the work of an image."""
+    parameters, flops = size_of(configuration)
+    _, tokens = model_shape(configuration.model)
+    return {
+        "model": configuration.model,
+        "parameters": parameters,
+        "flops_per_image": flops / configuration.batch_size,
+        "text_tokens": tokens,
+    }
+
+
+def _plan_memory(
+    bench: PresetBench, config: DecidedConfig, device: Device, count: int
+) -> dict[str, Any]:
+    """The memory of a rank, its limit, and the largest batches that fit."""
     estimate = bench.estimate(config)
     limit = float(device.total_bytes())
     if config.train.memory is not None:
         limit = amount(config.train.memory, "B", "--memory")
-    own = ceil_div(batch_size, count)  # images of each rank
-    by_ranks: dict[str, Any] = {}
-    if count > 1:
-        speed = _bandwidth(bandwidth, connected, device)
-        own_configuration = dataclasses.replace(configuration, batch_size=own)
-        own_seconds = step_time(own_configuration, facts, device)[0]
-        sent = sent_bytes(
-            parameters,
-            batch_size,
-            shape.embed_dim,
-            count,
-            config.optim.optimizer,
-            config.train.precision,
-        )
-        by_ranks = {
-            "count": count,
-            "batch_size": own,
-            "compute_seconds": own_seconds,
-            "exchange_seconds": sent / speed,
-            "sent_bytes": sent,
-            "bandwidth": speed,
-            "measured_ranks": 0 if bandwidth else connected.size,
-            "in_shared_memory": (
-                bandwidth is None and connected.host is not None and device.kind != "cuda"
-            ),
-            "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
-            "fsdp": config.train.fsdp,
-        }
-        step_seconds = own_seconds + sent / speed
+    own_images = ceil_div(config.train.batch_size, count)
+    encoded_together = min(config.train.micro_batch or own_images, own_images)
     return {
-        "model": config.model.name,
-        "parameters": parameters,
-        "flops_per_image": flops / batch_size,
-        "text_tokens": tokens,
-        "batch_size": batch_size,
-        "micro_batch": micro_batch,
-        "grad_checkpointing": checkpointing,
-        "device": config.train.device,
-        "precision": config.train.precision,
-        "optimizer": config.optim.optimizer,
-        "fsdp": config.train.fsdp,
-        "memory_bytes": estimate.peak(min(micro_batch or own, own), checkpointing),
+        "memory_bytes": estimate.peak(encoded_together, config.model.grad_checkpointing),
         "memory_limit": limit,
         "max_batch_size": estimate.largest(limit, MAX_BATCH_SIZE, False),
         "max_batch_size_checkpointing": estimate.largest(limit, MAX_BATCH_SIZE, True),
-        "step_seconds": step_seconds,
-        "time_source": source,
-        "steps": config.train.steps,
-        "seconds": config.train.steps * step_seconds,
-        "ranks": by_ranks,
-        "reasons": reasons.getvalue().splitlines(),
-        "config": to_dict(config),
-        "chosen_by": dict(spec.chosen_by),
-        "decided": [
-            f"{name} {setting(config, name)} ({spec.chosen_by.get(name, 'default')})"
-            for name in SHOWN
-        ],
+    }
+
+
+def _plan_ranks(
+    config: DecidedConfig,
+    count: int,
+    connected: Ranks,
+    facts: MachineInfo,
+    device: Device,
+    bandwidth: str | None,
+) -> dict[str, Any]:
+    """The part of a step that each of `count` ranks computes, and what it sends."""
+    speed = _bandwidth(bandwidth, connected, device)
+    configuration = Configuration.of(config)
+    own_images = ceil_div(config.train.batch_size, count)
+    own_configuration = dataclasses.replace(configuration, batch_size=own_images)
+    own_seconds, _ = step_time(own_configuration, facts, device)
+    parameters, _ = size_of(configuration)
+    shape, _ = model_shape(config.model.name)
+    sent = sent_bytes(
+        parameters,
+        config.train.batch_size,
+        shape.embed_dim,
+        count,
+        config.optim.optimizer,
+        config.train.precision,
+    )
+    is_shared = bandwidth is None and connected.host is not None and device.kind != "cuda"
+    return {
+        "count": count,
+        "batch_size": own_images,
+        "compute_seconds": own_seconds,
+        "exchange_seconds": sent / speed,
+        "sent_bytes": sent,
+        "bandwidth": speed,
+        "measured_ranks": 0 if bandwidth else connected.size,
+        "in_shared_memory": is_shared,
+        "fsdp": config.train.fsdp,
     }
 
 
