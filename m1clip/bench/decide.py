@@ -27,8 +27,8 @@ from m1clip.training.decision import (
     Measurements,
     MemoryFacts,
 )
-from m1clip.training.measure import Choice, estimate_memory, fastest, fits_one_gpu, memory_limit
-from m1clip.training.memory import MemoryEstimate
+from m1clip.training.device_choice import Choice, fastest
+from m1clip.training.memory import MemoryEstimate, estimate_memory, fits_one_gpu, memory_limit
 from m1clip.training.resolve import resolve
 from m1clip.training.spec import RunSpec, Settings
 from m1clip.training.transfer import ModelInit

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 from m1clip.config import Config
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.model.presets import CLIPConfig
+from m1clip.training.device_choice import Choice
 from m1clip.training.duration import EVALUATIONS
 from m1clip.training.head_trial import HeadTrial
-from m1clip.training.measure import Choice
 from m1clip.training.spec import Origin, Settings, setting
 from m1clip.training.transfer import BOTH, Trainable
 from m1clip.training.tuning import ModelSize

@@ -1,12 +1,9 @@
-"""Measurements before a run: the fastest device and precision, the memory limit, the steps that fit
-in a time.
-"""
+"""Choose the device and precision of a run: by the steps of the model itself, timed in alternation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import hashlib
 import json
 import statistics
@@ -19,11 +16,10 @@ import torch
 
 from m1clip import __version__, console
 from m1clip.config import Config
-from m1clip.data.image_cache import RAM_FRACTION
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import Batch, batches
+from m1clip.data.loader import Batch
 from m1clip.errors import UserError, first_line
-from m1clip.formatting import amount, ceil_div, clock, plural
+from m1clip.formatting import ceil_div, plural
 from m1clip.hardware import choices
 from m1clip.hardware.choices import Rounds, time_rounds
 from m1clip.hardware.device import (
@@ -39,42 +35,22 @@ from m1clip.hardware.device import (
 )
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import keep_freed_memory, map_large_blocks, return_freed_memory
-from m1clip.hardware.timing import Load, timing
+from m1clip.hardware.timing import Load
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.training.compose import TrainStep, compose_step
-from m1clip.training.duration import (
-    EVALUATIONS,
-    MAX_EVALUATION_FRACTION,
-    MIN_TRAINING_FRACTION,
-    Costs,
-    Segment,
-    StepPlan,
-    TimeBudget,
-    planned_steps,
-)
-from m1clip.training.memory import MemoryEstimate, process_bytes, random_batch
+from m1clip.training.memory import random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
 from m1clip.training.step import make_parts
-from m1clip.training.transfer import WISE_FT_GRID, ModelInit
-from m1clip.training.validation import encode
+from m1clip.training.transfer import ModelInit
 
 if TYPE_CHECKING:
-    from m1clip.training.inputs import RunInputs
+    pass
 
 MEASURED_SECONDS = 30.0  # for measuring all candidates
 MINUTES_FRACTION = 0.05  # of --minutes, at most
-WARMUP_STEPS, TIMED_STEPS = 2, 5  # of a calibration
-CALIBRATION_FRACTION = 0.05  # of the time, at most, unless two steps take longer
-FIRST_STEP_FRACTION = 0.15  # of the time: a first step that takes longer is the only one
-FEW_STEPS = 10  # a shorter run learns little
-SAMPLE_IMAGES = 64  # of the validation split, to time an evaluation
-WARMUP_IMAGES = 16  # encoded before them: the first pass takes twice as long
 BYTES_PER_NUMBER = 4  # of a float32
 MAX_MEMORY_FRACTION = 0.5  # of all memory that measuring may need
 PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
-BYTES_PER_PIXEL = 3  # of a decoded image: RGB
-MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
-SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
 
 
 @dataclass(frozen=True)
@@ -250,23 +226,13 @@ def measure(
     """
     load = Load()
     default = default_option(options, facts)
-    minutes = config.train.minutes
-    limit = (
-        MEASURED_SECONDS
-        if minutes is None
-        else min(MEASURED_SECONDS, MINUTES_FRACTION * 60 * minutes)
-    )
+    limit = _measuring_seconds(config)
     begin = time.perf_counter()
-    # Weights and gradients once per device, the optimizer's moments once per candidate.
-    needed = count_parameters(model_init.config) * BYTES_PER_NUMBER * (2 + 2 * len(options))
-    if needed > MAX_MEMORY_FRACTION * facts.memory_bytes:
+    if _needed_bytes(model_init, len(options)) > MAX_MEMORY_FRACTION * facts.memory_bytes:
         return Measured((Candidate(*default),))
     map_large_blocks()
     samples = random_batch(model_init.config, PAIRS, text_tokens)
-    cpu = Device("cpu", facts)
-    reference = _gradient(
-        _step(config, model_init, _model(config, model_init, cpu), cpu, "fp32", batch), samples
-    )
+    reference = _reference_gradient(config, model_init, facts, samples, batch)
     spent = time.perf_counter() - begin
     if spent * (1 + len(options)) > limit:
         return Measured((Candidate(*default),))
@@ -274,52 +240,106 @@ def measure(
     affordable = int(limit / ((choices.ROUNDS + 1) * len(options)) / max(spent / PAIRS, 1e-9))
     batch = max(min(batch, PAIRS), min(batch, affordable))
     work = random_batch(model_init.config, batch, text_tokens, config.data.captions_per_step or 1)
-    devices: dict[Kind, Device] = {kind: Device(kind, facts) for kind, _ in options}
-    models: dict[Kind, CLIP] = {}
-    steps: dict[Option, TrainStep] = {}
-    results: dict[Option, Candidate] = {}
+    trial = _Trial(config, model_init, facts, batch)
     for option in options:
-        kind, precision = option
+        trial.check_gradient(option, samples, reference)
+    trial.warm_up(work)  # after all gradients: candidates of one device train the same model
+    others = trial.time(default, work, limit - (time.perf_counter() - begin), load)
+    trial.free()
+    return Measured(tuple(trial.results[option] for option in options), batch, others)
+
+
+def _measuring_seconds(config: Config) -> float:
+    """The time for all candidates."""
+    if config.train.minutes is None:
+        return MEASURED_SECONDS
+    return min(MEASURED_SECONDS, MINUTES_FRACTION * 60 * config.train.minutes)
+
+
+def _needed_bytes(model_init: ModelInit, options: int) -> int:
+    """Weights and gradients once per device, the optimizer's moments once per candidate."""
+    return count_parameters(model_init.config) * BYTES_PER_NUMBER * (2 + 2 * options)
+
+
+def _reference_gradient(
+    config: Config, model_init: ModelInit, facts: MachineInfo, samples: Batch, batch: int
+) -> torch.Tensor:
+    """The gradient of the CPU in fp32, which the others are compared with."""
+    cpu = Device("cpu", facts)
+    step = _step(config, model_init, _model(config, model_init, cpu), cpu, "fp32", batch)
+    return _gradient(step, samples)
+
+
+class _Trial:
+    """The training steps of all candidates; those of one device share a model."""
+
+    def __init__(
+        self, config: Config, model_init: ModelInit, facts: MachineInfo, batch: int
+    ) -> None:
+        self.config = config
+        self.model_init = model_init
+        self.facts = facts
+        self.batch = batch
+        self.devices: dict[Kind, Device] = {}
+        self.models: dict[Kind, CLIP] = {}
+        self.steps: dict[Option, TrainStep] = {}  # of the candidates that are not rejected
+        self.results: dict[Option, Candidate] = {}
+
+    def check_gradient(self, option: Option, samples: Batch, reference: torch.Tensor) -> None:
+        """Reject a candidate whose gradient differs from the reference, or that cannot run."""
         try:
-            if kind not in models:
-                models[kind] = _model(config, model_init, devices[kind])
-            step = _step(config, model_init, models[kind], devices[kind], precision, batch)
+            step = self._make_step(option)
             difference = relative_difference(_gradient(step, samples), reference)
-            rejection = (
-                f"gradients {difference:.0%} different from the CPU's"
-                if difference > TOLERANCE[precision]
-                else ""
-            )
-            results[option] = Candidate(*option, (), difference, rejection)
-            if not rejection:
-                steps[option] = step
         except RuntimeError as error:  # also out of memory
-            results[option] = _failed_candidate(option, error)
-    # After all gradients: candidates of one device train the same model.
-    for option, step in list(steps.items()):
-        try:
-            step.run(work, 0)
-        except RuntimeError as error:
-            results[option] = _failed_candidate(option, error)
-            del steps[option]
-    rounds = Rounds[Option]({})
-    if len(steps) > 1:
-        reference_option = default if default in steps else next(iter(steps))
+            self.results[option] = _failed_candidate(option, error)
+            return
+        rejection = ""
+        if difference > TOLERANCE[option[1]]:
+            rejection = f"gradients {difference:.0%} different from the CPU's"
+        else:
+            self.steps[option] = step
+        self.results[option] = Candidate(*option, (), difference, rejection)
+
+    def _make_step(self, option: Option) -> TrainStep:
+        kind, precision = option
+        device = self.devices.setdefault(kind, Device(kind, self.facts))
+        if kind not in self.models:
+            self.models[kind] = _model(self.config, self.model_init, device)
+        model = self.models[kind]
+        return _step(self.config, self.model_init, model, device, precision, self.batch)
+
+    def warm_up(self, work: Batch) -> None:
+        """Run the first step of each candidate; one that fails is rejected."""
+        for option, step in list(self.steps.items()):
+            try:
+                step.run(work, 0)
+            except RuntimeError as error:
+                self.results[option] = _failed_candidate(option, error)
+                del self.steps[option]
+
+    def time(self, default: Option, work: Batch, seconds: float, load: Load) -> float | None:
+        """Time the candidates in alternation, if there are several; returns the load of others."""
+        if len(self.steps) < 2:
+            return None
+        reference = default if default in self.steps else next(iter(self.steps))
         calls = {
-            option: functools.partial(_timed_step, step, work) for option, step in steps.items()
+            option: functools.partial(_timed_step, step, work)
+            for option, step in self.steps.items()
         }
         keep_freed_memory()  # as in a run after its first step: all block sizes were allocated once
-        rounds = time_rounds(calls, reference_option, limit - (time.perf_counter() - begin), load)
-        results |= {
-            option: dataclasses.replace(results[option], seconds=tuple(seconds))
-            for option, seconds in rounds.seconds.items()
-        }
-    steps.clear()  # free their memory before the run builds its own
-    models.clear()
-    return_freed_memory()
-    for device in devices.values():
-        device.reset_peak()  # the run reports its own peak
-    return Measured(tuple(results[option] for option in options), batch, rounds.others)
+        rounds = time_rounds(calls, reference, seconds, load)
+        for option, step_seconds in rounds.seconds.items():
+            result = self.results[option]
+            self.results[option] = dataclasses.replace(result, seconds=tuple(step_seconds))
+        return rounds.others
+
+    def free(self) -> None:
+        """Free the memory of all steps before the run builds its own, and forget their peak."""
+        self.steps.clear()
+        self.models.clear()
+        return_freed_memory()
+        for device in self.devices.values():
+            device.reset_peak()
 
 
 def _failed_candidate(option: Option, error: RuntimeError) -> Candidate:
@@ -438,139 +458,3 @@ def fastest(config: Config, model_init: ModelInit, facts: MachineInfo, text_toke
     if not candidates(config.train.device, config.train.precision, facts):
         choose_precision(config.train.precision, choose_device(config.train.device, facts), facts)
     return choose(config, model_init, facts, text_tokens)
-
-
-def estimate_memory(
-    config: Config,
-    model_init: ModelInit,
-    facts: MachineInfo,
-    device: Device,
-    text_tokens: int,
-    images: int = 0,
-) -> MemoryEstimate:
-    """The memory of a run's step, and of `images` if they are cached in main memory."""
-    precision = choose_precision(config.train.precision, device.name, facts)
-    data_bytes = images * model_init.config.image_size**2 * BYTES_PER_PIXEL
-    in_memory = device.kind == "cpu" and model_init.trainable.image
-    if not in_memory or data_bytes > RAM_FRACTION * facts.memory_bytes:
-        data_bytes = 0  # on the device or on disk
-    return MemoryEstimate(config, model_init, facts, device, precision, text_tokens, data_bytes)
-
-
-def fits_one_gpu(
-    config: Config, model_init: ModelInit, facts: MachineInfo, device: Device, rows: int
-) -> bool:
-    """Whether a step of so many images fits in the memory of a device without FSDP."""
-    tokens = model_init.config.context_length
-    estimate = estimate_memory(config, model_init, facts, device, tokens)
-    peak = estimate.peak(rows, config.model.grad_checkpointing)
-    return peak <= MAX_UNSHARDED * device.total_bytes()
-
-
-def memory_limit(config: Config, device: Device, facts: MachineInfo) -> float:
-    """Bytes that a run may use: --memory, or most of the free memory."""
-    if config.train.memory:
-        return amount(config.train.memory, "B", "--memory")
-    used = process_bytes(facts) if device.kind == "cpu" else 0
-    return SAFE * device.free_bytes() + used
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Steps and evaluations that fit in a time, and the cost of what is not a step."""
-
-    steps: int
-    evaluations: int
-    costs: Costs
-
-
-def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
-    """The number of steps that fit in the time, from a few steps and a part of an evaluation of a
-    temporary model.
-
-    This is a first estimate: the run compares it with the clock and corrects it.
-    """
-    min_seconds = MIN_TRAINING_FRACTION * budget.seconds
-    if budget.remaining < min_seconds:
-        console.warn(
-            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of"
-            f" --minutes: training for {min_seconds:.0f} s more; what is cached now is not prepared again"
-            " in the next run"
-        )
-        budget.exclude(min_seconds - budget.remaining)
-    train_step = inputs.make_step()
-    step_seconds = _step_seconds(inputs, train_step, budget)
-    evaluation_seconds = _evaluation_seconds(inputs, train_step) if "val" in inputs.splits else 0.0
-    train_step.reset()
-    del train_step  # it is part of a reference cycle
-    gc.collect()
-    inputs.device.release()
-    costs = Costs(evaluation_seconds / step_seconds)
-    costs.closing = closing_evaluations(inputs) * costs.evaluation
-    train = inputs.config.train
-    evaluations = train.evaluations or 0
-    if not evaluations:
-        affordable = (
-            int(MAX_EVALUATION_FRACTION * budget.remaining / max(evaluation_seconds, 1e-9)) - 1
-        )
-        evaluations = max(1, min(EVALUATIONS, affordable))
-    empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
-    steps = planned_steps(empty, 0, budget.remaining, step_seconds, costs)
-    if steps < FEW_STEPS:
-        console.warn(
-            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of"
-            f" {step_seconds:.1f} s each, too few to learn much; use more --minutes, a smaller"
-            " --batch-size or a smaller --model"
-        )
-    return Calibration(steps, evaluations, costs)
-
-
-def closing_evaluations(inputs: RunInputs) -> float:
-    """What follows the last step, in evaluations of the validation split: the test split, and
-    WiSE-FT's choice.
-    """
-    if "val" not in inputs.splits:
-        return 0.0
-    test = (
-        len(inputs.splits["test"].samples)
-        if "test" in inputs.splits
-        else len(inputs.splits["val"].samples)
-    )
-    wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(inputs.config.transfer.wise_ft, 1)
-    return test / max(len(inputs.splits["val"].samples), 1) + wise_ft
-
-
-def _step_seconds(inputs: RunInputs, train_step: TrainStep, budget: TimeBudget) -> float:
-    """Median seconds of a few steps, after some that warm up.
-
-    Within a small part of the time if two steps are.
-    """
-    # The first step of a model takes two to three times as long: everything else is estimated in
-    # steps, and would be estimated too low. A compiled model recompiles for each shape.
-    compiles = inputs.config.model.compile
-    min_steps = WARMUP_STEPS + 1 if compiles else 2
-    remaining = budget.remaining
-    limit = CALIBRATION_FRACTION * remaining
-    begin = time.perf_counter()
-    step_times: list[float] = []
-    for step, batch in enumerate(
-        batches(inputs.training, 0, WARMUP_STEPS + TIMED_STEPS, 0, "fork", pin=False)
-    ):
-        start = time.perf_counter()
-        is_enough = step >= min_steps and start + step_times[-1] - begin > limit
-        is_slow = step == 1 and step_times[0] > FIRST_STEP_FRACTION * remaining
-        if any(inputs.ranks.all_reduce_max(is_enough or (is_slow and not compiles))):
-            break
-        train_step.run(batch, step)
-        inputs.device.synchronize()
-        step_times.append(time.perf_counter() - start)
-    return timing(step_times[WARMUP_STEPS:] or step_times[-1:]).median
-
-
-def _evaluation_seconds(inputs: RunInputs, train_step: TrainStep) -> float:
-    images = len(inputs.splits["val"].samples)
-    sample = min(images, SAMPLE_IMAGES)
-    encode(inputs, inputs.complete_model(train_step), "val", min(images, WARMUP_IMAGES))
-    start = time.perf_counter()
-    encode(inputs, inputs.complete_model(train_step), "val", sample)
-    return (time.perf_counter() - start) * images / sample

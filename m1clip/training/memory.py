@@ -1,5 +1,5 @@
 """Predict the memory of a training step by running it on fake tensors, which allocate and compute
-nothing.
+nothing, and say how much a run may use.
 """
 
 import dataclasses
@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from m1clip.config import Config
+from m1clip.data.image_cache import RAM_FRACTION
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.hardware.device import Device, Precision
+from m1clip.formatting import amount
+from m1clip.hardware.device import Device, Precision, choose_precision
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.memory import map_large_blocks
 from m1clip.model.clip import build_clip
@@ -32,6 +34,9 @@ from m1clip.training.transfer import ModelInit
 # (docs/lab-compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 TRACED = 1024  # the largest batch that is traced
+BYTES_PER_PIXEL = 3  # of a decoded image: RGB
+MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
+SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
 
 
 class PeakMemory(TorchDispatchMode):
@@ -229,3 +234,38 @@ def process_bytes(facts: MachineInfo) -> int:
 def power_of_two(number: int) -> int:
     """The largest power of two that is at most `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0
+
+
+def estimate_memory(
+    config: Config,
+    model_init: ModelInit,
+    facts: MachineInfo,
+    device: Device,
+    text_tokens: int,
+    images: int = 0,
+) -> MemoryEstimate:
+    """The memory of a run's step, and of `images` if they are cached in main memory."""
+    precision = choose_precision(config.train.precision, device.name, facts)
+    data_bytes = images * model_init.config.image_size**2 * BYTES_PER_PIXEL
+    in_memory = device.kind == "cpu" and model_init.trainable.image
+    if not in_memory or data_bytes > RAM_FRACTION * facts.memory_bytes:
+        data_bytes = 0  # on the device or on disk
+    return MemoryEstimate(config, model_init, facts, device, precision, text_tokens, data_bytes)
+
+
+def fits_one_gpu(
+    config: Config, model_init: ModelInit, facts: MachineInfo, device: Device, rows: int
+) -> bool:
+    """Whether a step of so many images fits in the memory of a device without FSDP."""
+    tokens = model_init.config.context_length
+    estimate = estimate_memory(config, model_init, facts, device, tokens)
+    peak = estimate.peak(rows, config.model.grad_checkpointing)
+    return peak <= MAX_UNSHARDED * device.total_bytes()
+
+
+def memory_limit(config: Config, device: Device, facts: MachineInfo) -> float:
+    """Bytes that a run may use: --memory, or most of the free memory."""
+    if config.train.memory:
+        return amount(config.train.memory, "B", "--memory")
+    used = process_bytes(facts) if device.kind == "cpu" else 0
+    return SAFE * device.free_bytes() + used

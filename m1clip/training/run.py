@@ -46,6 +46,7 @@ from m1clip.training import loop, process
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.context import RunContext
 from m1clip.training.decision import Dataset
+from m1clip.training.device_choice import drop_contradicted
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.duration import Costs, Pacer, TimeBudget
 from m1clip.training.forgetting import (
@@ -56,7 +57,6 @@ from m1clip.training.forgetting import (
 )
 from m1clip.training.inputs import RunInputs
 from m1clip.training.logger import check_sink, open_sink
-from m1clip.training.measure import drop_contradicted
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
 from m1clip.training.recipe_choice import (

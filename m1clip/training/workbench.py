@@ -59,6 +59,7 @@ from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training import hybrid
 from m1clip.training.ahead import ModelAhead
 from m1clip.training.batch_choice import largest_batch
+from m1clip.training.calibration import calibrate
 from m1clip.training.decision import (
     Dataset,
     InitialModel,
@@ -68,6 +69,7 @@ from m1clip.training.decision import (
     MemoryFacts,
     TuningFacts,
 )
+from m1clip.training.device_choice import Choice, fastest
 from m1clip.training.distributed import RankLost, Ranks
 from m1clip.training.duration import Costs, TimeBudget
 from m1clip.training.head_trial import (
@@ -86,15 +88,7 @@ from m1clip.training.head_trial import (
     split_rows,
 )
 from m1clip.training.inputs import ModelParts, RunInputs, seeded_build
-from m1clip.training.measure import (
-    Choice,
-    calibrate,
-    estimate_memory,
-    fastest,
-    fits_one_gpu,
-    memory_limit,
-)
-from m1clip.training.memory import MemoryEstimate
+from m1clip.training.memory import MemoryEstimate, estimate_memory, fits_one_gpu, memory_limit
 from m1clip.training.recipe_choice import with_recipe
 from m1clip.training.resolve import describe_device, resolve
 from m1clip.training.spec import (

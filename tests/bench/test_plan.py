@@ -20,7 +20,7 @@ from m1clip.formatting import amount
 from m1clip.hardware.device import Device
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.optimizers import MUON, OPTIMIZERS
-from m1clip.training import measure, workbench
+from m1clip.training import device_choice, workbench
 from m1clip.training.distributed import Ranks
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.spec import RunSpec, Settings, setting
@@ -53,10 +53,12 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ma
     """A machine on which measurements have fixed results: the first candidate is the fastest."""
     machine: MachineInfo = request.param
 
-    def choose(config: Any, model_init: Any, facts: MachineInfo, tokens: int) -> measure.Choice:
-        options = measure.candidates(config.train.device, config.train.precision, facts)
-        measured = tuple(measure.Candidate(*option, seconds=(1.0,)) for option in options)
-        return measure.Choice(*options[0], candidates=measured if len(measured) > 1 else ())
+    def choose(
+        config: Any, model_init: Any, facts: MachineInfo, tokens: int
+    ) -> device_choice.Choice:
+        options = device_choice.candidates(config.train.device, config.train.precision, facts)
+        measured = tuple(device_choice.Candidate(*option, seconds=(1.0,)) for option in options)
+        return device_choice.Choice(*options[0], candidates=measured if len(measured) > 1 else ())
 
     def peak(estimate: MemoryEstimate, batch: int, checkpointing: bool) -> float:
         return 1e9 + batch * (4e6 if checkpointing else 1e7)
@@ -64,7 +66,7 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ma
     def memory_limit(config: Config, device: Device, facts: MachineInfo) -> float:
         return amount(config.train.memory, "B", "") if config.train.memory else 3e9
 
-    monkeypatch.setattr(measure, "choose", choose)
+    monkeypatch.setattr(device_choice, "choose", choose)
     monkeypatch.setattr(MemoryEstimate, "peak", peak)
     for module in (workbench, plans):
         monkeypatch.setattr(module, "read_machine_info", lambda: machine)

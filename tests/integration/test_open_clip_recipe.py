@@ -33,9 +33,9 @@ from m1clip.model.presets import clip_config
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.text.tokenizers import make_tokenizer
 from m1clip.training.decision import Dataset, InitialModel, Machine, Measurements, MemoryFacts
+from m1clip.training.device_choice import Choice
 from m1clip.training.duration import step_plan
 from m1clip.training.inputs import RunInputs
-from m1clip.training.measure import Choice
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.optim import Optimizer
 from m1clip.training.resolve import resolve

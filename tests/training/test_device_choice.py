@@ -15,8 +15,8 @@ from m1clip.hardware.choices import ROUNDS
 from m1clip.hardware.device import Device
 from m1clip.hardware.machine_info import MachineInfo, read_machine_info
 from m1clip.model.presets import clip_config, with_fields
-from m1clip.training import measure as measuring
-from m1clip.training.measure import (
+from m1clip.training import device_choice
+from m1clip.training.device_choice import (
     Candidate,
     Choice,
     Measured,
@@ -77,7 +77,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
         ]
         return Measured(tuple(measured_candidates), batch, load["others"])
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(device_choice, "measure", measure)
     return table, calls, load
 
 
@@ -117,11 +117,11 @@ def test_choice_beside_other_programs_is_not_kept(tmp_path: Path, measured: Any)
 def test_default_of_the_hardware() -> None:
     with_bf16 = dataclasses.replace(XEON, cpu_bf16=True)
     both: list[Any] = [("cpu", "fp32"), ("cpu", "bf16")]
-    assert measuring.default_option(both, with_bf16) == ("cpu", "bf16")
-    assert measuring.default_option(both, XEON) == ("cpu", "fp32")
-    assert measuring.default_option([("cuda", "bf16"), *both], H200) == ("cuda", "bf16")
-    assert measuring.default_option([("mps", "fp32"), *both], M1) == ("mps", "fp32")
-    assert measuring.default_option([("cpu", "bf16")], XEON) == ("cpu", "bf16"), "asked for"
+    assert device_choice.default_option(both, with_bf16) == ("cpu", "bf16")
+    assert device_choice.default_option(both, XEON) == ("cpu", "fp32")
+    assert device_choice.default_option([("cuda", "bf16"), *both], H200) == ("cuda", "bf16")
+    assert device_choice.default_option([("mps", "fp32"), *both], M1) == ("mps", "fp32")
+    assert device_choice.default_option([("cpu", "bf16")], XEON) == ("cpu", "bf16"), "asked for"
 
 
 def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured: Any) -> None:
@@ -172,7 +172,7 @@ def test_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) 
 def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[str] = []
     monkeypatch.setattr(Device, "reset_peak", lambda self: resets.append(self.kind) or True)
-    monkeypatch.setattr(measuring, "MEASURED_SECONDS", 1000.0)  # also on a busy machine
+    monkeypatch.setattr(device_choice, "MEASURED_SECONDS", 1000.0)  # also on a busy machine
     facts = dataclasses.replace(read_machine_info(), cuda=None, mps=False)
     choice = choose(auto(), START, facts, 16, tmp_path)
     assert {(c.device, c.precision, c.rejected) for c in choice.candidates} == {
@@ -184,12 +184,12 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert resets == ["cpu"], "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())
-    monkeypatch.setattr(measuring, "gradient", lambda *_: (torch.ones(()), next(powers)))
+    monkeypatch.setattr(device_choice, "gradient", lambda *_: (torch.ones(()), next(powers)))
     with pytest.raises(UserError, match="different from the CPU's"):
         choose(auto(), START, facts, 24, tmp_path)
-    monkeypatch.setattr(measuring, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(device_choice, "MEASURED_SECONDS", 0.0)
     hurried = choose(auto(), START, facts, 32, tmp_path)
     assert hurried.why == ""
-    assert (hurried.device, hurried.precision) == measuring.default_option(
+    assert (hurried.device, hurried.precision) == device_choice.default_option(
         [("cpu", "fp32"), ("cpu", "bf16")], facts
     )

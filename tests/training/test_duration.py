@@ -27,7 +27,7 @@ from m1clip.analyses import ANALYSES, RECORD
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import duration, logger, loop, measure, validation, workbench
+from m1clip.training import calibration, duration, logger, loop, validation, workbench
 from m1clip.training import run as runs
 from m1clip.training.compose import TrainStep
 from m1clip.training.duration import (
@@ -259,14 +259,14 @@ def test_a_faster_machine_does_not_exceed_the_steps_that_help(
 def on_clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     """A clock for which a step takes 0.4 s and an evaluation 0.8 s."""
     clock = SimulatedTime()
-    clock.install(monkeypatch, duration, measure, runs, loop, logger, validation, time_use)
+    clock.install(monkeypatch, duration, calibration, runs, loop, logger, validation, time_use)
 
     def slow_encode(*args: Any) -> Any:
         clock.work(0.8)
         return plain_encode(*args)
 
     before_each_step(lambda train_step, batch, step: clock.work(0.4), monkeypatch)
-    for module in (validation, measure, runs):
+    for module in (validation, calibration, runs):
         monkeypatch.setattr(module, "encode", slow_encode)
     return clock
 
@@ -361,8 +361,8 @@ def test_first_step_of_a_model_is_no_measure_of_the_others(
     before_each_step(
         lambda train_step, batch, step: on_clock.work(first if step == 0 else usual), monkeypatch
     )
-    monkeypatch.setattr(measure, "encode", slow_at_first)
-    on_clock.install(monkeypatch, measure)
+    monkeypatch.setattr(calibration, "encode", slow_at_first)
+    on_clock.install(monkeypatch, calibration)
     run_small(tmp_path / "run", ONE_MINUTE)
     start = next(record for record in read_log(tmp_path / "run") if record["kind"] == "start")
     assert start["steps"] == steps

@@ -42,6 +42,7 @@ from m1clip.training.decision import (
     MemoryFacts,
     TuningFacts,
 )
+from m1clip.training.device_choice import Candidate, Choice, candidates
 from m1clip.training.duration import step_plan
 from m1clip.training.head_trial import (
     HeadCandidate,
@@ -51,7 +52,6 @@ from m1clip.training.head_trial import (
     choose_heads,
     head_candidates,
 )
-from m1clip.training.measure import Candidate, Choice, candidates
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.recipe_choice import choose_recipe
 from m1clip.training.resolve import augmentation_for, resolve
