@@ -7,13 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from m1clip.config import Config
 from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.model.clip import CLIP
 from m1clip.model.members import MemberTowers
 from m1clip.model.towers import VisionTower
 from m1clip.training.inputs import seeded_build
 from m1clip.training.oom import is_out_of_memory
-from m1clip.training.step import kernels_apply
+from m1clip.training.step import uses_kernels
 from m1clip.training.transfer import ModelInit
 
 LOADING_IMAGES = 256  # for a small batch, the libraries choose other kernels than for a large one
@@ -28,18 +29,21 @@ class ModelAhead:
     def __init__(
         self,
         model_init: ModelInit,
-        seed: int,
+        config: Config,
         device: Device,
         precision: Precision,
         text_tokens: int,
+        is_captured: bool,
     ) -> None:
-        """`text_tokens` of the longest caption."""
+        """`text_tokens` of the longest caption; `is_captured`: the steps can be CUDA graphs."""
+        self.config = config
         self.text_tokens = text_tokens
+        self.is_captured = is_captured
         self.model_init = model_init
         self.device = device
         self.precision = precision
         thread = ThreadPoolExecutor(1, "model")
-        self._built: Future[CLIP] = thread.submit(self._build, seed)
+        self._built: Future[CLIP] = thread.submit(self._build, config.seed)
         self._has_run: Future[None] = thread.submit(self._run_once)
         thread.shutdown(wait=False)
 
@@ -73,7 +77,7 @@ class ModelAhead:
         shape = self.model_init.config
         device = self.device.torch
         side, end = shape.image_size, shape.text_tower.eot_id
-        model.use_triton(kernels_apply(self.device, self.precision))
+        model.use_triton(uses_kernels(self.config, self.device, self.precision, self.is_captured))
         try:
             images = torch.zeros((LOADING_IMAGES, 3, side, side), device=device)
             length = self.text_tokens

@@ -164,7 +164,7 @@ def make_parts(
 
         hashed_before_sharding = frozen_hash(model)
         shards = Shards(model, ranks, device.torch, precision)
-    model.use_triton(shards is None and kernels_apply(device, precision))
+    model.use_triton(uses_kernels(config, device, precision, capturable and ranks.size == 1))
     world = World(ranks, model, shards)
     encoder_class: type[BatchEncoder] = HybridEncoder if device.is_hybrid else BatchEncoder
     encoder = encoder_class(
@@ -215,8 +215,13 @@ def parts_for_check(parts: StepParts, model: CLIP) -> StepParts:
     return replace(parts, model=model, encoder=encoder, world=world, update=update)
 
 
-def kernels_apply(device: Device, precision: Precision) -> bool:
-    """Whether our Triton kernels can compute the steps of a device: bf16 on CUDA."""
+def uses_kernels(config: Config, device: Device, precision: Precision, is_captured: bool) -> bool:
+    """Whether our Triton kernels compute the towers: bf16 on CUDA, compiled or in a graph.
+
+    One by one, the host takes longer to launch them than torch's own.
+    """
+    if not (config.model.compile or is_captured):
+        return False
     if device.kind != "cuda" or precision != "bf16":
         return False
     try:

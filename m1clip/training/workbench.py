@@ -501,7 +501,10 @@ class Workbench:
         if is_frozen:
             self.model = seeded_build(model_init, config.seed)
         elif device.kind == "cuda" and self._is_own(model_init) and config.train.fsdp != "on":
-            self._ahead = ModelAhead(model_init, config.seed, device, precision, self._text_tokens)
+            is_captured = config.model.cuda_graph and self.ranks.size == 1
+            self._ahead = ModelAhead(
+                model_init, config, device, precision, self._text_tokens, is_captured
+            )
         parts = ModelParts(model_init, self.tokenizer, self.preprocess)
         cache = open_feature_cache(
             self.model, parts, config, source, device, precision, self._decoding(device)

@@ -17,10 +17,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from m1clip import console
+from m1clip.config import Config
 from m1clip.cuda import kernels
 from m1clip.hardware.device import Device
 from m1clip.hardware.machine_info import read_machine_info
-from m1clip.training.step import kernels_apply
+from m1clip.training.step import uses_kernels
 
 SLACK = 1.5  # of torch's own distance from fp32: both round to bf16, at other places
 
@@ -116,12 +117,12 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch: pytest.Monkey
 
     device = Device("cuda", read_machine_info())
     kernels.compile_here.cache_clear()
-    assert kernels_apply(device, "bf16")
+    assert uses_kernels(Config(), device, "bf16", is_captured=True)
     kernels.compile_here.cache_clear()
     monkeypatch.setattr(kernels, "attention_backward", fail)
     with console.record_warnings() as warnings:
-        assert not kernels_apply(device, "bf16")
-        assert not kernels_apply(device, "bf16")
+        assert not uses_kernels(Config(), device, "bf16", is_captured=True)
+        assert not uses_kernels(Config(), device, "bf16", is_captured=True)
     kernels.compile_here.cache_clear()
     assert len(warnings) == 1
     assert warnings[0].endswith("triton does not work: Failed to find C compiler")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from m1clip.config import Config
 from m1clip.hardware.device import Device
 from m1clip.hardware.machine_info import read_machine_info
 from m1clip.model.presets import preset, with_fields
@@ -25,7 +26,7 @@ def test_model_built_ahead_is_the_initial_model(
     monkeypatch.setattr(ahead, "LOADING_IMAGES", 2)
     device = Device("cpu", read_machine_info())
     shape = dataclasses.replace(SHAPE, members=members)
-    early = ahead.ModelAhead(ModelInit(shape), 7, device, "fp32", 8)
+    early = ahead.ModelAhead(ModelInit(shape), Config(seed=7), device, "fp32", 8, True)
     draw = torch.Generator().manual_seed(0)
     fitted = ModelInit(shape, stem_filters=torch.randn(4, 3, 3, 3, generator=draw))
     model = early.model_for(fitted)

@@ -16,6 +16,7 @@ from ranks import on_ranks
 from small_run import prepared, run_small, small_config
 from torch import Tensor, nn
 
+from m1clip.config import Config, ModelConfig
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.losses import run_loss
@@ -26,7 +27,7 @@ from m1clip.training.compose import TrainStep, compose_step
 from m1clip.training.distributed import Ranks
 from m1clip.training.encode import ChunkedTower, EncodedInChunks, TowerCall, ignore_mark, split
 from m1clip.training.inputs import RunInputs
-from m1clip.training.step import compute_gradients, kernels_apply, make_parts
+from m1clip.training.step import compute_gradients, make_parts, uses_kernels
 from m1clip.training.step_analyses import StepView
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
@@ -65,19 +66,23 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 def test_triton_kernels_are_for_bf16_on_cuda_where_they_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And where the host need not launch them one by one."""
     name = "m1clip.cuda.kernels"
     cuda: Any = SimpleNamespace(kind="cuda")
     cpu: Any = SimpleNamespace(kind="cpu")
+    eager, compiled = Config(), Config(model=ModelConfig(compile=True))
     for compiles in (True, False):
         own = SimpleNamespace(compile_here=lambda compiles=compiles: compiles)
         monkeypatch.setitem(sys.modules, name, own)
         monkeypatch.setattr("m1clip.cuda.kernels", own, raising=False)
-        assert kernels_apply(cuda, "bf16") is compiles
-        assert not kernels_apply(cuda, "fp32")
-        assert not kernels_apply(cpu, "bf16")
+        assert uses_kernels(eager, cuda, "bf16", is_captured=True) is compiles
+        assert uses_kernels(compiled, cuda, "bf16", is_captured=False) is compiles
+        assert not uses_kernels(eager, cuda, "bf16", is_captured=False)
+        assert not uses_kernels(compiled, cuda, "fp32", is_captured=True)
+        assert not uses_kernels(compiled, cpu, "bf16", is_captured=True)
     monkeypatch.setitem(sys.modules, name, None)  # as without triton
     monkeypatch.delattr("m1clip.cuda.kernels")
-    assert not kernels_apply(cuda, "bf16")
+    assert not uses_kernels(compiled, cuda, "bf16", is_captured=True)
 
 
 @pytest.mark.parametrize("objective", LOSSES)
