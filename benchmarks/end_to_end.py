@@ -236,6 +236,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, str]]:
             figure = f"**{figures_of_side['seconds']:.1f} s** ({parts})"
             figure += f"; all runs {others}" if len(seconds) > 1 else ""
             command = f"python benchmarks/end_to_end.py{device}"
+            command += " --before CHECKOUT" if BEFORE in result["sides"] else ""
             command += f" --rounds {options['rounds']}" if options["rounds"] > 1 else ""
             n = str(len(seconds))
             lines.append(

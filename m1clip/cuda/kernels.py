@@ -8,7 +8,8 @@
 
 Imported only where they are used (`CLIP.use_triton`): triton comes with torch for CUDA only.
 
-In a CUDA graph they make a step of ViT-B/32 as fast as torch.compile does (docs/speed.md).
+Used where a graph or the compiler launches them: one by one, the host takes longer to launch them
+than torch's own (docs/speed.md).
 """
 
 # No `from __future__ import annotations`: torch reads the types below to describe the operations to
