@@ -96,8 +96,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         sync_folder(temporary)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            named = str(error.filename or temporary)  # without a name if the disk is full
+            error.filename = named.replace(str(temporary), str(path), 1)
         raise
     old = path.with_name(f"{path.name}{OLD}")
     if path.exists():

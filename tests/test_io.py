@@ -170,6 +170,22 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Pa
     remove_leftovers_of(tmp_path / "missing" / "a.txt")
 
 
+def test_full_disk_is_reported_with_the_folder_and_not_a_temporary_name(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def write(inner: str | None) -> None:
+        with atomic_folder(target) as partial:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            full.filename = None if inner is None else str(partial / inner)
+            raise full
+
+    for inner, filename in ((None, target), ("weights", target / "weights")):
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+            write(inner)
+        assert error.value.filename == str(filename)
+    assert names(tmp_path) == []
+
+
 def test_folder_that_replaces_another_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     """An exported model may take gigabytes."""
     (tmp_path / f"out.{2**22 + 1}.partial").mkdir()

@@ -31,6 +31,7 @@ from m1clip.data.array_view import ArrayView
 from m1clip.data.decode_worker import write_at
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import size
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
 from m1clip.system import wait_for_writers
 
@@ -283,8 +284,8 @@ class RowCache:
         free = shutil.disk_usage(self.path).free
         if needed * DISK_MARGIN > free:
             raise UserError(
-                f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has"
-                f" {free / 1e9:.2f} GB free: free some space, choose another disk with --cache-dir,"
+                f"the cache needs {size(needed * DISK_MARGIN)}, {self.path.parent} has"
+                f" {size(free)} free: free some space, choose another disk with --cache-dir,"
                 " or use --cache ram or off"
             )
 

@@ -212,14 +212,20 @@ def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
     """A tar that gets its name once it and its index are complete, and only if it has samples."""
     # Another process may still write: one that outlives a killed `pack` for a moment.
     partial = Path(f"{path}.{os.getpid()}{PARTIAL}")
-    with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
-        yield tar
-        has_samples = bool(tar.getmembers())
-    if has_samples:
-        write_bytes(Path(f"{path}{INDEX_SUFFIX}"), make_index(str(partial)), sync=False)
-        partial.replace(path)
-    else:
-        partial.unlink()
+    try:
+        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
+            yield tar
+            has_samples = bool(tar.getmembers())
+        if has_samples:
+            write_bytes(Path(f"{path}{INDEX_SUFFIX}"), make_index(str(partial)), sync=False)
+            partial.replace(path)
+        else:
+            partial.unlink()
+    except BaseException as error:
+        partial.unlink(missing_ok=True)  # on a full disk, it must not use up the remaining space
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary name, or none for a full disk
+        raise
 
 
 def _add_sample(tar: tarfile.TarFile, key: str, files: dict[str, bytes]) -> None:

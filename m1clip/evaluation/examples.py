@@ -205,8 +205,10 @@ def draw_grid(
             verdict = "right" if row["correct"][column] else "wrong"
             label = f"{column + 1}.  {row['scores'][column]:.2f}  {verdict}"
             draw.text((left + side / 2, top + side + 5), label, fill=color, font=small, anchor="ma")
+    encoded = io.BytesIO()
     # 7% larger than the smallest, in a fifth of the time.
-    canvas.save(path, format="PNG", compress_level=1)
+    canvas.save(encoded, format="PNG", compress_level=1)
+    write_bytes(path, encoded.getvalue())
 
 
 def safe_text(text: str) -> str:

@@ -1,7 +1,9 @@
 """Shards: the same batches as the folder, readable by webdataset, the same bytes each time."""
 
+import errno
 import io
 import json
+import os
 import tarfile
 import time
 from pathlib import Path
@@ -128,6 +130,23 @@ def test_broken_images_are_skipped_and_named(tmp_path: Path) -> None:
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"none of the 56 images .*empty"):
         pack(source, tmp_path / "none")
+
+
+def test_full_disk_names_the_shard_and_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = open_source(str(make_set(tmp_path / "set"))), tmp_path / "shards"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_module, "_add_sample", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+            pack(source, out, threads=1)
+    assert error.value.filename == str(out / "train-000000.tar")
+    assert not list(out.glob("*.partial"))
+    assert pack(source, out).images["train"] == 40
 
 
 def _pack_and_hang(folder: Path, out: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,24 @@ def test_retrieval_grid_marks_correct_and_wrong_images(tmp_path: Path) -> None:
                 )
             assert image.getpixel((left - 1, top + side // 2)) == examples.PAPER
             assert image.getpixel((left + side // 2, top + side // 2)) == BLUE
+
+
+def test_full_disk_keeps_the_old_grid_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "grid.png"
+    draw(path)
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as error:
+        draw(path, "another")
+    assert error.value.filename == str(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("query", TEXTS)

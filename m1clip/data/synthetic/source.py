@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +30,7 @@ from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
 from m1clip.data.types import SPLITS, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
-from m1clip.io import write_text
+from m1clip.io import write_bytes, write_text
 
 CAPTIONS_PER_IMAGE = 5
 Look = tuple[str, str]  # kind and color
@@ -199,17 +200,27 @@ def write_folder(folder: Path, count: int, image_size: int = 224, seed: int = 0)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)
+    try:
+        caption_count = _write_files(source, folder, count)
+    except BaseException:  # so that the same command works again
+        shutil.rmtree(folder / "images", ignore_errors=True)
+        raise
+    parts = ", ".join(f"{split} {number:,}" for split, number in counts.items())
+    return f"{folder}: {plural(count, 'image')} ({parts}), {plural(caption_count, 'caption')}"
+
+
+def _write_files(source: SyntheticSource, folder: Path, count: int) -> int:
+    """Write the images of all splits, then their table; returns the number of captions."""
     rows = [("image", "caption", "split")]
     refresh = console.current_progress()
     for done, (split, sample) in enumerate(
         ((s, sample) for s in SPLITS for sample in source.samples(s)), start=1
     ):
         name = f"images/{sample.id}.png"
-        (folder / name).write_bytes(sample.image.read())
+        write_bytes(folder / name, sample.image.read(), sync=False)
         rows += [(name, caption, split) for caption in sample.captions]
         refresh(done, count)
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
     write_text(folder / "captions.csv", table.getvalue())
-    parts = ", ".join(f"{split} {number:,}" for split, number in counts.items())
-    return f"{folder}: {plural(count, 'image')} ({parts}), {plural(len(rows) - 1, 'caption')}"
+    return len(rows) - 1

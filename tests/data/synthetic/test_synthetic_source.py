@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,10 +136,29 @@ def test_every_split_has_images_and_only_an_empty_folder_is_written_to(tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_interrupted_write_leaves_no_captions(tmp_path: Path) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
+def test_interrupted_write_leaves_nothing_and_the_same_command_works_again(tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        if done == 2:
+            raise OSError("disk full")
 
     with console.on_progress(fail), pytest.raises(OSError, match="disk full"):
         synthetic.write_folder(tmp_path / "set", 5, image_size=32)
-    assert not (tmp_path / "set" / "captions.csv").exists()
+    assert not list((tmp_path / "set").iterdir())
+    assert "5 images" in synthetic.write_folder(tmp_path / "set", 5, image_size=32)
+
+
+def test_images_of_another_process_are_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find the folder empty, and one is faster."""
+    real = Path.mkdir
+
+    def after_another(path: Path, *arguments: Any, **options: Any) -> None:
+        real(path, parents=True)
+        (path / "train-000000.png").touch()
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", after_another)
+    with pytest.raises(FileExistsError):
+        synthetic.write_folder(tmp_path / "set", 5, image_size=32)
+    assert (tmp_path / "set" / "images" / "train-000000.png").exists()
