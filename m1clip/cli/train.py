@@ -225,9 +225,10 @@ def _train(
         console.tell_torchrun(str(stopped))
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
-        hint = "m1clip train --resume continues a run that had started"
-        console.print(f"{interrupted} outside of training; {hint}")
-        console.tell_torchrun(f"{interrupted} outside of training; {hint}")
+        hints = getattr(interrupted, "__notes__", ["no step was saved, so start it again"])
+        reason = f"{interrupted}; {'; '.join(hints)}"
+        console.print(reason)
+        console.tell_torchrun(reason)
         sys.exit(interrupted.exit_code)
     console.print(f"\n{SPLIT_DESCRIPTIONS[result.split]}\n\n{result.scores}\n")
     if preset == original.ORIGINAL_PRESET:

@@ -165,7 +165,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal arrived outside of a step, during data preparation or evaluation."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
+        name = "Ctrl-C" if signal_number == signal.SIGINT else f"signal {signal_number}"
+        super().__init__(f"stopped by {name}")
         self.number = signal_number
         self.exit_code = 128 + signal_number
 

@@ -43,7 +43,13 @@ from m1clip.resource_use import ResourceUse, energy_figures
 from m1clip.runlog import PREPARING, NoLog, RunLog, Sink, read_log
 from m1clip.schema import matches_schema
 from m1clip.training import loop, process
-from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
+from m1clip.training.checkpoint import (
+    TrainState,
+    load_latest,
+    restore,
+    saved_steps,
+    share_checkpoint,
+)
 from m1clip.training.context import RunContext
 from m1clip.training.decision import Dataset
 from m1clip.training.device_choice import drop_contradicted
@@ -259,13 +265,18 @@ class Session:
 def _open_session(folder: Path, ranks: Ranks, on_log: Sink | None) -> Iterator[Session]:
     """Lock a run folder, stop on signals, and report the progress of preparing in the folder."""
     is_first = ranks.rank == 0
-    with (
-        process.lock_run(folder) if is_first else contextlib.nullcontext(),
-        process.stop_on_signals() as stop,
-        console.progress_file(folder / PREPARING if is_first else None),
-        console.record_warnings() as warnings,
-    ):
-        yield Session(folder, stop, warnings, on_log)
+    try:
+        with (
+            process.lock_run(folder) if is_first else contextlib.nullcontext(),
+            process.stop_on_signals() as stop,
+            console.progress_file(folder / PREPARING if is_first else None),
+            console.record_warnings() as warnings,
+        ):
+            yield Session(folder, stop, warnings, on_log)
+    except process.Interrupted as interrupted:
+        if saved_steps(folder):
+            interrupted.add_note(f"continue with: m1clip train --resume {folder}")
+        raise
 
 
 @oom_as_user_error()

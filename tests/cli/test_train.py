@@ -1,11 +1,16 @@
 """The commands `m1clip demo` and `m1clip train`."""
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from small_run import exit_code
 
 from m1clip.cli import train
+from m1clip.training import run as runs
+from m1clip.training.distributed import Ranks
+from m1clip.training.process import Interrupted
 
 
 def test_demo_says_how_to_put_the_command_on_the_path(
@@ -24,3 +29,32 @@ def test_demo_says_how_to_put_the_command_on_the_path(
     command.touch()
     command.chmod(0o755)
     assert train._activation() == ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "hint"),
+    [
+        (False, "no step was saved, so start it again"),
+        (True, "continue with: m1clip train --resume RUN"),
+    ],
+)
+def test_signal_outside_of_a_step_says_whether_the_run_can_be_continued(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: bool,
+    hint: str,
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def interrupted(**_: object) -> None:
+        with runs._open_session(folder, Ranks(), None):
+            if saved:
+                (folder / "checkpoints" / "step-000003").mkdir(parents=True)
+            raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(runs, "train", interrupted)
+    assert exit_code("train", "synthetic") == 130
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"stopped by Ctrl-C; {hint.replace('RUN', str(folder))}"
