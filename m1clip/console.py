@@ -479,6 +479,16 @@ def on_stderr() -> Iterator[None]:
         handler.stream_name = before
 
 
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """Show on a terminal that results are on their way; programs that read them see nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with on_stderr(), progress(title):
+        yield
+
+
 def _output() -> Any:
     """Where messages are printed, below the proxy that Rich installs while bars are shown."""
     stream = getattr(sys, handler.stream_name)

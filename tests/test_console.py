@@ -407,7 +407,7 @@ def show_bar(*values):
     return add_bar(*values)
 console.handler.show_bar = show_bar
 console.BAR_SECONDS = 0.01
-with console.on_stderr(), console.progress("loading a model"):
+with console.waiting("loading a model"):
     assert shown.wait(100)
     print("a result")
 """
@@ -421,6 +421,15 @@ def test_work_without_a_count_is_shown_on_a_terminal_and_results_stay_on_standar
         printed = on_terminal(UNCOUNTED_PROGRAM, file.fileno())
     assert "loading a model" in printed
     assert (tmp_path / "results.txt").read_text() == "a result\n"
+
+
+def test_waiting_for_results_prints_nothing_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "progress", lambda title: pytest.fail("no terminal"))
+    with console.waiting("loading a model"):
+        print("a result")
+    assert capsys.readouterr() == ("a result\n", "")
 
 
 def test_bars_are_shown_on_a_terminal_only() -> None:

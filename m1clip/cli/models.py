@@ -188,7 +188,7 @@ def classify(
         from m1clip.model.named import default_model
 
         model = default_model()
-    with console.on_stderr(), console.progress("loading the model"):
+    with console.waiting("loading the model"):
         loaded = load(model)
     answers = []
     problems = []

@@ -243,7 +243,7 @@ def search(
     opened = Index(folder, model)
     if folder is None:
         _mention_index(opened.root, "--index chooses another")
-    with console.on_stderr(), console.progress("searching"):  # loads the model
+    with console.waiting("searching"):  # loads the model
         results = opened.search(
             text, k, like=like, exclude=exclude, where=where, collapse=not copies
         )
