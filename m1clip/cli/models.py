@@ -264,7 +264,7 @@ def _print_ranking(path: Path | None, ranking: list[tuple[str, float]]) -> None:
         print(f"{100 * probability:5.1f}%  {one_line(name)}")
 
 
-@app.command(group=MODELS, sort_key=4, usage="Usage: m1clip export MODEL --to FORMAT [OPTIONS]")
+@app.command(group=MODELS, sort_key=4, usage="Usage: m1clip export MODEL [--to FORMAT] [OPTIONS]")
 def export(
     model: Path,
     /,

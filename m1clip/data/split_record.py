@@ -77,7 +77,8 @@ def keep_splits(source: Source, record: Record) -> Counter[str]:
 def run_of(model: str | Path) -> Path | None:
     """The run that a path names, or that has the model folder which it names."""
     path = Path(model)
-    return next((run for run in (path, path.parent) if (run / "config.toml").is_file()), None)
+    folders = (path, path.parent) if path.is_dir() else (path,)  # a name is in no folder
+    return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
 def recorded_splits(model: str | Path, names: Sequence[str]) -> Record:

@@ -8,7 +8,7 @@ from image_sets import image
 from small_run import exit_code, run_small
 
 from m1clip.data.sources import open_source, open_sources
-from m1clip.data.split_record import keep_splits, read_splits, write_splits
+from m1clip.data.split_record import keep_splits, read_splits, run_of, write_splits
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -89,6 +89,18 @@ def test_damaged_record_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / SPLITS_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"splits\.json: damaged; if you delete it"):
         read_splits(tmp_path)
+
+
+def test_run_of_a_model_is_the_folder_that_contains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").touch()
+    assert run_of(tmp_path / "run") == run_of(tmp_path / "run" / "best") == tmp_path / "run"
+    assert run_of(tmp_path / "other") is None
+    monkeypatch.chdir(tmp_path / "run")
+    assert run_of("general") is None, "a model with a name is not in the current folder"
+    assert run_of("best") == Path()
 
 
 @pytest.fixture
