@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from m1clip import console
 from m1clip.cli.app import MACHINE, Flag, app
 from m1clip.cli.options import with_settings
 from m1clip.config import COMMON, DataConfig, OptimizerName
@@ -225,7 +226,8 @@ def plan(
     from m1clip.bench.plan import make_plan, plan_text
     from m1clip.training.distributed import connect
 
-    run_plan = make_plan(settings, images or DataConfig.synthetic_images, ranks, bandwidth)
+    with console.waiting("measuring this machine"):
+        run_plan = make_plan(settings, images or DataConfig.synthetic_images, ranks, bandwidth)
     if connect().rank == 0:
         _print_json(run_plan) if json else print(plan_text(run_plan))
 
@@ -234,7 +236,6 @@ def _plan_run(
     options: dict[str, Any], without_data: dict[str, Any], save: Path | None, json: bool
 ) -> None:
     """Decide a run on data, and print it; `without_data` are options that do not apply here."""
-    from m1clip import console
     from m1clip.config import to_dict
     from m1clip.io import write_text
     from m1clip.training.run import plan as plan_run
@@ -274,7 +275,8 @@ def _print_sizes(settings: dict[str, Any], json: bool) -> None:
     batch_size = settings.get("batch_size") or SIZE_BATCH
     if not isinstance(batch_size, int) or not 2 <= batch_size <= 65_536:
         raise UserError(f"--batch-size must be a number from 2 to 65536 here, not {batch_size}")
-    rows = list_sizes(batch_size=batch_size)
+    with console.waiting("measuring this machine"):
+        rows = list_sizes(batch_size=batch_size)
     if json:
         _print_json({"batch_size": batch_size, "sizes": as_json(rows)})
     else:

@@ -16,6 +16,7 @@ MATCH_WEIGHTS = (-4.5, 0.89)
 CUTOFF = 0.5  # results below it do not count as matches
 # Results above it are listed if there is no match: on validation, half of the top ones are correct.
 UNSURE = 0.2
+LAST_MODEL = "model"  # folder of a run with the model of its last step
 MAX_ANCESTORS = 8  # of a model: each was adapted from another, or exported
 
 # (dim,) mean and (dim, dim) covariance of the library's vectors.
@@ -39,13 +40,14 @@ def zscore(scores: np.ndarray, reference: np.ndarray, library_stats: LibraryStat
 def has_probabilities(model: str | Path, steps: int = MAX_ANCESTORS) -> bool:
     """Whether the weights hold for a model: for general, its exports, and heads adapted from it.
 
-    Adapting keeps the z-scores (docs/lab-search.md); other training does not.
+    The best model of a run keeps the z-scores; the last one may have been trained for too long
+    (docs/lab-search.md).
     """
     if boxed_name(model) == GENERAL:
         return True
     source = exported_from(model)
     run = run_of(model)
-    if source is None and run is not None:
+    if source is None and run is not None and Path(model).name != LAST_MODEL:
         try:
             transfer = load_config(run / "config.toml").transfer
         except UserError:

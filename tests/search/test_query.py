@@ -352,6 +352,7 @@ def test_probabilities_hold_for_heads_that_were_adapted_from_general(
         (tmp_path / run / "config.toml").write_text("\n".join(["[transfer]", *lines]))
     assert match.has_probabilities("first")
     assert match.has_probabilities("run/best") is is_known
+    assert not match.has_probabilities("run/model"), "it may have been trained for too long"
     (tmp_path / "run" / "config.toml").write_text("[transfer")
     assert not match.has_probabilities("run"), "a damaged config"
 
