@@ -57,12 +57,17 @@ def run_m1clip(
     words += [] if cached else ["--cache", "off", "--workers", options.workers]
     words += options.options
     variables = variables_for(sys.executable)
+    working_folder = None
     if side == BEFORE:
+        working_folder = folder  # python -m takes the package of a checkout that it is started in
         own_tree = str(Path(__file__).resolve().parents[1])
         rest = [path for path in variables.get("PYTHONPATH", "").split(":") if path != own_tree]
         variables["PYTHONPATH"] = ":".join([str(options.before.resolve()), *rest])
     seconds, output = timed(
-        [sys.executable, "-m", "m1clip", "train", *words], folder / "m1clip.txt", variables
+        [sys.executable, "-m", "m1clip", "train", *words],
+        folder / "m1clip.txt",
+        variables,
+        working_folder,
     )
     log = [json.loads(line) for line in (out / "run.jsonl").read_text().splitlines()]
     steps = [record for record in log if record["kind"] == "step"]
@@ -136,7 +141,9 @@ def run_open_clip(options: argparse.Namespace, photos: Path, folder: Path) -> di
     }
 
 
-def timed(command: list[Any], log: Path, variables: dict[str, str]) -> tuple[float, str]:
+def timed(
+    command: list[Any], log: Path, variables: dict[str, str], working_folder: Path | None = None
+) -> tuple[float, str]:
     """Seconds of a command, and its output."""
     begin = time.perf_counter()
     with log.open("w+", encoding="utf-8") as file:
@@ -145,7 +152,7 @@ def timed(command: list[Any], log: Path, variables: dict[str, str]) -> tuple[flo
             stdout=file,
             stderr=subprocess.STDOUT,
             env=variables,
-            cwd=log.parent,  # not in a checkout, which python -m would take first
+            cwd=working_folder,
             check=False,
         ).returncode
         file.seek(0)
@@ -187,7 +194,7 @@ def main() -> None:
     sides = [*options.sides, *([BEFORE] if options.before else [])]
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as temporary:
-        photos = options.photos or Path(temporary) / "photos"
+        photos = (options.photos or Path(temporary) / "photos").resolve()
         write_set(photos, options.images, max(20, options.images // 48))
         for turn in range(options.rounds):
             for side in sides[:: -1 if turn % 2 else 1]:

@@ -1,13 +1,15 @@
 #!/bin/bash
-# What docs/scale.md and docs/benchmarks.md need from a machine with one GPU and 16 cores, in about nine minutes.
+# What docs/lab-scale.md and docs/benchmarks.md need from a machine with one GPU and 16 cores, in about nine minutes.
 #
-#     OUT=results bash benchmarks/scale_device.sh [PARTS]     # PARTS: decode end ranks cuda batch; default: all
+#     OUT=results bash benchmarks/scale_device.sh [PARTS]     # PARTS: decode end batch; default: all
+#     BEFORE=checkout OUT=results bash benchmarks/scale_device.sh end     # beside another checkout, in turn
 #
-# Each part has a time limit, and prints what it found; the files are written to $OUT.
+# Each part has a time limit, and prints what it measured; the files are written to $OUT. COMMIT: of a tree without its
+# history. Ranks: ranks_device.sh.
 set -u
 OUT=${OUT:?a folder for the results}
 PHOTOS=${PHOTOS:-/tmp/m1clip-photos}
-PARTS=${*:-decode end ranks cuda batch}
+PARTS=${*:-decode end batch}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PEERS=${PEERS:-$(command -v python)} PEER_SOURCE=${PEER_SOURCE:-$PYTHONPATH}
@@ -29,16 +31,12 @@ if has decode; then
   run 110 decoding python benchmarks/decoding.py --images 24000 --photos "$PHOTOS" --workers 16 --json "$OUT/decoding.json"
 fi
 if has end; then
-  run 130 end_to_end python benchmarks/end_to_end.py --device cuda --workers 16 --photos "$PHOTOS" --sides m1clip "m1clip, no cache" --json "$OUT/end_to_end.json"
+  if [ -n "${BEFORE:-}" ]; then
+    run 170 in_turn python benchmarks/end_to_end.py --device cuda --photos "$PHOTOS" --sides m1clip --before "$BEFORE" --rounds 2 --json "$OUT/end_to_end_in_turn.json"
+  else
+    run 130 end_to_end python benchmarks/end_to_end.py --device cuda --workers 16 --photos "$PHOTOS" --sides m1clip "m1clip, no cache" --json "$OUT/end_to_end.json"
+  fi
   run 120 end_to_end_peer python benchmarks/end_to_end.py --device cuda --workers 16 --photos "$PHOTOS" --sides open_clip --json "$OUT/end_to_end_peer.json"
-fi
-if has cuda; then
-  run 70 ranks_cuda python benchmarks/ranks.py --device cuda --ranks 1 --model ViT-B-32 --batch-size 256 --steps 8 --rounds 1 --wrapped --json "$OUT/ranks_cuda.json"
-fi
-if has ranks; then
-  run 75 ranks_tiny python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --trace "$OUT/trace.json" --json "$OUT/ranks_tiny.json"
-  run 45 independent python benchmarks/ranks.py --independent --ranks 1 4 --cores 4 --model tiny --batch-size 64 --steps 6 --rounds 1 --json "$OUT/ranks_independent.json"
-  run 75 ranks_vit python benchmarks/ranks.py --ranks 1 2 4 --cores 4 --model ViT-B-32 --batch-size 16 --steps 4 --rounds 1 --json "$OUT/ranks_vit.json"
 fi
 if has batch; then
   run 100 batch python benchmarks/batch_default.py --photos "$PHOTOS" --json "$OUT/batch_default.json"
