@@ -698,7 +698,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.toml"
     try:
-        return tomllib.loads(read_small(path).decode("utf-8"))
+        text = read_small(path).decode("utf-8")
+        if not text.strip():  # as after a crash of the system; it would mean all defaults
+            raise UserError(f"{path}: is empty; remove it, or write settings into it")
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:

@@ -279,6 +279,14 @@ def read_small(path: str | Path, limit: int = SMALL, inside: str | Path | None =
         return _read_up_to(file, limit, path)
 
 
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON from a file that may be damaged; ValueError also for one that is nested deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_beneath(folder: str | Path, name: str, limit: int = SMALL) -> bytes:
     """Read a regular file below a folder without following any link (see `open_beneath`)."""
     path = os.path.join(folder, name)

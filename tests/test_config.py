@@ -235,10 +235,12 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("seed = = 3")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.toml").write_text("\n")  # all settings by default is not what was meant
     for name, words in (
         ("none.toml", "no such config file"),
         ("broken.toml", "not a TOML"),
         ("binary.toml", "not a TOML"),
+        ("empty.toml", "is empty; remove it"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             load_config(tmp_path / name)

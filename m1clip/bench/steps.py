@@ -19,7 +19,7 @@ from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.device import Kind, Precision
 from m1clip.hardware.machine_info import MachineInfo
 from m1clip.hardware.timing import Timing
-from m1clip.io import read_small, user_cache, write_json
+from m1clip.io import parse_json, read_small, user_cache, write_json
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import CLIPConfig, clip_config, flops_per_pair, preset, with_fields
 from m1clip.optimizers import DEFAULT_OPTIMIZER
@@ -262,7 +262,7 @@ def save_measured(
 def load_measured(facts: MachineInfo, folder: Path | None = None) -> list[Result]:
     """The steps measured on this machine with this torch version."""
     try:
-        values = json.loads(read_small(_path(facts, folder), 2**26))
+        values = parse_json(read_small(_path(facts, folder), 2**26))
         return [_result(**value) for value in values]
     except (OSError, ValueError, TypeError):
         return []

@@ -27,7 +27,7 @@ from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
 from m1clip.formatting import plural
 from m1clip.hardware.machine_info import usable_cpus
-from m1clip.io import PARTIAL, read_small, remove_leftovers, write_bytes, write_json
+from m1clip.io import PARTIAL, parse_json, read_small, remove_leftovers, write_bytes, write_json
 
 # Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
 KEPT = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -202,7 +202,7 @@ def _write_in_processes(
 def _is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether an interrupted pack of the same data with the same settings wrote this folder."""
     try:
-        return bool(json.loads(read_small(folder / UNFINISHED)) == settings)
+        return bool(parse_json(read_small(folder / UNFINISHED)) == settings)
     except (OSError, ValueError):
         return False
 

@@ -5,7 +5,6 @@ Everything measured is read from the run's log; docs/findings.md discusses the d
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from m1clip.epochs import val_batch_accuracy
 from m1clip.formatting import duration, percent, size, table
-from m1clip.io import read_small, write_json
+from m1clip.io import parse_json, read_small, write_json
 from m1clip.runlog import Record, read_log
 
 ORIGINAL_PRESET = "original"  # of `m1clip train --preset`
@@ -199,7 +198,7 @@ def write_comparison(run: Path) -> str:
 def _machine_of(run: Path) -> Any:
     """What the run wrote about its machine; None if that file is damaged."""
     try:
-        return json.loads(read_small(run / "environment.json")).get("facts")
+        return parse_json(read_small(run / "environment.json")).get("facts")
     except (OSError, ValueError, AttributeError):
         return None
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import os
 import sys
 import time
@@ -34,7 +33,7 @@ from m1clip.hardware.timing import timing
 from m1clip.inference import load
 from m1clip.inference.features import SplitFeatures
 from m1clip.inference.model import Model
-from m1clip.io import read_small, remove_leftovers, write_json, write_text
+from m1clip.io import parse_json, read_small, remove_leftovers, write_json, write_text
 from m1clip.model.clip import CLIP, empty_clip
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained.packages import installed
@@ -228,7 +227,7 @@ def resume(
 def _promised_minutes(folder: Path) -> float | None:
     """The --minutes of a run that is resumed; None if it was not started with them."""
     try:
-        minutes = json.loads(read_small(folder / "environment.json")).get("minutes")
+        minutes = parse_json(read_small(folder / "environment.json")).get("minutes")
     except (OSError, ValueError, AttributeError):
         return None
     return float(minutes) if matches_schema(minutes, float) and minutes > 0 else None
@@ -245,7 +244,7 @@ def started_before(run: str | Path | None, name: str) -> Path | None:
         )
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            same = json.loads(read_small(folder / "environment.json")).get("command") == sys.argv
+            same = parse_json(read_small(folder / "environment.json")).get("command") == sys.argv
             if same and (folder / "config.toml").is_file():
                 return folder
     return None
@@ -537,7 +536,7 @@ def _write_run_files(spec: RunSpec, inputs: RunInputs, folder: Path, minutes: fl
 
 def _check_same_data(inputs: RunInputs, folder: Path) -> None:
     try:
-        recorded = json.loads(read_small(folder / "environment.json")).get("data")
+        recorded = parse_json(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
         recorded = None
     if recorded != _fingerprint(inputs):

@@ -28,6 +28,7 @@ from m1clip.errors import UserError
 from m1clip.inference import load
 from m1clip.losses.registry import DEFAULT_LOSS, LOSSES
 from m1clip.runlog import read_log
+from m1clip.training import run as run_module
 from m1clip.training.run import train_config
 from m1clip.training.spec import read_spec
 from m1clip.training.workbench import check_training_data
@@ -265,3 +266,17 @@ def test_run_that_gains_nothing_says_that_the_initial_model_is_unchanged(tmp_pat
     (line,) = (line for line in printed.splitlines() if line.startswith("best "))
     assert line.startswith("best       step 0: validation ")
     assert f"did not improve on the start: {start} is unchanged; more captions may help" in line
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[" * 5000, "null", '{"minutes": [', '{"minutes": "many"}']
+)
+def test_damaged_environment_of_a_run_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    """One that was nested deeply ended in a traceback."""
+    (tmp_path / "environment.json").write_text(content)
+    (tmp_path / "config.toml").touch()
+    assert run_module._promised_minutes(tmp_path) is None
+    monkeypatch.setattr(run_module, "launched", lambda: True)
+    assert run_module.started_before(tmp_path, "x") is None
