@@ -75,6 +75,8 @@ def test_processes_pay_only_for_many_images() -> None:
     assert decode_processes(300, 16) == 0
     assert decode_processes(24_000, 1) == 0
     assert decode_processes(600, 16) == 4
+    assert decode_processes(decode_pool.FEWEST_ITEMS, 2) == 2
+    assert decode_processes(decode_pool.FEWEST_ITEMS - 1, 2) == 0
     assert decode_processes(24_000, 16) == 16
 
 
@@ -101,6 +103,25 @@ def test_processes_decode_in_order_what_threads_decode(
     assert {index: reason.split(":")[0] for index, reason in bad.items()} == dict.fromkeys(
         (7, 70), "truncated"
     )
+
+
+def test_more_blocks_than_are_in_work_at_a_time_are_all_done_in_order(refs: list[ImageRef]) -> None:
+    """At the end of a long list, no item may be left."""
+    items = [refs[number % 5] for number in range(11)]  # the last block is not full
+    work = decoding.DecodeSquare(SIDE, "shortest")
+    reports = list(decode_pool.reports_in_order(work, items, 1, 60.0, block=2))
+    assert [len(block) for block in reports] == [2, 2, 2, 2, 2, 1]
+    assert all(reason is None for block in reports for reason in block)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists open files on Linux")
+def test_memory_for_rows_is_given_back(refs: list[ImageRef]) -> None:
+    work = decoding.DecodeSquare(SIDE, "shortest")
+    before = len(os.listdir("/proc/self/fd"))
+    for _, rows in decode_pool.decode_in_order(work, refs[:3], 1, (SIDE, SIDE, 3), 60.0):
+        assert rows.shape == (3, SIDE, SIDE, 3)
+    del rows
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def fill_cache(folder: Path, refs: list[ImageRef], processes: int) -> tuple[np.ndarray, set[int]]:
@@ -301,11 +322,14 @@ def test_full_disk_found_by_a_process_is_a_one_line_error(
 
 def test_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_pool, "PROGRAM", "raise SystemExit(3)")
+    attempts: list[str] = []
+    work = decoding.DecodeSquare(SIDE, "shortest")
     with (
-        DecodePool(decoding.DecodeSquare(SIDE, "shortest"), 1, 60.0) as pool,
+        DecodePool(work, 1, 60.0, on_restart=attempts.append) as pool,
         pytest.raises(UserError, match=r"cannot be started \(exit code 3\)"),
     ):
         pool.next_done()
+    assert len(attempts) == decode_pool.MAX_KILLS
 
 
 def test_processes_end_with_a_killed_parent(tmp_path: Path, refs: list[ImageRef]) -> None:

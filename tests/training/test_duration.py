@@ -122,6 +122,18 @@ def test_a_run_that_is_extended_on_its_last_planned_step_goes_on() -> None:
     assert [step for step in range(1, 31) if plan.evaluates(step)] == [5, 10, 30]
 
 
+@pytest.mark.parametrize("last", [1, 7])
+def test_last_step_of_a_plan_is_evaluated_and_logged_although_the_run_went_on(last: int) -> None:
+    """A repeated run does what the run did that did not know of its correction."""
+    plan = plan_of((0, last), eval_every=0).corrected(last, 9 * last)
+    assert [step for step in range(1, 9 * last + 1) if plan.evaluates(step)] == [last, 9 * last]
+    assert plan.logs(last)
+
+
+def test_schedule_of_a_single_step_is_done_after_it() -> None:
+    assert [plan_of((0, 1)).fraction(step) for step in (0, 1)] == [0, 1]
+
+
 @given(
     seconds=st.floats(20, 500),
     every=st.integers(1, 60),

@@ -103,15 +103,13 @@ def test_gradients_are_summed_in_every_step_whichever_rank_is_first() -> None:
 
 
 def test_rank_that_ended_is_noticed_at_once() -> None:
-    first, second = pair()
+    first, second = pair()  # whose timeout would be another error
     second.post(host_ranks.TOGETHER)
     for peer in second._peers.values():
         peer.close()
     first.wait(host_ranks.TOGETHER, 1)  # it arrived before it ended
-    begin = time.monotonic()
     with pytest.raises(RuntimeError, match="connection closed by rank 1"):
         first.wait(host_ranks.TOGETHER, 2)
-    assert time.monotonic() - begin < 5
 
 
 def test_rank_that_hangs_is_noticed_after_the_timeout() -> None:
