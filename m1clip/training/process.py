@@ -32,6 +32,7 @@ from m1clip.system import HANGUP, STOP_SIGNALS, lock_file, lock_with_children
 
 OUTPUT = "train.log"  # of a background run
 ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
+STOPPING = "\r\nstopping after this step; Ctrl-C again ends at once, without a checkpoint\n"
 WRITTEN_BEFORE_CONFIG = ("tokenizer.json", "environment.json", SPLITS_FILE)  # by a run that begins
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
@@ -217,6 +218,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(signal_number, usual)
         if request.interrupts:
             raise Interrupted(number)
+        if number == signal.SIGINT:
+            _say_that_a_step_ends()
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     if before.get(HANGUP) == signal.SIG_IGN:  # started with nohup: ignore a closed terminal
@@ -228,6 +231,13 @@ def stop_on_signals() -> Iterator[StopRequest]:
     finally:
         for number, usual in before.items():
             signal.signal(number, usual)
+
+
+def _say_that_a_step_ends() -> None:
+    """On a terminal, answer Ctrl-C at once: a step may take seconds, and a second one saves nothing."""
+    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty():
+        # Not through `sys.stderr`, in which the signal may have interrupted a write.
+        os.write(sys.stderr.fileno(), STOPPING.encode())
 
 
 def start_in_background(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -173,6 +174,31 @@ def test_signal_waits_for_the_step_and_a_second_has_its_default_effect() -> None
         with pytest.raises(Interrupted), stop_request.interrupting():
             pytest.fail("the block must not start")
         assert signal.getsignal(signal.SIGINT) is usual
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "on_terminal", "is_answered"),
+    [
+        (signal.SIGINT, "0", True, True),
+        (signal.SIGINT, "1", True, False),
+        (signal.SIGINT, "0", False, False),
+        (signal.SIGTERM, "0", True, False),
+    ],
+)
+def test_ctrl_c_in_a_step_is_answered_at_once_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, number: int, rank: str, on_terminal: bool, is_answered: bool
+) -> None:
+    main, terminal = pty.openpty()
+    reader, writer = os.pipe()
+    monkeypatch.setenv("RANK", rank)
+    with os.fdopen(terminal if on_terminal else writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with stop_on_signals() as stop_request, stop_request.interrupting(False):
+            os.kill(os.getpid(), number)
+            os.write(stream.fileno(), b"end")
+        printed = os.read(main if on_terminal else reader, 4096).decode()
+    assert stop_request.signal == number
+    assert ("stopping after this step; Ctrl-C again" in printed) is is_answered
 
 
 def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
