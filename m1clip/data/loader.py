@@ -385,7 +385,7 @@ def _in_this_process(
                     coming.append(thread.submit(data.__getitem__, step + AHEAD))
                 yield batch
         finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown(cancel_futures=True)
 
 
 def _decoded_ahead(

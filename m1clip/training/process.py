@@ -120,7 +120,10 @@ def _open_locked(folder: Path) -> int:
     with _locking:  # two threads must not open the file at the same time: see `holds_lock`
         if holds_lock(folder):
             raise _in_use(folder, str(os.getpid()))
-        handle = open_for_write(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+        path = folder / RUN_LOCK
+        if path.exists() and not path.is_file():  # such as a FIFO in the folder of a stranger
+            raise UserError(f"{path}: not a regular file; delete it")
+        handle = open_for_write(path, os.O_RDWR | os.O_CREAT)
         try:
             _lock_handle(handle, folder)
         except BaseException:

@@ -535,15 +535,19 @@ def _write_run_files(spec: RunSpec, inputs: RunInputs, folder: Path, minutes: fl
 
 
 def _check_same_data(inputs: RunInputs, folder: Path) -> None:
+    path = folder / "environment.json"
+    restart = f"start a new run with --config {folder / 'config.toml'}"
     try:
-        recorded = parse_json(read_small(folder / "environment.json")).get("data")
-    except (OSError, ValueError, AttributeError):
-        recorded = None
+        recorded = parse_json(read_small(path))["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path}: missing or damaged, so whether the training data is still the same cannot be"
+            f" checked; restore the file, or {restart}"
+        ) from None
     if recorded != _fingerprint(inputs):
         raise UserError(
             f"{folder}: the training data has changed since the run started, so it cannot be"
-            " continued exactly; restore the data, or start a new run with --config"
-            f" {folder / 'config.toml'}"
+            f" continued exactly; restore the data, or {restart}"
         )
 
 

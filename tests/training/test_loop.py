@@ -147,6 +147,10 @@ def test_resume_with_changed_data_or_without_a_run_is_rejected(tmp_path: Path) -
     for folder, message in ((run, "the training data has changed"), (tmp_path, "not a run folder")):
         with pytest.raises(UserError, match=message):
             resume_quietly(folder)
+    for damage in ("", "[" * 5000, "null", "{}"):
+        (run / "environment.json").write_text(damage)
+        with pytest.raises(UserError, match=r"environment\.json: missing or damaged, so whether"):
+            resume_quietly(run)
 
 
 def test_resume_removes_partial_snapshot_files(

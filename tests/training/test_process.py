@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +370,13 @@ def test_lock_holds_within_a_process_and_when_its_owner_is_read(tmp_path: Path) 
         assert "held" not in refused.stdout
     with lock_run(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_lock_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / RUN_LOCK)
+    with pytest.raises(UserError, match=r"run\.lock: not a regular file; delete it"):
+        lock_run(tmp_path).__enter__()
 
 
 def test_lock_file_that_its_holder_deleted_protects_nothing(
