@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -408,83 +408,114 @@ _IS_FILE_NAME = re.compile(
 )
 
 
+Location = tuple[Entry, int]  # a sample, and the number of one of its captions
+
+
 def check_captions(
     entries: Sequence[Entry], context_length: int, class_captions: bool
 ) -> list[Finding]:
     """File names and labels as captions, repeated, shared and truncated captions."""
-    tokenizer, limit = BpeTokenizer(), context_length - 2  # start and end tokens
-    file_names, repeated, overlong, short = (list[tuple[Entry, int]]() for _ in range(4))
-    cut = 0
-    images: dict[str, set[str]] = defaultdict(set)  # of each caption
+    images_of: dict[str, set[str]] = defaultdict(set)  # ids of the images with a caption
+    for entry in entries:
+        for text in entry.sample.captions:
+            images_of[_normalized(text)].add(entry.sample.id)
+    findings = [
+        *_file_name_captions(entries),
+        *_repeated_captions(entries),
+        *_overlong_captions(entries, context_length),
+    ]
+    if class_captions:
+        classes = plural(len(images_of), "class name")
+        message = f"images whose captions are made from {classes} (this is classification)"
+        return [*findings, Finding("labels", "info", len(entries), message)]
+    return [
+        *findings,
+        *_label_captions(entries, len(images_of)),
+        *_shared_captions(entries, images_of),
+    ]
+
+
+def _normalized(caption: str) -> str:
+    """Equal for captions that say the same."""
+    return caption.casefold().strip(" .")
+
+
+def _locations(entries: Sequence[Entry]) -> Iterator[tuple[Location, str]]:
+    """All captions, with where they are."""
+    for entry in entries:
+        for number, text in enumerate(entry.sample.captions):
+            yield (entry, number), text
+
+
+def _names(locations: Sequence[Location]) -> list[str]:
+    return [entry.caption_name(number) for entry, number in locations]
+
+
+def _file_name_captions(entries: Sequence[Entry]) -> list[Finding]:
+    file_names = [where for where, text in _locations(entries) if _IS_FILE_NAME.search(text)]
+    message = "captions that are file names or URLs"
+    hint = "replace file names and URLs with descriptions"
+    return finding("file-name", "warning", message, hint, _names(file_names))
+
+
+def _repeated_captions(entries: Sequence[Entry]) -> list[Finding]:
+    repeated: list[Location] = []
     for entry in entries:
         earlier: set[str] = set()
         for number, text in enumerate(entry.sample.captions):
-            key, location = text.casefold().strip(" ."), (entry, number)
-            if _IS_FILE_NAME.search(text):
-                file_names.append(location)
-            if key in earlier:
-                repeated.append(location)
-            if len(text.split()) <= LABEL_WORDS:
-                short.append(location)
-            # A token has at least one byte.
-            if len(text.encode()) > limit and (tokens := len(tokenizer.encode(text))) > limit:
-                cut += tokens - limit
-                overlong.append(location)
-            earlier.add(key)
-            images[key].add(entry.sample.id)
-
-    def names(texts: Sequence[tuple[Entry, int]]) -> list[str]:
-        return [entry.caption_name(number) for entry, number in texts]
-
-    message = "captions that are file names or URLs"
-    findings = finding(
-        "file-name",
-        "warning",
-        message,
-        "replace file names and URLs with descriptions",
-        names(file_names),
-    )
+            if _normalized(text) in earlier:
+                repeated.append((entry, number))
+            earlier.add(_normalized(text))
     message = "captions that repeat another one of their image"
-    findings += finding(
-        "duplicate-caption", "warning", message, f"remove {message}", names(repeated)
-    )
+    return finding("duplicate-caption", "warning", message, f"remove {message}", _names(repeated))
+
+
+def _overlong_captions(entries: Sequence[Entry], context_length: int) -> list[Finding]:
+    """Captions of which training sees the beginning only."""
+    tokenizer = BpeTokenizer()
+    limit = context_length - 2  # start and end tokens
+    overlong: list[Location] = []
+    cut = 0
+    for where, text in _locations(entries):
+        if len(text.encode()) <= limit:  # a token has at least one byte
+            continue
+        tokens = len(tokenizer.encode(text))
+        if tokens > limit:
+            cut += tokens - limit
+            overlong.append(where)
     message = f"captions over {limit} tokens ({plural(cut, 'token')} cut off)"
-    findings += finding(
-        "overlong",
-        "warning",
-        message,
-        "shorten long captions, or use a larger context length",
-        names(overlong),
-    )
-    if class_captions:
-        message = (
-            f"images whose captions are made from {plural(len(images), 'class name')} (this is"
-            " classification)"
-        )
-        return [*findings, Finding("labels", "info", len(entries), message)]
+    hint = "shorten long captions, or use a larger context length"
+    return finding("overlong", "warning", message, hint, _names(overlong))
+
+
+def _label_captions(entries: Sequence[Entry], different: int) -> list[Finding]:
+    """One finding if most captions are labels; `different` is the number of distinct captions."""
     captions = sum(len(entry.sample.captions) for entry in entries)
-    if len(short) > _MANY * captions or (
-        len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)
-    ):
-        message = (
-            f"captions that are only labels ({len(images):,} different ones for"
-            f" {plural(len(entries), 'image')})"
-        )
-        hint = (
-            "describe each image instead of naming it; or use class folders, whose names become"
-            " sentences"
-        )
-        examples = tuple(names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
-        findings.append(
-            Finding("labels", "warning", len(short) or captions, message, hint, examples)
-        )
+    short = [where for where, text in _locations(entries) if len(text.split()) <= LABEL_WORDS]
+    are_short = len(short) > _MANY * captions
+    are_few = len(entries) >= 50 and different < _FEW_DISTINCT * len(entries)
+    if not (are_short or are_few):
+        return []
+    images = plural(len(entries), "image")
+    message = f"captions that are only labels ({different:,} different ones for {images})"
+    hint = (
+        "describe each image instead of naming it; or use class folders, whose names become"
+        " sentences"
+    )
+    examples = tuple(_names(short[:EXAMPLES_IN_JSON] or [(entries[0], 0)]))
+    return [Finding("labels", "warning", len(short) or captions, message, hint, examples)]
+
+
+def _shared_captions(entries: Sequence[Entry], images_of: Mapping[str, set[str]]) -> list[Finding]:
+    """Captions of more than one image, the most frequent first."""
     shared = sorted(
-        (text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text])
+        (text for text, images in images_of.items() if len(images) > 1),
+        key=lambda text: -len(images_of[text]),
     )
-    fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
-    shown = [f"{plural(len(images[text]), 'image')}: {text[:80]}" for text in shared]
+    images = {id_ for text in shared for id_ in images_of[text]}
+    fraction = len(images) / max(len(entries), 1)
+    shown = [f"{plural(len(images_of[text]), 'image')}: {text[:80]}" for text in shared]
     severity: Severity = "warning" if fraction > _MANY else "info"
+    message = "captions of more than one image"
     hint = "write captions that distinguish the images"
-    return findings + finding(
-        "shared-caption", severity, "captions of more than one image", hint, shown
-    )
+    return finding("shared-caption", severity, message, hint, shown)
