@@ -15,6 +15,7 @@ from m1clip.export.coreml import ProgramEncoder, write_coreml
 from m1clip.export.onnx import Layout, write_combined, write_graphs, write_onnx
 from m1clip.export.parity import (
     PROGRAM_IMAGES,
+    Examples,
     Runtime,
     compare,
     folder_bytes,
@@ -140,51 +141,23 @@ def export(
         raise UserError(
             f"export takes the path of a run or a model folder, not {type(model).__name__}"
         )
+    _check_format(to, precision)
     path = Path(model)
-    if to not in WRITERS:
-        raise UserError(
-            f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})"
-        )
-    if precision not in get_args(Precision):
-        raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
     name = model_name(path)
     # A model with a name is exported to the current folder, not into the cache that contains it.
     shown_path = path if name is None else Path(Path(name).name)
     folder = default_folder(shown_path, to, precision) if out is None else Path(out)
-    if precision != "fp32" and to not in ONNX_TARGETS:
-        raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
     original = Model(TorchEncoder(saved.build(), saved.tokenizer, saved.preprocess, "fp32"))
     examples = open_examples(path, data, original)
 
-    ending = TRANSFORMERS_JS_TYPES[precision].ending if to == "transformers.js" else ""
-
     def check(partial: Path) -> None:
+        """Convert to the precision, and compare with the original."""
         runtimes = {"torch": Runtime(original, folder_bytes(Path(saved.where)))}
         if precision != "fp32":
-            full = OnnxEncoder(partial)
-            runtimes["onnx fp32"] = Runtime(Model(full), folder_bytes(partial))
-            pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
-            full.pixels(pixels[:1])  # opens the graph, which is then converted in place
-            for note in quantize(partial, precision, full, pixels, ending):
-                console.print(f"note       {note}")
-        name = to if precision == "fp32" else f"{to} {precision}"
-        size_bytes = folder_bytes(partial)
-        if to == "transformers.js":
-            _write_pipeline_files(partial, precision)
-        if to == "coreml":
-            # Core ML runs on Apple computers only: what the packages were converted from is
-            # compared.
-            program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
-            exported = Runtime(
-                program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False
-            )
-        elif is_onnx_folder(partial):
-            graph = partial / read_settings(partial)["image_graph"]
-            exported = Runtime(load(partial), size_bytes, own_inputs=True, graph=graph)
-        else:
-            exported = Runtime(load(partial, precision="fp32"), size_bytes)
-        runtimes[name] = exported
+            runtimes["onnx fp32"] = _quantize(partial, to, precision, examples)
+        exported = _exported_runtime(partial, to, precision, saved)
+        runtimes[to if precision == "fp32" else f"{to} {precision}"] = exported
         console.print("comparing  with the original")
         # Where the program crops differently, the vectors differ too: recall decides.
         same = exported.model.preprocess.resize == saved.preprocess.resize
@@ -201,6 +174,45 @@ def export(
 
     convert(saved, to, folder, check)
     return folder
+
+
+def _check_format(to: Target, precision: Precision) -> None:
+    """Raise UserError for an unknown format or precision, or for two that do not fit."""
+    if to not in WRITERS:
+        raise UserError(
+            f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})"
+        )
+    if precision not in get_args(Precision):
+        raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
+    if precision != "fp32" and to not in ONNX_TARGETS:
+        raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
+
+
+def _quantize(folder: Path, to: Target, precision: Precision, examples: Examples) -> Runtime:
+    """Convert the graphs in a folder, in place; returns those in fp32, which stay open."""
+    full = OnnxEncoder(folder)
+    runtime = Runtime(Model(full), folder_bytes(folder))
+    pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
+    full.pixels(pixels[:1])  # opens the graph, which is then converted
+    ending = TRANSFORMERS_JS_TYPES[precision].ending if to == "transformers.js" else ""
+    for note in quantize(folder, precision, full, pixels, ending):
+        console.print(f"note       {note}")
+    return runtime
+
+
+def _exported_runtime(folder: Path, to: Target, precision: Precision, saved: SavedModel) -> Runtime:
+    """What runs the model in a folder that was written."""
+    size_bytes = folder_bytes(folder)
+    if to == "transformers.js":
+        _write_pipeline_files(folder, precision)
+    if to == "coreml":
+        # Core ML runs on Apple computers only: what the packages were converted from is compared.
+        program = Model(ProgramEncoder(with_full_vocabulary(saved)[0]))
+        return Runtime(program, size_bytes, own_inputs=True, max_images=PROGRAM_IMAGES, timed=False)
+    if is_onnx_folder(folder):
+        graph = folder / read_settings(folder)["image_graph"]
+        return Runtime(load(folder), size_bytes, own_inputs=True, graph=graph)
+    return Runtime(load(folder, precision="fp32"), size_bytes)
 
 
 def default_folder(model: Path, to: Target, precision: Precision) -> Path:
