@@ -236,65 +236,94 @@ def fit_concept(
     deviations. The head is only used if it ranks the examples that are left out better than the
     text does, among the vectors of `library` (n, dim); else the vector is that of the text.
     """
-    mean, covariance = library_stats
-    values, axes = np.linalg.eigh(covariance)
-    values = np.maximum(values, 0)
-    unmarked = library[~(_contained(library, positive) | _contained(library, negative))]
-
-    def unit(direction: np.ndarray) -> np.ndarray:
-        """With scores that have a standard deviation of 1 over the library."""
-        return direction / max(float(np.sqrt(direction @ covariance @ direction)), 1e-12)
-
-    def head(positive: np.ndarray, negative: np.ndarray, choice: Choice) -> np.ndarray:
-        away = mean if len(negative) == 0 else (mean + negative.mean(axis=0)) / 2
-        scale = 1 / (values / max(float(values.mean()), 1e-12) + choice.shrinkage)
-        direction = unit(axes @ (scale * (axes.T @ (positive.mean(axis=0) - away))))
-        return unit(direction + choice.text * unit(text))
-
-    def mean_height(choice: Choice) -> float:
-        directions = (
-            head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
-        )
-        return float(
-            np.mean(
-                [
-                    (vector - mean) @ direction
-                    for vector, direction in zip(positive, directions, strict=True)
-                ]
-            )
-        )
-
-    def better_than_text(choice: Choice) -> bool:
-        """Whether examples left out are ranked better, positive ones higher and negative ones
-        lower.
-        """
-        positive_heads = [
-            head(np.delete(positive, at, axis=0), negative, choice) for at in range(len(positive))
-        ]
-        negative_heads = [
-            head(positive, np.delete(negative, at, axis=0), choice) for at in range(len(negative))
-        ]
-        positive_by_text = _log_ranks(positive, [text] * len(positive), unmarked)
-        negative_by_text = _log_ranks(negative, [text] * len(negative), unmarked)
-        positive_gains = positive_by_text - _log_ranks(positive, positive_heads, unmarked)
-        negative_gains = _log_ranks(negative, negative_heads, unmarked) - negative_by_text
-        gains = np.concatenate([positive_gains, negative_gains])
-        # Where the text works, a few marks easily seem to improve it: the gain must be clear.
-        needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if text_finds_them else 0.0
-        return bool(positive_gains.mean() >= 0 and gains.mean() > needed)
-
-    # Images that the text ranks higher.
-    above = np.exp(_log_ranks(positive, [text] * len(positive), unmarked)) - 1
-    text_finds_them = len(positive) == 0 or above.mean() <= KNOWN_FRACTION * len(unmarked)
+    fit = _ConceptFit(positive, negative, library_stats, text, library)
+    text_finds_them = fit.text_finds_examples()
     if len(positive) >= MIN_EXAMPLES:
         choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
-        chosen = max(choices, key=mean_height)
-        use_examples = better_than_text(chosen)
+        chosen = max(choices, key=fit.mean_height)
+        use_examples = fit.is_better_than_text(chosen, clearly=text_finds_them)
     else:  # nothing can be left out
         chosen = Choice(1.0, 0.5)
         use_examples = not text_finds_them
-    direction = head(positive, negative, chosen) if use_examples else text
+    direction = fit.head(positive, negative, chosen) if use_examples else text
     return direction / np.linalg.norm(direction), chosen if use_examples else TEXT_ONLY
+
+
+class _ConceptFit:
+    """Heads on the examples of a word, and how they rank examples that are left out."""
+
+    def __init__(
+        self,
+        positive: np.ndarray,
+        negative: np.ndarray,
+        library_stats: tuple[np.ndarray, np.ndarray],
+        text: np.ndarray,
+        library: np.ndarray,
+    ) -> None:
+        self.positive = positive
+        self.negative = negative
+        self.text = text
+        self.mean, self.covariance = library_stats
+        values, self.axes = np.linalg.eigh(self.covariance)
+        self.variances = np.maximum(values, 0)  # along the axes
+        self.unmarked = library[~(_contained(library, positive) | _contained(library, negative))]
+
+    def head(self, positive: np.ndarray, negative: np.ndarray, choice: Choice) -> np.ndarray:
+        """The direction that separates examples from the library, or from negative ones."""
+        away = self.mean if len(negative) == 0 else (self.mean + negative.mean(axis=0)) / 2
+        scale = 1 / (self.variances / max(float(self.variances.mean()), 1e-12) + choice.shrinkage)
+        difference = positive.mean(axis=0) - away
+        direction = self._unit(self.axes @ (scale * (self.axes.T @ difference)))
+        return self._unit(direction + choice.text * self._unit(self.text))
+
+    def _unit(self, direction: np.ndarray) -> np.ndarray:
+        """With scores that have a standard deviation of 1 over the library."""
+        spread = float(np.sqrt(direction @ self.covariance @ direction))
+        return direction / max(spread, 1e-12)
+
+    def _heads_without_each_positive(self, choice: Choice) -> list[np.ndarray]:
+        return [
+            self.head(np.delete(self.positive, left_out, axis=0), self.negative, choice)
+            for left_out in range(len(self.positive))
+        ]
+
+    def _heads_without_each_negative(self, choice: Choice) -> list[np.ndarray]:
+        return [
+            self.head(self.positive, np.delete(self.negative, left_out, axis=0), choice)
+            for left_out in range(len(self.negative))
+        ]
+
+    def mean_height(self, choice: Choice) -> float:
+        """How far above the library the positive examples are that are left out."""
+        pairs = zip(self.positive, self._heads_without_each_positive(choice), strict=True)
+        return float(np.mean([(vector - self.mean) @ direction for vector, direction in pairs]))
+
+    def text_finds_examples(self) -> bool:
+        """Whether the text ranks the positive examples high in the library."""
+        if len(self.positive) == 0:
+            return True
+        images_above = np.exp(self._ranks_by_text(self.positive)) - 1
+        return bool(images_above.mean() <= KNOWN_FRACTION * len(self.unmarked))
+
+    def is_better_than_text(self, choice: Choice, clearly: bool) -> bool:
+        """Whether examples left out are ranked better, positive ones higher and negative ones lower.
+
+        Where the text works, a few marks easily seem to improve it: then the gain must be clear.
+        """
+        positive_ranks = _log_ranks(
+            self.positive, self._heads_without_each_positive(choice), self.unmarked
+        )
+        negative_ranks = _log_ranks(
+            self.negative, self._heads_without_each_negative(choice), self.unmarked
+        )
+        positive_gains = self._ranks_by_text(self.positive) - positive_ranks
+        negative_gains = negative_ranks - self._ranks_by_text(self.negative)
+        gains = np.concatenate([positive_gains, negative_gains])
+        needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if clearly else 0.0
+        return bool(positive_gains.mean() >= 0 and gains.mean() > needed)
+
+    def _ranks_by_text(self, examples: np.ndarray) -> np.ndarray:
+        return _log_ranks(examples, [self.text] * len(examples), self.unmarked)
 
 
 def _contained(rows: np.ndarray, examples: np.ndarray) -> np.ndarray:
