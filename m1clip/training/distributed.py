@@ -288,6 +288,15 @@ class Ranks:
         result: Result = result_list[0]
         return result
 
+    def rank0_first(self, work: Callable[[], Result]) -> Result:
+        """Run on rank 0, then on the others, which find what it has cached.
+
+        If one fails, all end.
+        """
+        results: list[Result] = []
+        self.on_rank0(lambda: results.append(work()))
+        return self.on_all_ranks(lambda: results[0] if results else work())
+
     def gather_objects(self, value: Result) -> list[Result]:
         """The values of all ranks, which wait for as long as another rank works."""
         if self.size == 1:

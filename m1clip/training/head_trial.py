@@ -19,6 +19,7 @@ from safetensors.torch import load as tensors_from_bytes
 from torch import nn
 
 from m1clip import console
+from m1clip.config import Config
 from m1clip.data import randomness as rnd
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
@@ -287,3 +288,19 @@ def general_heads(shape: CLIPConfig) -> Tensors:
         more = torch.zeros(len(weights), hidden - weights.shape[1])
         heads[f"{side}.{NARROW_PART}"] = torch.cat([weights, more], dim=1)
     return heads
+
+
+def head_starts(config: Config, shape: CLIPConfig, images: int) -> tuple[HeadStart, ...]:
+    """Where new heads may start: from CCA, and with few images on the same towers from the model
+    general.
+    """
+    requested = config.transfer.heads
+    if requested == "general" and not fits_general(shape):
+        raise UserError(
+            "--heads general needs its towers and embeddings: remove --image-tower, --text-tower"
+            " and --embed-dim"
+        )
+    if requested != "auto":
+        return (requested,)
+    may_be_general = images < GENERAL_BELOW_IMAGES and fits_general(shape)
+    return ("cca", "general") if may_be_general else ("cca",)

@@ -27,7 +27,7 @@ from m1clip.analyses import ANALYSES, RECORD
 from m1clip.config import OptimConfig, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import calibration, duration, logger, loop, validation, workbench
+from m1clip.training import calibration, duration, logger, loop, training_data, validation
 from m1clip.training import run as runs
 from m1clip.training.compose import TrainStep
 from m1clip.training.duration import (
@@ -396,13 +396,13 @@ def test_time_before_training_counts_for_a_command(
 def test_preparing_that_takes_all_the_time_still_trains(
     tmp_path: Path, on_clock: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = workbench.open_data
+    plain = training_data.open_data
 
     def slow_open(*args: Any, **options: Any) -> Any:
         on_clock.work(90.0)
         return plain(*args, **options)
 
-    monkeypatch.setattr(workbench, "open_data", slow_open)
+    monkeypatch.setattr(training_data, "open_data", slow_open)
     with console.capture() as captured:
         runs.train_config(small_config(ONE_MINUTE), tmp_path / "run")
     output = captured.getvalue()

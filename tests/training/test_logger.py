@@ -31,7 +31,7 @@ from m1clip.monitor.status import as_table, list_runs
 from m1clip.optimizers import OPTIMIZERS
 from m1clip.runlog import PREPARING, read_log, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
-from m1clip.training import duration, loop, workbench
+from m1clip.training import duration, loop, training_data
 from m1clip.training.context import RunContext
 from m1clip.training.logger import Telemetry, check_sink, scalars, time_split
 from m1clip.training.process import check_unused, lock_run, remove_unused_folder
@@ -286,7 +286,7 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
 
 def test_reading_the_data_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.01)
-    opened = workbench.open_data
+    opened = training_data.open_data
 
     def slow(*words: Any) -> Any:
         deadline = time.monotonic() + 300
@@ -294,10 +294,10 @@ def test_reading_the_data_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.01)
         return opened(*words)
 
-    monkeypatch.setattr(workbench, "open_data", slow)
+    monkeypatch.setattr(training_data, "open_data", slow)
     data = dataclasses.replace(Config().data, synthetic_images=200)
     with console.capture() as printed:
-        workbench.read_data(dataclasses.replace(Config(), data=data), 32)
+        training_data.read_data(dataclasses.replace(Config(), data=data), 32)
     assert "reading the data" in printed.getvalue()
 
 

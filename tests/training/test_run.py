@@ -31,7 +31,7 @@ from m1clip.runlog import read_log
 from m1clip.training import run as run_module
 from m1clip.training.run import train_config
 from m1clip.training.spec import read_spec
-from m1clip.training.workbench import check_training_data
+from m1clip.training.training_data import check_training_data
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from m1clip import console, time_use
 from m1clip.config import OPTIMIZERS, Config, Recipe, TransferConfig, is_clip, load_config
 from m1clip.data.augment import render
 from m1clip.errors import UserError
-from m1clip.training import recipe_choice, transfer, workbench
+from m1clip.training import initial_model, recipe_choice, training_data, transfer, workbench
 from m1clip.training import run as runs
 from m1clip.training.spec import Settings
 
@@ -212,7 +212,7 @@ def test_batch_size_is_reduced_for_few_images(
 def test_batch_without_enough_images_is_rejected_before_towers_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workbench, "_from_towers", lambda *_: pytest.fail("towers were loaded"))
+    monkeypatch.setattr(initial_model, "from_towers", lambda *_: pytest.fail("towers were loaded"))
     with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
         prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
 
@@ -280,7 +280,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    count(workbench, "open_data")
+    count(training_data, "open_data")
     count(runs, "open_data")
     count(transfer, "build_clip")
     count(runs, "load")
