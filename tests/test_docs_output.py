@@ -26,6 +26,9 @@ LINE_COMMAND = re.compile(
     r"^(?:\$ )?(?:[^|`\n]* -m )?m1clip ([a-z]+ [^|`\n]*?)(?: +#.*)?$", re.MULTILINE
 )
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+QUESTIONS_AND_ANSWERS = ("faq.md", "dos-and-donts.md")
+MAX_GUIDE_LINES = 130  # two screens, and the code on them
+FIRST_CODE_LINE = 20
 EARLIER_COMMITS = ("benchmarks.md",)  # its commands are those of the commits that were measured
 PROGRESS = re.compile(r"^[a-z ]+: [\d,]+ of [\d,]+, .* left$")  # on a slow computer only
 TOOLS = ("head", "ls")
@@ -163,3 +166,25 @@ def test_documented_commands_have_these_options() -> None:
         assert set(OPTION.findall(line)) <= known_options, f"{page}: m1clip {line}"
         checked += 1
     assert checked > 250
+
+
+def guides() -> list[str]:
+    """The pages of the section Guides of the site."""
+    if not DOCS.exists():
+        return []
+    navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    section = navigation.partition("  - Guides:\n")[2].partition("  - Reference:\n")[0]
+    return re.findall(r"([\w-]+\.md)$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", guides())
+def test_guides_are_short_and_begin_with_a_command(page: str) -> None:
+    """Details belong in the reference, measurements in docs/lab-*.md."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_GUIDE_LINES
+    code = [number for number, line in enumerate(lines, 1) if line.startswith("```")]
+    assert page in QUESTIONS_AND_ANSWERS or code[0] <= FIRST_CODE_LINE
+
+
+def test_guides_are_found() -> None:
+    assert {"data.md", "search.md", "finetune.md"} <= set(guides())
