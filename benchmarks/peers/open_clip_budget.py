@@ -34,7 +34,7 @@ from torch import Tensor
 
 SIZE, CONTEXT = 112, 32
 SAMPLES_PER_MINUTE = 4096  # 42,368 and 38,144 in ten minutes (docs/speedrun.md)
-MINUTES = (60, 30, 10, 5, 2)
+MINUTES = (30, 10, 5, 2, 60)  # in this order: the longest may not fit
 TRIALS = (
     {"lr": 1.5e-3, "batch": 128, "crop_min": 0.5},
     {"lr": 2.5e-3, "batch": 128, "crop_min": 0.5},
@@ -221,6 +221,31 @@ def worker(jobs: Any, results: Any, path: str, device_name: str) -> None:
         results.put({**result, "seconds": round(time.time() - begin, 1)})
 
 
+def more_seeds(runs: list[dict[str, Any]], minutes: int) -> list[dict[str, Any]]:
+    """Jobs that repeat the best trial of a budget."""
+    own = [run for run in runs if run["minutes"] == minutes and "validation" in run]
+    if not own:
+        return []
+    best = max(own, key=lambda run: run["validation"])
+    again = {name: best[name] for name in ("minutes", "samples", *TRIALS[0])}
+    return [{**again, "seed": seed} for seed in MORE_SEEDS]
+
+
+def write_runs(path: Path, runs: list[dict[str, Any]]) -> None:
+    """Write what is known so far, with the machine and the versions."""
+    import open_clip
+    import timm
+
+    facts = {
+        "cpu cores": os.cpu_count(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "open_clip": open_clip.__version__,
+        "timm": timm.__version__,
+    }
+    path.write_text(json.dumps({"machine": facts, "runs": runs}, indent=1) + "\n", "utf-8")
+
+
 def main() -> None:
     """Run all trials, then more seeds of the best of each budget, until the time is up."""
     parser = argparse.ArgumentParser(
@@ -246,32 +271,29 @@ def main() -> None:
     processes = [context.Process(target=worker, args=arguments) for _ in range(options.processes)]
     for process in processes:
         process.start()
-    budgets = [
-        {"minutes": minutes, "samples": minutes * options.samples_per_minute} for minutes in MINUTES
+    waiting = [
+        {"minutes": minutes, "samples": minutes * options.samples_per_minute, **trial, "seed": 0}
+        for minutes in MINUTES
+        for trial in TRIALS
     ]
-    waiting = {budget["minutes"]: len(TRIALS) for budget in budgets}
-    for budget in budgets:
-        for trial in TRIALS:
-            jobs.put({**budget, **trial, "seed": 0})
+    trials = dict.fromkeys(MINUTES, len(TRIALS))  # that have not ended
     runs: list[dict[str, Any]] = []
-    expected = len(TRIALS) * len(MINUTES)
-    while len(runs) < expected and time.time() < deadline:
+    running = 0
+    while (waiting or running) and time.time() < deadline:
+        while waiting and running < options.processes:
+            jobs.put(waiting.pop(0))
+            running += 1
         try:
             run = results.get(timeout=1)
         except queue.Empty:
             continue
+        running -= 1
         runs.append(run)
         print(f"{deadline - time.time():4.0f} s left  {run}", flush=True)
-        options.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-        waiting[run["minutes"]] -= 1
-        if waiting[run["minutes"]] == 0:
-            own = [r for r in runs if r["minutes"] == run["minutes"] and "validation" in r]
-            if own:
-                best = max(own, key=lambda r: r["validation"])
-                again = {name: best[name] for name in ("minutes", "samples", *TRIALS[0])}
-                for seed in MORE_SEEDS:
-                    jobs.put({**again, "seed": seed})
-                expected += len(MORE_SEEDS)
+        write_runs(options.json, runs)
+        trials[run["minutes"]] -= 1
+        if trials[run["minutes"]] == 0:
+            waiting[:0] = more_seeds(runs, run["minutes"])
     for process in processes:
         process.terminate()
     for minutes in sorted(MINUTES):

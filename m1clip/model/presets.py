@@ -282,10 +282,6 @@ class CLIPConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(
-            not self.mirror or self.image_tower.kind == "vit",
-            "mirror needs an image tower of our own",
-        )
         if self.members == 1:
             return
         _check(

@@ -251,9 +251,14 @@ def cutmix_obstacle(config: Config, model: InitialModel, ranks: int) -> str | No
 
 
 def _decide_mirror(draft: Draft, model: InitialModel) -> None:
-    """Whether images are encoded with their mirror images: not unless training flips images."""
+    """Whether images are encoded with their mirror images: not unless training flips images.
+
+    By default where the model has them already, and for pretrained towers that are fine-tuned
+    under new heads (docs/lab-finetune.md).
+    """
     requested = draft.config.model.mirror
-    mirror = model.shape.mirror if requested is None else requested
+    fine_tuned = model.is_pretrained and model.shape.image_head.kind == "adapter"
+    mirror = model.shape.mirror or fine_tuned if requested is None else requested
     if requested and not model.trainable.image:
         raise UserError("--mirror does not work with a frozen image tower: remove it")
     if requested is None and not (model.trainable.image and draft.config.data.flip):

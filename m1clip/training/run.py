@@ -662,7 +662,7 @@ def is_for_first_stage(name: str) -> bool:
     """Whether a setting applies to the first stage of fine-tuning: data, heads, towers,
     hardware.
     """
-    if name in (*FINETUNE_OPTIONS, *INIT_OPTIONS):
+    if name in (*FINETUNE_OPTIONS, *INIT_OPTIONS, "mirror"):  # towers are frozen in this stage
         return False
     return NAMES[name][0] not in ("optim", "train") or name in BOTH_STAGES
 

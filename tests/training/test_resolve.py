@@ -55,6 +55,7 @@ from m1clip.training.head_trial import (
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.recipe_choice import choose_recipe
 from m1clip.training.resolve import augmentation_for, resolve
+from m1clip.training.run import first_stage, second_stage
 from m1clip.training.spec import (
     DECIDED,
     DecidedConfig,
@@ -760,6 +761,44 @@ def test_runs_from_random_weights_are_smoothed_and_end_with_less_augmentation(
 def test_label_smoothing_of_another_loss_is_rejected() -> None:
     with pytest.raises(UserError, match="--label-smoothing does not work with --loss sigmoid"):
         limited(1, loss="sigmoid", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "mirror"),
+    [
+        ({}, True),
+        ({"unfreeze_image": 0}, False),
+        ({"flip": 0.0}, False),
+        ({"mirror": False}, False),
+        ({"recipe": "frozen"}, False),
+    ],
+)
+def test_fine_tuned_towers_have_mirror_images(options: dict[str, Any], mirror: bool) -> None:
+    shape = CLIPConfig(
+        image_tower=PretrainedImageConfig(),
+        text_tower=PretrainedTextConfig(),
+        image_head=HeadConfig(kind="adapter", hidden=8),
+        text_head=HeadConfig(kind="adapter", hidden=8),
+    )
+    usual = machine()
+
+    def initial_model(config: Config) -> InitialModel:
+        transfer = config.transfer
+        trains_images = transfer.recipe != "frozen" and transfer.unfreeze_image != 0
+        trainable = Trainable(trains_images, transfer.recipe != "frozen")
+        return InitialModel(shape, trainable, is_pretrained=True)
+
+    measure = dataclasses.replace(usual.measure, initial_model=initial_model)
+    values = {"data": ("photos",), "recipe": "finetune", "steps": 100, "init": "runs/x", **options}
+    one_machine = dataclasses.replace(usual, measure=measure)
+    spec = resolve(Settings(values), Dataset(1_000), one_machine)
+    assert spec.config.model.mirror == mirror
+
+
+def test_option_of_trained_towers_is_for_the_second_stage() -> None:
+    settings = Settings({"data": ("photos",), "recipe": "finetune", "mirror": True})
+    assert first_stage(settings).config.model.mirror is None
+    assert second_stage(settings, Path("runs/heads")).config.model.mirror is True
 
 
 def test_mirror_images_of_a_frozen_tower_are_rejected() -> None:
