@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from m1clip.data.decoding import read_or_replace
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import batches
 from m1clip.data.prepare import Split
+from m1clip.formatting import ceil_div
 from m1clip.model.clip import CLIP
 from m1clip.training.inputs import RunInputs
 from m1clip.training.schedule import scheduled_lr_fraction
@@ -54,6 +56,7 @@ SEEDS = (0, 1, 2)
 PLAIN = "last"
 MIRRORED = "last, mirror"
 ENCODE_BATCH = 250
+DECODE_MARGIN = "decode_margin"  # no option of m1clip: training images are decoded so much larger
 
 
 class Change(NamedTuple):
@@ -67,19 +70,16 @@ class Change(NamedTuple):
 
 # Processor seconds of a step on two cores, divided by those of the default: see docs/lab-finetune.md.
 ALL_BLOCKS, FIVE_BLOCKS, THREE_CAPTIONS = 1.3, 1.2, 0.85
+SMOOTHING = Change("label smoothing 0.1", {"label_smoothing": 0.1})
+CONTRAST = Change("text contrast 0.2", {"text_contrast": 0.2})
+WORDS = Change("word dropout 0.15", {"word_dropout": 0.15})
 STAGES: dict[str, tuple[Change, ...]] = {
     "learning rate": (
         Change("lr 2e-4", {"lr": 2e-4}),
         Change("lr 3e-4", {"lr": 3e-4}),
         Change("lr 5e-4, layer decay 0.7", {"lr": 5e-4, "layer_decay": 0.7}),
-        Change("batch 64", {"batch_size": 64}),
         Change("batch 64, lr 2e-4", {"batch_size": 64, "lr": 2e-4}),
-        Change("batch 256, lr 2e-4", {"batch_size": 256, "lr": 2e-4}),
         Change("batch 256, lr 4e-4", {"batch_size": 256, "lr": 4e-4}),
-    ),
-    "start": (
-        Change("from general", {}, start="general"),
-        Change("from heads of general, trained", {}, start="tuned"),
     ),
     "what is trained": (
         Change("all blocks", {"unfreeze_image": -1}, ALL_BLOCKS),
@@ -90,13 +90,23 @@ STAGES: dict[str, tuple[Change, ...]] = {
     ),
     "regularization": (
         Change("crops of at least 0.8", {"crop_min": 0.8}),
-        Change("crops of at least 0.4", {"crop_min": 0.4}),
-        Change("text contrast 0.2", {"text_contrast": 0.2}),
-        Change("label smoothing 0.1", {"label_smoothing": 0.1}),
-        Change("word dropout 0.15", {"word_dropout": 0.15}),
-        Change("no color jitter", {"color_jitter": 0.0}),
+        Change("decoded at the training size", {DECODE_MARGIN: 1.0}),
         Change("CutMix 0.3", {"cutmix": 0.3}),
+        CONTRAST,
+        SMOOTHING,
+        WORDS,
+    ),
+    "more": (
+        Change("crops of at least 0.4", {"crop_min": 0.4}),
+        Change("no color jitter", {"color_jitter": 0.0}),
         Change("warmup 0.3", {"warmup": 0.3}),
+        CONTRAST,
+        SMOOTHING,
+        WORDS,
+    ),
+    "start": (
+        Change("from general", {}, start="general"),
+        Change("from heads of general, trained", {}, start="tuned"),
     ),
 }
 BATCH = 128
@@ -198,6 +208,8 @@ def prepare(
 ) -> tuple[Workbench, RunInputs]:
     """What a run works with; decoded images are in a cache that all processes share."""
     models = options.starts[start]
+    changes = dict(changes)
+    margin = changes.pop(DECODE_MARGIN, None)
     settings = Settings(
         {
             "data": (str(options.data),),
@@ -212,7 +224,10 @@ def prepare(
             **changes,
         }
     )
-    with console.quiet():
+    with console.quiet(), contextlib.ExitStack() as stack:
+        if margin is not None:
+            patched = mock.patch("m1clip.training.workbench.crop_margin", return_value=margin)
+            stack.enter_context(patched)
         workbench = Workbench()
         inputs = workbench.inputs(workbench.resolve(settings))
     return workbench, inputs
@@ -375,12 +390,20 @@ def search(study: Study, options: argparse.Namespace) -> Job:
     """The best settings, stage by stage."""
     base = Job("default", "default", "frozen")
     best, best_score = base, -1.0
+    rounds = {name: ceil_div(len(jobs), options.processes) for name, jobs in STAGES.items()}
+    done_rounds = 0
     for number, (stage, changes) in enumerate(STAGES.items()):
         jobs = [best.changed(stage, change) for change in changes]
-        jobs = [job for job in jobs if job.start in options.starts]
+        repeated = (best.options, best.start)
+        jobs = [
+            job
+            for job in jobs
+            if job.start in options.starts and (job.options, job.start) != repeated
+        ]
         if number == 0:
             jobs.insert(0, base)
-        until = options.seconds * options.search_part * (number + 1) / len(STAGES)
+        done_rounds += rounds[stage]
+        until = options.seconds * options.search_part * done_rounds / sum(rounds.values())
         for job, result in study.run(jobs, max(until, study.seconds + 1)):
             if score_of(result) > best_score:
                 best, best_score = job, score_of(result)
@@ -449,7 +472,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, help="a file for scores of the test split")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/finetune-study-cache"))
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--search-part", type=float, default=0.7, help="of the seconds")
+    parser.add_argument("--search-part", type=float, default=0.72, help="of the seconds")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shorter", type=int, default=1, help="a smoke test: a part of the steps")

@@ -67,24 +67,33 @@ def by_rule() -> list[tuple[float, list[float]]]:
     return [(float(minutes), values) for minutes, values in sorted(found.items())]
 
 
-def tuned_peer() -> list[tuple[float, list[float]]]:
-    """Minutes and values of open_clip, the seeds of the best trial at each budget.
+def peer_trials() -> dict[int, dict[tuple[float, ...], list[float]]]:
+    """Minutes -> settings of a trial of open_clip -> values of its seeds.
 
     From benchmarks/peers/open_clip_budget.py.
     """
     path = RESULTS / "open_clip_budget.json"
     runs = [r for r in json.loads(path.read_text(encoding="utf-8"))["runs"] if "validation" in r]
-    found = []
+    by_minutes: dict[int, dict[tuple[float, ...], list[float]]] = {}
     for minutes in sorted({run["minutes"] for run in runs}):
-        trials: dict[tuple[float, ...], list[float]] = {}
+        trials = by_minutes.setdefault(minutes, {})
         for run in runs:
             if run["minutes"] == minutes:
                 settings = (run["lr"], run["batch"], run["crop_min"])
                 trials.setdefault(settings, []).append(run["validation"])
-        # The trials have one seed, the best of them has more.
-        best = max(trials.values(), key=lambda values: (len(values), max(values)))
-        found.append((float(minutes), best))
-    return found
+    return by_minutes
+
+
+def tuned_peer() -> list[tuple[float, list[float]]]:
+    """Minutes and values of the seeds of the best trial at each budget.
+
+    The trials have one seed, the best of them has more.
+    """
+    best = []
+    for minutes, trials in peer_trials().items():
+        values = max(trials.values(), key=lambda values: (len(values), max(values)))
+        best.append((float(minutes), values))
+    return best
 
 
 def peer() -> list[float]:
@@ -125,7 +134,8 @@ def main() -> None:
             if len(values) > 1:
                 axes.plot([x, x], [min(values), max(values)], color=COLORS[key], lw=3, alpha=0.4)
     tuned = tuned_peer()
-    label = "open_clip 4.2 with Muon, best of two trials"
+    fewest_trials = min(len(trials) for trials in peer_trials().values())
+    label = f"open_clip 4.2 with Muon, tuned at each budget ({fewest_trials} trials or more)"
     means = [statistics.fmean(values) for _, values in tuned]
     axes.plot([minutes for minutes, _ in tuned], means, "s-", color=COLORS["peer"], label=label)
     for minutes, values in tuned:
