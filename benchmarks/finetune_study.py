@@ -311,6 +311,7 @@ class Study:
         self.options = options
         self.begin = time.time()
         self.runs: list[dict[str, Any]] = []
+        self.best: dict[str, Any] = {}
         self.tests: list[dict[str, Any]] = []
         if options.device == "cuda":
             start_mps()  # its variables are inherited
@@ -363,7 +364,11 @@ class Study:
             write(self.options.test, {"runs": self.tests})
         self.runs.append(result)
         self.show(result)
-        write(self.options.json, {"machine": machine(), "runs": self.runs})
+        self.write()
+
+    def write(self) -> None:
+        result = {"machine": machine(), "data": self.options.data.name, "best": self.best}
+        write(self.options.json, {**result, "runs": self.runs})
 
     def show(self, result: dict[str, Any]) -> None:
         """One line about a run."""
@@ -414,12 +419,12 @@ def search(study: Study, options: argparse.Namespace) -> Job:
 def confirm(study: Study, best: Job, options: argparse.Namespace) -> None:
     """The default and the best settings with three seeds, with test."""
     jobs = []
-    for seed in SEEDS:
+    for seed in options.seeds:
         jobs.append(Job("confirm", "best", best.start, seed, best.options, best.work))
         if best.start != "frozen":
             jobs.append(Job("confirm", "best from frozen", "frozen", seed, best.options, best.work))
         jobs.append(Job("confirm", "default", "frozen", seed))
-    study.run(jobs, options.seconds, with_test=True)
+    study.run(jobs, options.seconds, with_test=options.test is not None)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -470,6 +475,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--test", type=Path, help="a file for scores of the test split")
+    parser.add_argument("--confirm", type=Path, help="no search: the best settings of this study")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="at the end")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/finetune-study-cache"))
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--search-part", type=float, default=0.72, help="of the seconds")
@@ -480,14 +487,20 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.json.read_text(encoding="utf-8"))))
         return
-    if options.data is None or options.test is None:
-        parser.error("name the data, and a file for the scores of the test split")
+    if options.data is None:
+        parser.error("name the data")
     pairs = (item.partition("=") for item in options.starts)
     options.starts = {name: models.split(",") for name, _, models in pairs}
     os.environ["OMP_NUM_THREADS"] = "1"
     study = Study(options)
     try:
-        best = search(study, options)
+        if options.confirm:
+            stored = json.loads(options.confirm.read_text(encoding="utf-8"))["best"]
+            best = Job("stored", "best", "frozen", 0, stored["options"], stored["work"])
+        else:
+            best = search(study, options)
+        study.best = {"start": best.start, "options": best.options, "work": best.work}
+        study.write()
         confirm(study, best, options)
     finally:
         study.end()
