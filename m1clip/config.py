@@ -134,7 +134,8 @@ class ModelConfig(Section):
     mirror: bool | None = None
     (
         "Embed an image as the mean of itself and its mirror image: a higher recall for twice the "
-        "work of the image tower. Default: on for tiny, unless training has no flips."
+        "work of the image tower. Default: on for tiny and for trained pretrained towers, unless "
+        "training has no flips."
     )
     stem: Literal["patch", "conv"] | None = None
     (

@@ -313,7 +313,7 @@ def test_finetuning_by_kind_of_model(clip: bool, tmp_path: Path) -> None:
     assert make_config({"init": str(tmp_path)}).transfer.recipe == "auto"
     config = make_config({"init": str(tmp_path), "recipe": "finetune"})
     decided = (config.optim.lr, config.train.epochs, config.transfer.unfreeze_image)
-    assert decided == ((2e-5, 10, -1) if clip else (1e-4, 5, 3))
+    assert decided == ((2e-5, 10, -1) if clip else (4e-4, 5, 3))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert make_config({}, path) == config, "repeated by its own config.toml"
