@@ -126,9 +126,11 @@ def main() -> None:
                     run = train(
                         (*WAYS[way], *options.options), images, draw, Path(folder), options.cache
                     )
-                    facts = {"images": images, "draw": draw, "way": way}
+                    here = machine()
+                    facts = {"images": images, "draw": draw, "way": way, "machine": here["cpu"]}
+                    facts |= {"cuda": here["cuda"], "torch": here["torch"]}
                     result["runs"].append(facts | run)
-                    result |= {"machine": machine(), "data": Path(options.data).resolve().name}
+                    result |= {"data": Path(options.data).resolve().name}
                     write(options.json, result)
                     curve = " ".join(f"{value:.1f}" for _, value in run["validation"])
                     print(f"{images} images, draw {draw}, {way}: {curve}", flush=True)

@@ -91,10 +91,37 @@ def test_adapting_a_small_clip() -> None:
 
 
 def test_fine_tuning_on_the_test_split() -> None:
-    figure = result("finetune_seeds.json")["rows"][0]["figure"]
-    mean = figure.removeprefix("**").split("%")[0]  # 76.2 [74.9, 77.4]
-    for name in ("finetune.md", "how-many-images.md"):
+    study = result("finetune_study.json")
+    figure = study["rows"][0]["figure"]
+    mean = figure.removeprefix("**").split("%")[0]  # 78.0 [77.7, 78.3]
+    for name in ("finetune.md", "how-many-images.md", "lab-finetune.md"):
         assert mean in page(name), name
+    tested = [run["test"] for run in study["runs"] if run["name"] == "best"]
+    recalls = [scores["last, mirror"][0] for scores in tested]
+    assert mean.startswith(f"{statistics.fmean(recalls):.1f} ")
+
+
+def test_speedrun_on_two_cores() -> None:
+    runs = [run for run in result("speedrun.json")["runs"] if "test" in run]
+    newest = [run for run in runs if run["source_hash"] == runs[-1]["source_hash"]]
+    names = ("text_to_image/recall@10", "image_to_text/recall@10")
+    recalls = [50 * sum(run["test"][name] for name in names) for run in newest]
+    shown = f"{statistics.fmean(recalls):.1f} ± {statistics.stdev(recalls):.1f}"
+    for name in ("../README.md", "recipe.md", "open-clip.md", "how-many-images.md"):
+        assert shown in sentences(name), name
+
+
+def test_open_clip_at_each_budget() -> None:
+    runs = [run for run in result("open_clip_budget.json")["runs"] if run["minutes"] < 60]
+    settings = ("lr", "batch", "crop_min")
+    text = sentences("recipe.md")
+    for minutes in sorted({run["minutes"] for run in runs}):
+        trials: dict[tuple[float, ...], list[float]] = {}
+        for run in (run for run in runs if run["minutes"] == minutes):
+            trials.setdefault(tuple(run[name] for name in settings), []).append(run["validation"])
+        assert len(trials) == 4
+        best = max(trials.values(), key=len)
+        assert f"{statistics.fmean(best):.1f} after {minutes}" in text
 
 
 def test_step_of_open_clip() -> None:

@@ -126,7 +126,7 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
             f"{first['data']} from random weights, {TRACKS[first['track']].words}:"
             f" {first['version']} (commit {first['machine']['commit']}, entry `{first['entry']}`),"
             " mean of both test recall@10",
-            f"**{mean_spread(recalls(group, 'test'))}%**, {images_seen(group)} images_seen",
+            f"**{mean_spread(recalls(group, 'test'))}%**, {images_seen(group)} seen",
             plural(len(group), "seed"),
             f"python benchmarks/speedrun.py DATA --entry {first['entry']}",
         )
