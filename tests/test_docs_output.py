@@ -188,3 +188,25 @@ def test_guides_are_short_and_begin_with_a_command(page: str) -> None:
 
 def test_guides_are_found() -> None:
     assert {"data.md", "search.md", "finetune.md"} <= set(guides())
+
+
+def anchors(page: Path) -> set[str]:
+    """What can follow # in a link to a page, by the rule of GitHub."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", title.lower()).split() for title in titles]
+    return {"-".join(title) for title in words} | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+)
+def test_links_of_pages_outside_the_site_exist(page: str) -> None:
+    """Those of the site are checked by `make docs`."""
+    path = DOCS.parent / page
+    links = re.findall(r"\]\(([^:)#\s]+)(?:#([^)\s]+))?\)", path.read_text(encoding="utf-8"))
+    assert links
+    for target, anchor in links:
+        linked = path.parent / target
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
