@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from m1clip.data.cache import (
     image_keys,
 )
 from m1clip.data.decoding import (
+    DecodeBatch,
     DecodeMethod,
     DecodeOptions,
     Images,
@@ -92,66 +94,113 @@ def cache_split(
     """Cache the images of a split as asked: (images, samples that can be read, failures, where they
     are cached).
     """
-    samples, folders = source.cached(split), data_folders(source)
+    samples = source.cached(split)
     refs = [sample.image for sample in samples]
-    synthetic = all(isinstance(ref, SyntheticImage) for ref in refs)
-    total = (
-        len(samples)
-        if source.streamed
-        else sum(len(source.samples(name)) for name in source.splits())
+    options = replace(options, threads=source.threads or options.threads)
+    request = ImageRequest(split, refs, side, resize, options)
+    kind = _choose_kind_of(source, request, config.cache, needed=0, free=0)
+    if kind == "disk":
+        folders = data_folders(source)
+        gpu = gpu_decoder_for(refs, options, side)
+        cache = _open_cache(cache_folder(config.cache_dir, folders), request, gpu is not None)
+        keys = image_keys(samples, folders)
+        needed = len(cache.missing(keys)) * cache.row_bytes
+        free = shutil.disk_usage(cache.path.parent).free
+        kind = _choose_kind_of(source, request, config.cache, needed, free)
+    if kind == "disk":
+        read = _read_from_disk(request, cache, keys, gpu)
+    elif kind == "ram":
+        read = _read_into_memory(request)
+    else:
+        read = _read_in_each_batch(request)
+    failures = check_failures(read.failed, refs, split, read.tried, config.max_unreadable)
+    if len(read.images) < len(samples):
+        samples = [sample for index, sample in enumerate(samples) if index not in read.failed]
+    return read.images, samples, failures, kind
+
+
+class ImageRequest(NamedTuple):
+    """The images of a split, and how they are decoded."""
+
+    split: str
+    refs: Sequence[ImageRef]
+    side: int
+    resize: str
+    options: DecodeOptions
+
+
+class ReadImages(NamedTuple):
+    """The images that can be read, and why others cannot be, of those that were tried."""
+
+    images: Images
+    failed: dict[int, str]
+    tried: int
+
+
+def _choose_kind_of(
+    source: Source, request: ImageRequest, requested: str, needed: int, free: int
+) -> Kind:
+    """Where to cache a split: one of a data set of which all splits are cached alike."""
+    total = len(request.refs)
+    if not source.streamed:
+        total = sum(len(source.samples(name)) for name in source.splits())
+    return choose_kind(
+        requested,
+        synthetic=all(isinstance(ref, SyntheticImage) for ref in request.refs),
+        images=total,
+        needed=needed,
+        total=total * request.side**2 * 3,
+        memory=request.options.memory_bytes,
+        free=free,
     )
-    threads = source.threads or options.threads
-    options = replace(options, threads=threads)
-    bad: dict[int, str] = {}
+
+
+def _open_cache(folder: Path, request: ImageRequest, on_gpu: bool) -> RowCache:
+    """The cache of images of this size; a GPU decodes them differently."""
+    version = f"{request.side}|{request.resize}{'|nvjpeg' if on_gpu else ''}"
+    return RowCache(folder, "images", version, (request.side, request.side, 3), np.uint8)
+
+
+def _read_from_disk(
+    request: ImageRequest, cache: RowCache, keys: Sequence[bytes], gpu: DecodeBatch | None
+) -> ReadImages:
+    """Images of the cache on disk, which those are added to that it lacks."""
 
     def decode(missing: Sequence[int], failed: dict[int, str], writer: RowWriter) -> Computed:
-        chosen = [refs[index] for index in missing]
-        with console.progress(f"preparing {split} images"):
-            yield from decode_to_rows(chosen, side, resize, failed, writer, options, gpu=gpu)
+        refs = [request.refs[index] for index in missing]
+        side, resize = request.side, request.resize
+        with console.progress(f"preparing {request.split} images"):
+            yield from decode_to_rows(refs, side, resize, failed, writer, request.options, gpu=gpu)
 
-    def kind_for(needed: int, free: int) -> Kind:
-        size = {"images": total, "total": total * side * side * 3, "memory": options.memory_bytes}
-        return choose_kind(config.cache, synthetic=synthetic, needed=needed, free=free, **size)
+    rows, failed = cache.fill(keys, decode)
+    return ReadImages(cache.view(rows[rows >= 0]), failed, len(request.refs))
 
-    kind = kind_for(0, 0)
-    gpu = gpu_decoder_for(refs, options, side) if kind == "disk" else None
-    if kind == "disk":
-        cache = RowCache(
-            cache_folder(config.cache_dir, folders),
-            "images",
-            f"{side}|{resize}{'|nvjpeg' if gpu else ''}",
-            (side, side, 3),
-            np.uint8,
-        )
-        keys = image_keys(samples, folders)
-        kind = kind_for(
-            len(cache.missing(keys)) * cache.row_bytes, shutil.disk_usage(cache.path.parent).free
-        )
-    images: Images
-    tried: Sequence[int] = range(len(samples))
-    if kind == "disk":
-        rows, bad = cache.fill(keys, decode)
-        images = cache.view(rows[rows >= 0])
-    elif kind == "ram":
-        array = np.zeros((len(samples), side, side, 3), np.uint8)
-        with console.progress(f"preparing {split} images"):
-            processes = processes_for(refs, options.cpus)
-            decoded = decode_images(refs, side, resize, bad, DecodeMethod(threads, processes))
-            for items, pixels in decoded:
-                array[items] = pixels
-        images = ArrayView(np.delete(array, list(bad), axis=0) if bad else array)
-    else:
-        # Evaluation images are a fixed set, so try all of them; of the training images, try a
-        # sample.
-        if split == "train" and len(samples) > CHECKED:
-            tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
-        bad = _unreadable(refs, tried, threads)
-        keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
-        # Processes read the files for the GPU.
-        in_processes = split == "train" and all(ref.in_processes for ref in keep)
-        decodes_on_gpu = in_processes and gpu_decoder_for(keep, options, side) is not None
-        images = LazyImages(keep, side, resize, on_gpu=decodes_on_gpu)
-    failures = check_failures(bad, refs, split, len(tried), config.max_unreadable)
-    if len(images) < len(samples):
-        samples = [sample for index, sample in enumerate(samples) if index not in bad]
-    return images, samples, failures, kind
+
+def _read_into_memory(request: ImageRequest) -> ReadImages:
+    refs, side = request.refs, request.side
+    failed: dict[int, str] = {}
+    array = np.zeros((len(refs), side, side, 3), np.uint8)
+    with console.progress(f"preparing {request.split} images"):
+        method = DecodeMethod(request.options.threads, processes_for(refs, request.options.cpus))
+        for items, pixels in decode_images(refs, side, request.resize, failed, method):
+            array[items] = pixels
+    readable = np.delete(array, list(failed), axis=0) if failed else array
+    return ReadImages(ArrayView(readable), failed, len(refs))
+
+
+def _read_in_each_batch(request: ImageRequest) -> ReadImages:
+    """Images that are decoded whenever they are read.
+
+    Evaluation images are a fixed set, so all of them are tried; of the training images, a sample.
+    """
+    refs, side = request.refs, request.side
+    is_training = request.split == "train"
+    tried: Sequence[int] = range(len(refs))
+    if is_training and len(refs) > CHECKED:
+        tried = [index * len(refs) // CHECKED for index in range(CHECKED)]
+    failed = _unreadable(refs, tried, request.options.threads)
+    used = [ref for index, ref in enumerate(refs) if is_training or index not in failed]
+    # Processes read the files for the GPU.
+    in_processes = is_training and all(ref.in_processes for ref in used)
+    on_gpu = in_processes and gpu_decoder_for(used, request.options, side) is not None
+    return ReadImages(LazyImages(used, side, request.resize, on_gpu=on_gpu), failed, len(tried))
