@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from m1clip.training.checkpoint import (
     saved_steps,
     share_checkpoint,
 )
+from m1clip.training.compose import TrainStep
 from m1clip.training.context import RunContext
 from m1clip.training.decision import Dataset
 from m1clip.training.device_choice import drop_contradicted
@@ -289,25 +290,53 @@ def _train_and_finish(
 ) -> Run:
     """Train, and evaluate the best model; `model` is the initial one, if it is built already."""
     gc.collect()  # models that were built for measurements may be in reference cycles
-    folder = session.folder
-    ranks = inputs.ranks
-    state = TrainState()
     if inputs.device.kind == "cuda":
         inputs.device.reset_peak()  # of what this process has done before, as in a notebook
     train_step = inputs.make_step(model)
-    if resumed:
-        checkpoint = share_checkpoint(train_step, lambda device: load_latest(folder, device))
-        if checkpoint is not None:
-            state = checkpoint[0]
-            restore(train_step, *checkpoint)
-            if pacer is not None:
-                pacer.resume(
-                    state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost)
-                )
-        console.print(f"resume     from step {state.step:,} of {inputs.config.train.steps:,}")
-    log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
+    state = _restore(session.folder, inputs, train_step, pacer) if resumed else TrainState()
+    log, close_sink = _open_log(session, inputs, state)
+    inputs.training.report = _failure_log(inputs, session.folder, log)
+    _check_gradients(inputs, train_step, log)
+    run = RunContext(inputs, train_step, session.folder, log, session.stop, state, pacer=pacer)
+    try:
+        loop.train(run)
+        evaluator, features = _best_on_test(run)
+        return inputs.ranks.on_rank0(lambda: _finish(run, evaluator, features, general))
+    except (process.Interrupted, RankLost) as stopped:
+        log.write("event", step=run.state.step, event=str(stopped))
+        raise
+    finally:
+        run.display.end()
+        run.saver.close()
+        log.close()
+        close_sink()
+
+
+def _restore(
+    folder: Path, inputs: RunInputs, train_step: TrainStep, pacer: Pacer | None
+) -> TrainState:
+    """Continue from the newest checkpoint; from the first step if there is none."""
+    state = TrainState()
+    checkpoint = share_checkpoint(train_step, lambda device: load_latest(folder, device))
+    if checkpoint is not None:
+        state = checkpoint[0]
+        restore(train_step, *checkpoint)
+        if pacer is not None:
+            costs = Costs(state.evaluation_cost, state.closing_cost)
+            pacer.resume(state.step, state.used_seconds, costs)
+    console.print(f"resume     from step {state.step:,} of {inputs.config.train.steps:,}")
+    return state
+
+
+def _open_log(
+    session: Session, inputs: RunInputs, state: TrainState
+) -> tuple[RunLog, Callable[[], None]]:
+    """The log of a run, which begins with what was decided; and how to close what else gets it."""
+    folder = session.folder
+    is_rank0 = inputs.ranks.rank == 0
+    log = RunLog(folder) if is_rank0 else NoLog(folder)
     log.sinks += [session.on_log] if session.on_log is not None else []
-    sink = open_sink(inputs.config.train.report_to, folder) if ranks.rank == 0 else None
+    sink = open_sink(inputs.config.train.report_to, folder) if is_rank0 else None
     if sink is not None:
         log.sinks.append(sink[0])
     log.write(
@@ -316,35 +345,26 @@ def _train_and_finish(
         steps=inputs.config.train.steps,
         choices=inputs.spec.measured,
         version=__version__,
-        ranks=ranks.size,
+        ranks=inputs.ranks.size,
     )
     for line in session.warnings:
         log.write("warning", step=state.step, text=line)
-    inputs.training.report = _failure_log(inputs, folder, log)
+    return log, (lambda: None) if sink is None else sink[1]
+
+
+def _check_gradients(inputs: RunInputs, train_step: TrainStep, log: RunLog) -> None:
+    """Compare the gradients of this device with the CPU's, and log the difference."""
     with time_use.part("checks"):
         parity = check_parity(inputs, train_step)
-    if parity is not None:
-        skipped = {"skipped": parity.skipped} if parity.skipped else {}
-        log.write("parity", gradient_difference=parity.difference, **skipped)
-        note = f"; {parity.skipped}" if parity.skipped else ""
-        console.print(
-            f"parity     gradients on {inputs.device.name} differ by at most"
-            f" {parity.difference:.2%}{note}"
-        )
-    run = RunContext(inputs, train_step, folder, log, session.stop, state, pacer=pacer)
-    try:
-        loop.train(run)
-        evaluator, features = _best_on_test(run)
-        return ranks.on_rank0(lambda: _finish(run, evaluator, features, general))
-    except (process.Interrupted, RankLost) as stopped:
-        log.write("event", step=run.state.step, event=str(stopped))
-        raise
-    finally:
-        run.display.end()
-        run.saver.close()
-        log.close()
-        if sink is not None:
-            sink[1]()
+    if parity is None:
+        return
+    skipped = {"skipped": parity.skipped} if parity.skipped else {}
+    log.write("parity", gradient_difference=parity.difference, **skipped)
+    note = f"; {parity.skipped}" if parity.skipped else ""
+    console.print(
+        f"parity     gradients on {inputs.device.name} differ by at most"
+        f" {parity.difference:.2%}{note}"
+    )
 
 
 def _failure_log(inputs: RunInputs, folder: Path, log: RunLog) -> FailureLog:
