@@ -4,16 +4,20 @@
     git clone https://github.com/Vindhyaa-Saravanan/Deep-Learning-Coursework clones/Deep-Learning-Coursework
     git clone https://github.com/SpartaG117/TRcap clones/TRcap
     git clone https://github.com/kanadn/diht clones/diht
+    git clone https://github.com/rohitgandikota/erasing clones/erasing
+    git clone https://github.com/Yuhyeong/BK-SDM clones/BK-SDM
+    git clone https://github.com/Ouxiang-Li/SAFE clones/SAFE
+    git clone https://github.com/yandex-research/swd clones/swd
     git clone https://github.com/thuml/HashNet clones/HashNet
     git clone https://github.com/MachineLearning2020/Homework2-Caltech101 clones/Homework2-Caltech101
     git clone https://github.com/jaaumeadrover/Landscape-Image-Classification clones/Landscape-Image-Classification
     git clone https://github.com/ustbChengzhao/Image_search_clip clones/Image_search_clip
     git clone https://github.com/maclavijo/Kitchenware-Project clones/Kitchenware-Project
     git clone https://github.com/EliSchwartz/imagenet-sample-images clones/imagenet-sample-images
-    for book in $BOOKS; do git clone https://github.com/openstax/osbooks-$book clones/osbooks-$book; done
+    for book in $BOOKS $OTHER_BOOKS; do git clone https://github.com/openstax/osbooks-$book clones/osbooks-$book; done
     python tools/general_data.py --clones clones --out data
 
-Writes folders with images and captions.csv (coco, openstax), folders of class folders (caltech101,
+Writes folders with images and captions.csv (coco, openstax, openstax-other), folders of class folders (caltech101,
 coco-classes, scenes, produce, kitchenware), and imagenet_names.txt. The clones need no work tree:
 `git clone --bare` or `--no-checkout` is enough. Flickr8k is not among them; its train split is a
 folder with images and captions.csv. Images of the validation and test splits in
@@ -24,7 +28,9 @@ business-ethics chemistry-bundle college-physics-bundle college-success contempo
 entrepreneurship introduction-anthropology introduction-business introduction-philosophy
 introduction-political-science introduction-sociology introductory-statistics-bundle microbiology
 prealgebra-bundle principles-economics-bundle principles-marketing psychology
-university-physics-bundle us-history world-history writing-guide.
+university-physics-bundle us-history world-history writing-guide. OTHER_BOOKS, for validation:
+college-algebra-bundle introduction-intellectual-property nursing-external-bundle physics
+principles-finance.
 """
 
 from __future__ import annotations
@@ -41,14 +47,33 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
+from PIL import Image
+
+from m1clip.data.duplicates import appearance, near_duplicates
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 IMAGES, CAPTIONS = "cnn-edge-detection", "Deep-Learning-Coursework"
 MORE_CAPTIONS = {"TRcap": "data/coco_val.json", "diht": "coco_test.json"}
+# Tables with one caption per row, and their columns of images and captions.
+CAPTION_TABLES = {
+    "erasing": ("data/coco_30k.csv", "image_id", "prompt"),
+    "BK-SDM": ("data/mscoco_val2014_30k/metadata.csv", "file_name", "text"),
+    "SAFE": ("data/mscoco.csv", "image_id", "text"),
+    "swd": ("src/prompts/coco.csv", "file_name", "caption"),
+}
 LABELS = "HashNet"
 LABEL_FILES = [f"caffe/data/coco/test/database{part}.txt" for part in range(8)]
 CALTECH, IMAGENET = "Homework2-Caltech101", "imagenet-sample-images"
 SCENES, PRODUCE = "Landscape-Image-Classification", "Image_search_clip"
 KITCHENWARE, BOOKS = "Kitchenware-Project", "osbooks-"
+# Books of which no photograph is trained on: their photographs are for validation.
+OTHER_BOOKS = (
+    "college-algebra-bundle",
+    "introduction-intellectual-property",
+    "nursing-external-bundle",
+    "physics",
+    "principles-finance",
+)
 LICENSE, CC_BY = "LICENSE", "Attribution 4.0 International"
 # The categories of COCO in the order of the label files.
 COCO_NAMES = """
@@ -71,6 +96,7 @@ SCENE_NAMES = {
     "Coast": "sea coast",
 }
 PER_CLASS = 60
+LOOK_SIDE = 256  # pixels, about, of an image that is compared with others
 ALT_WORDS = (3, 50)
 NO_PHOTOGRAPH = """
 graph|graphs|diagram|diagrams|chart|charts|table|map|maps|figure|illustration|illustrations|axis|equation|equations|
@@ -198,7 +224,19 @@ def coco_captions(clones: dict[str, Clone]) -> dict[int, list[str]]:
             if number not in texts:
                 captions = row.get("caption") or row["captions"]
                 texts[number] = [" ".join(text.split()) for text in captions]
-    return texts
+    return add_tables(texts, clones)
+
+
+def add_tables(texts: dict[int, list[str]], clones: dict[str, Clone]) -> dict[int, list[str]]:
+    """Add the images of CAPTION_TABLES that have no captions yet, with all captions in the tables."""
+    more: dict[int, list[str]] = defaultdict(list)
+    for clone, (file, image, caption) in CAPTION_TABLES.items():
+        for row in csv.DictReader(io.StringIO(clones[clone].read(file).decode("utf-8"))):
+            number = coco_number(row[image])
+            text = " ".join(row[caption].split())
+            if number not in texts and text and text not in more[number]:
+                more[number].append(text)
+    return texts | {number: captions for number, captions in more.items() if captions}
 
 
 def coco_number(name: str) -> int:
@@ -327,6 +365,32 @@ def book_images(books: dict[str, Clone]) -> Iterator[tuple[str, str, bytes, list
                     yield f"{digest[:16]}.jpg", split, content, [caption]
 
 
+def is_other_book(name: str) -> bool:
+    """Whether a clone is one of OTHER_BOOKS."""
+    return name.partition(BOOKS)[2] in OTHER_BOOKS
+
+
+def without_copies(
+    rows: Iterable[tuple[str, str, bytes, list[str]]], folder: Path
+) -> Iterator[tuple[str, str, bytes, list[str]]]:
+    """The rows whose image looks like no image in a folder, for validation."""
+    rows = list(rows)
+    contents = [content for _, _, content, _ in rows]
+    contents += [path.read_bytes() for path in sorted(folder.iterdir())]
+    pairs = near_duplicates([look(content) for content in contents])
+    copies = {first for first, second in pairs if first < len(rows) <= second}
+    for number, (name, _, content, captions) in enumerate(rows):
+        if number not in copies:
+            yield name, "val", content, captions
+
+
+def look(content: bytes) -> tuple[bytes, bytes]:
+    """How an image file looks, for `near_duplicates`."""
+    with Image.open(io.BytesIO(content)) as opened:
+        opened.draft("RGB", (LOOK_SIDE, LOOK_SIDE))
+        return appearance(opened.convert("RGB"))
+
+
 def caltech_images(clone: Clone) -> Iterator[tuple[str, str, bytes]]:
     """All images of Caltech-101."""
     for name in clone.names():
@@ -353,12 +417,18 @@ def main() -> None:
     clones = {
         name: Clone(next(iter(sorted(options.clones.glob(f"*{name}"))), options.clones / name))
         for name in (
-            IMAGES, CAPTIONS, *MORE_CAPTIONS, LABELS, CALTECH, IMAGENET, SCENES, PRODUCE, KITCHENWARE,
+            IMAGES, CAPTIONS, *MORE_CAPTIONS, *CAPTION_TABLES, LABELS, CALTECH, IMAGENET, SCENES, PRODUCE, KITCHENWARE,
         )
     }  # fmt: skip
     folders = {path: last_free_commit(path) for path in options.clones.glob(f"*{BOOKS}*")}
     books = {path.name: Clone(path, commit) for path, commit in folders.items() if commit}
-    captioned = {"coco": coco_images(clones), "openstax": book_images(books)}
+    others = {name: book for name, book in books.items() if is_other_book(name)}
+    captioned = {
+        "coco": coco_images(clones),
+        "openstax": book_images({name: book for name, book in books.items() if name not in others}),
+        # Written after the folder that it is compared with.
+        "openstax-other": without_copies(book_images(others), options.out / "openstax" / "images"),
+    }
     for folder, rows in captioned.items():
         count = write_captions(options.out / folder, rows)
         print(f"{folder}: {count:,} images with captions", flush=True)

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from m1clip.data.images import FileImage
 from m1clip.evaluation.retrieval import ranks
+from m1clip.formatting import ceil_div
 from m1clip.inference.batches import TowerRunner, in_order
 from m1clip.inference.inputs import TEMPLATES as ZEROSHOT_TEMPLATES
 from m1clip.model.clip import CLIP, build_clip
@@ -139,6 +140,17 @@ hamburger: 933; hot dog: 934; ice cream: 928 929; pasta: 959; soup: 925 926 809;
 drink: 966-969 441 572; wine: 966 907 572; squash: 939-942; corn: 987 998; grill: 581 766;
 toilet paper: 999; tent: 672; boxing: 747; skis: 795; paper: 549 692; web page: 916
 """
+# More names of class folders.
+SYNONYMS = """
+airplane: plane aircraft jet; bicycle: bike; motorcycle: motorbike; motorbike: motorcycle;
+couch: sofa; television: TV; refrigerator: fridge; donut: doughnut; potted plant: plant flowerpot;
+remote control: remote; sports ball: ball; dining table: table; tie: necktie; teddy bear: toy;
+stop sign: sign; person: people; sea coast: sea coast ocean seaside shore; forest: woods trees;
+highway: road motorway; street: road; industrial plant: factory; city: town buildings;
+mountain: mountains; store: shop; office: workplace; open countryside: countryside field meadow;
+suburban house: house home; living room: lounge; skyscraper: building tower buildings;
+sailing boat: boat sailboat; sailing ship: ship; sea turtle: turtle
+"""
 TEMPLATES = (
     "a photo of a {}.",
     "an image of a {}.",
@@ -156,8 +168,12 @@ CALTECH = "caltech101"  # the folder of VALIDATION_CLASSES
 SCENES = "scenes"  # the folder of classes whose next images are for validation
 VALIDATION_SCENES = 32  # the first of them that are not used for anything
 VALIDATION_IMAGES = 24  # of a class of VALIDATION_CLASSES
+OTHER_SCENES = "six-scenes-val"  # a folder of classes that is for validation only
+VALIDATION_OTHER_SCENES = 50  # images of a class of it
+CAPTIONS = "captions.csv"
 BLOCK = 1_024  # images in memory as float32 at a time
 CHUNK = 500  # images whose features are in one file of the cache
+TEXT_CHUNK = 10_000  # texts, likewise
 EMBED_DIM, CONTEXT = 256, 64
 HIDDEN = 128  # width of the hidden layer of a head: heads of less than 6 MB
 DROPOUT = 0.5  # of the hidden layer; 0.4 times that of the features
@@ -181,12 +197,13 @@ class Stage:
     class_weight: float = 0.3  # of the loss on classes
     weight_decay: float = 0.1
     seed: int = 0
-    # How often the images of a folder are drawn in an epoch: once if it is not here.
-    draws: Mapping[str, int] = field(default_factory=dict)
+    # How often the images of a folder are drawn in an epoch: once if it is not here. 0.5 draws
+    # half of them, others in each epoch.
+    draws: Mapping[str, float] = field(default_factory=dict)
 
     def drawn(self, folders: dict[str, int]) -> dict[str, int]:
         """The number of images of each folder that are drawn in an epoch."""
-        return {name: self.draws.get(name, 1) * count for name, count in folders.items()}
+        return {name: int(self.draws.get(name, 1) * count) for name, count in folders.items()}
 
 
 FLICKR = "flickr8k-112"
@@ -257,7 +274,11 @@ class Towers:
         return torch.from_numpy(np.load(file))
 
     def texts(self, name: str, texts: Sequence[str]) -> Tensor:
-        """(n, width) float16 features of texts, cached as one file."""
+        """(n, width) float16 features of texts; each TEXT_CHUNK of them is cached as one file."""
+        chunks = [texts[start : start + TEXT_CHUNK] for start in range(0, len(texts), TEXT_CHUNK)]
+        return torch.cat([self._text_chunk(name, chunk) for chunk in chunks])
+
+    def _text_chunk(self, name: str, texts: Sequence[str]) -> Tensor:
         file = self._cache_file(f"{name}-texts", texts)
         if not file.is_file():
             tokens = self.tokenizer.tokenize(texts, CONTEXT)
@@ -297,7 +318,7 @@ class Classes:
 def read_captions(folder: Path, towers: Towers, split: str = "train") -> Captioned:
     """A split of a folder with captions.csv."""
     captions: dict[str, list[str]] = {}
-    with (folder / "captions.csv").open(newline="", encoding="utf-8") as file:
+    with (folder / CAPTIONS).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["split"] == split:
                 captions.setdefault(row["image"], []).append(row["caption"])
@@ -344,6 +365,12 @@ def everyday_names() -> dict[str, set[int]]:
     return classes
 
 
+def synonyms() -> dict[str, set[str]]:
+    """More names of the classes of folders."""
+    entries = (entry.strip().partition(":") for entry in SYNONYMS.split(";"))
+    return {name: set(more.split()) for name, _, more in entries}
+
+
 def read_classes(
     folders: Sequence[Path], imagenet: Sequence[str], towers: Towers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -353,7 +380,11 @@ def read_classes(
     ]
     everyday = everyday_names()
     of_folders = sorted({name for _, name, _ in classes})
-    vocabulary = sorted({*(name.lower() for name in imagenet), *everyday, *of_folders})
+    more = synonyms()
+    names_of = {name: {name, *more.get(name, ())} for name in of_folders}
+    vocabulary = sorted(
+        {*(name.lower() for name in imagenet), *everyday, *itertools.chain(*names_of.values())}
+    )
     row = {name: number for number, name in enumerate(vocabulary)}
     named = torch.zeros(len(imagenet) + len(of_folders), len(vocabulary), dtype=torch.bool)
     for number, name in enumerate(imagenet):
@@ -361,7 +392,7 @@ def read_classes(
     for name, numbers in everyday.items():
         named[sorted(numbers), row[name]] = True
     for number, name in enumerate(of_folders, start=len(imagenet)):
-        named[number, row[name]] = True
+        named[number, [row[synonym] for synonym in names_of[name]]] = True
     features = []
     labels = []
     for folder in folders:
@@ -483,7 +514,6 @@ def contrastive(images: Tensor, texts: Tensor, scale: Tensor, positive: Tensor) 
 def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> None:
     """Train both heads on captions, class folders and synthetic features of the classes of ImageNet."""
     rng = np.random.default_rng(stage.seed)
-    standard_images = model.image_head.standardized(captioned.images).half()
     caption_rows = np.split(
         np.arange(len(captioned.captions)),
         np.flatnonzero(np.diff(captioned.image_index.numpy())) + 1,
@@ -521,7 +551,7 @@ def train(model: CLIP, stage: Stage, captioned: Captioned, classes: Classes) -> 
                 scale,
                 torch.from_numpy(chosen)[:, None] == torch.from_numpy(owner),
             )
-            images, positive, texts = class_batch(model, stage, standard_images, classes, rng)
+            images, positive, texts = class_batch(model, stage, captioned.images, classes, rng)
             loss = loss + stage.class_weight * contrastive(
                 encode(model.image_head, images, rng),
                 encode(model.text_head, texts, rng),
@@ -544,7 +574,8 @@ def epoch_order(stage: Stage, folders: dict[str, int], rng: np.random.Generator)
     start = 0
     for name, drawn in stage.drawn(folders).items():
         count = folders[name]
-        rows += [start + rng.permutation(count) for _ in range(drawn // count)]
+        repeats = [rng.permutation(count) for _ in range(ceil_div(drawn, count))]
+        rows.append(start + np.concatenate([np.empty(0, int), *repeats])[:drawn])
         start += count
     return rng.permutation(np.concatenate(rows))
 
@@ -555,7 +586,8 @@ def class_batch(
     """(images, which name belongs to which image, names): synthetic images, and half as many real ones."""
     count = stage.class_batch
     made = rng.integers(0, len(classes.directions), count)
-    behind = backgrounds[rng.integers(0, len(backgrounds), count)].float()
+    rows = backgrounds[rng.integers(0, len(backgrounds), count)]
+    behind = model.image_head.standardized(rows)
     strength = torch.from_numpy(rng.uniform(*SYNTHETIC_STRENGTH, (count, 1))).float()
     synthetic = SYNTHETIC_SIGMA * strength * classes.directions[made] + BACKGROUND * behind
     images = synthetic * model.image_head.deviation + model.image_head.mean
@@ -570,8 +602,33 @@ def class_batch(
     return images, positive[:, used], classes.names[used.nonzero()[:, 0], template]
 
 
+def heads_after(
+    stage: Stage,
+    model: CLIP,
+    initial: dict[str, Tensor],
+    captioned: Captioned,
+    classes: Classes,
+    cache: Path,
+) -> dict[str, Tensor]:
+    """The heads after a training from `initial`, which are stored in the cache."""
+    digest = hashlib.sha256(repr((replace(stage, share=0), DROPOUT)).encode())
+    data = (classes.images, classes.labels, classes.directions, classes.named, classes.names)
+    for tensor in (*initial.values(), *data):
+        digest.update(tensor.numpy().tobytes())
+    file = cache / f"heads-{digest.hexdigest()[:12]}.pt"
+    if not file.is_file():
+        model.load_state_dict(initial, strict=False)
+        train(model, stage, captioned, classes)
+        torch.save(heads_of(model), file)
+    return dict(torch.load(file))
+
+
 def train_mean(
-    model: CLIP, captioned: Captioned, classes: Classes, validation: Validation | None = None
+    model: CLIP,
+    captioned: Captioned,
+    classes: Classes,
+    cache: Path,
+    validation: Validation | None = None,
 ) -> None:
     """Train once for each of STAGES that has images, from the same start, and take the weighted mean."""
     initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
@@ -579,11 +636,11 @@ def train_mean(
     stages = [stage for stage in STAGES if any(stage.drawn(captioned.folders).values())]
     shares = sum(stage.share for stage in stages)
     for stage in stages:
-        model.load_state_dict(initial, strict=False)
-        train(model, stage, captioned, classes)
+        heads = heads_after(stage, model, initial, captioned, classes, cache)
         if validation:
+            model.load_state_dict(heads, strict=False)
             print(f"validation: {validation.figures(model)}", flush=True)
-        for name, tensor in heads_of(model).items():
+        for name, tensor in heads.items():
             total[name] += stage.share / shares * tensor
     model.load_state_dict(total, strict=False)
     if validation:
@@ -594,11 +651,15 @@ class Validation:
     """Figures of a model on images that it was not trained on, for the choice of STAGES.
 
     They are the val split of each folder with captions, the class folders of VALIDATION_CLASSES,
-    and more images of the scenes.
+    more images of the scenes, and scenes of another dataset.
     """
 
     def __init__(self, captions: Sequence[Path], classes: Sequence[Path], towers: Towers) -> None:
-        self.captioned = {folder.name: read_captions(folder, towers, "val") for folder in captions}
+        self.captioned = {
+            folder.name: read_captions(folder, towers, "val")
+            for folder in captions
+            if (folder / CAPTIONS).is_file()
+        }
         self.classes: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for folder in classes:
             class_files = []
@@ -609,6 +670,9 @@ class Validation:
                 class_files = class_folders(
                     folder, VALIDATION_CLASSES.split(), 0, VALIDATION_IMAGES
                 )
+            elif folder.name == OTHER_SCENES:
+                scenes = [path.name for path in folder.iterdir()]
+                class_files = class_folders(folder, scenes, 0, VALIDATION_OTHER_SCENES)
             if class_files:
                 self.classes[folder.name] = self._class_images(folder, class_files, towers)
 
@@ -670,7 +734,10 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=BOXED[GENERAL].folder)
     parser.add_argument(
-        "--validate", action="store_true", help="print figures on validation after each training"
+        "--validate",
+        type=Path,
+        nargs="*",
+        help="print figures on validation after each training; more folders for it",
     )
     options = parser.parse_args()
     towers = Towers(options.cache)
@@ -688,8 +755,12 @@ def main() -> None:
     directions = class_directions(
         model.image_head.standardized(inputs), class_logits(inputs, towers)
     )
-    validation = Validation(options.captions, options.classes, towers) if options.validate else None
-    train_mean(model, captioned, Classes(images, labels, directions, named, names), validation)
+    validation = None
+    if options.validate is not None:
+        folders = [*options.captions, *options.validate]
+        validation = Validation(folders, [*options.classes, *options.validate], towers)
+    classes = Classes(images, labels, directions, named, names)
+    train_mean(model, captioned, classes, options.cache, validation)
     options.out.mkdir(parents=True, exist_ok=True)
     write_boxed(options.out, model, towers.preprocess)
     for file in (CONFIG, HEADS):

@@ -2,12 +2,14 @@
 
 import csv
 import importlib.util
+import io
 import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from image_sets import image
 
 TOOL = Path(__file__).parents[2] / "tools" / "general_data.py"
 
@@ -104,6 +106,7 @@ def test_images_of_test_splits_are_in_no_train_split(
     (tmp_path / "coco_ids.json").write_text(json.dumps({"train": [4], "val": [], "test": [3]}))
     monkeypatch.setattr(tool, "BENCHMARKS", tmp_path)
     monkeypatch.setattr(tool, "MORE_CAPTIONS", {"more": "more.json"})
+    monkeypatch.setattr(tool, "CAPTION_TABLES", {})
     numbers = range(1, 6)
     images = {f"train2017/{number:012d}.jpg": b"%d" % number for number in numbers}
     table = b"image_id,id,caption\n1,1,one\n2,2,two\n"
@@ -121,3 +124,40 @@ def test_images_of_test_splits_are_in_no_train_split(
         ]
     assert rows == [(1, "train", "one"), (2, "test", "two"), (4, "train", "4"), (5, "train", "5")]
     assert (tmp_path / "out" / "images" / f"{5:012d}.jpg").read_bytes() == b"5"
+
+
+def test_tables_add_images_that_have_no_captions_yet(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {"a": ("a.csv", "image_id", "prompt"), "b": ("b.csv", "file_name", "text")}
+    monkeypatch.setattr(tool, "CAPTION_TABLES", tables)
+    first = b"image_id,prompt\n000000000001,known\n2,A  dog.\n3,A cat.\n"
+    second = b"file_name,text\nCOCO_val2014_000000000002.jpg,A dog.\nx_000000000003.jpg,Two cats\n"
+    clones = {
+        "a": tool.Clone(repository(tmp_path / "a", {"a.csv": first})),
+        "b": tool.Clone(repository(tmp_path / "b", {"b.csv": second})),
+    }
+    texts = tool.add_tables({1: ["one"]}, clones)
+    assert texts == {1: ["one"], 2: ["A dog."], 3: ["A cat.", "Two cats"]}
+
+
+def test_images_that_look_like_one_of_a_folder_are_left_out(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    known = image(1, size=(300, 200))
+    known.save(tmp_path / "known.jpg")
+    rows = []
+    for name, picture in (("copy", known.resize((180, 120))), ("other", image(2, size=(300, 200)))):
+        content = io.BytesIO()
+        picture.save(content, "JPEG")
+        rows.append((f"{name}.jpg", "train", content.getvalue(), [name]))
+    left = list(tool.without_copies(rows, tmp_path))
+    assert [(name, split, captions) for name, split, _, captions in left] == [
+        ("other.jpg", "val", ["other"])
+    ]
+
+
+def test_other_books_are_those_of_the_list(tool: ModuleType) -> None:
+    assert tool.is_other_book("openstax+osbooks-physics")
+    assert tool.is_other_book("osbooks-physics")
+    assert not tool.is_other_book("openstax+osbooks-university-physics-bundle")

@@ -77,10 +77,10 @@ def test_same_data_gives_the_same_file(
         image(3).save(tmp_path / "classes" / name / "1.png")
     words = ["--captions", data, "--names", tmp_path / "names.txt"]
     with_classes = [*words, "--classes", tmp_path / "classes"]
-    first = run(tool, monkeypatch, tmp_path / "out1", *with_classes)
+    first = run(tool, monkeypatch, tmp_path / "1" / "out", *with_classes)
     assert len(first) > 1000
-    assert run(tool, monkeypatch, tmp_path / "out2", *with_classes) == first
-    assert run(tool, monkeypatch, tmp_path / "out3", *words) != first
+    assert run(tool, monkeypatch, tmp_path / "2" / "out", *with_classes) == first
+    assert run(tool, monkeypatch, tmp_path / "3" / "out", *words) != first
 
 
 def test_class_has_its_everyday_names_and_held_out_folders_are_not_read(
@@ -140,9 +140,14 @@ def test_cached_features_are_those_of_the_named_images(
 
 
 def test_images_of_a_folder_are_drawn_as_often_as_a_stage_says(tool: ModuleType) -> None:
-    stage = replace(tool.SMALL, draws={"a": 2, "c": 0})
-    order = tool.epoch_order(stage, {"a": 3, "b": 2, "c": 4}, np.random.default_rng(0))
-    assert sorted(order.tolist()) == [0, 0, 1, 1, 2, 2, 3, 4]
+    stage = replace(tool.SMALL, draws={"a": 2, "c": 0, "d": 0.5, "e": 1.5})
+    folders = {"a": 3, "b": 2, "c": 4, "d": 6, "e": 2}
+    order = tool.epoch_order(stage, folders, np.random.default_rng(0)).tolist()
+    assert sorted(number for number in order if number < 9) == [0, 0, 1, 1, 2, 2, 3, 4]
+    half = [number for number in order if 9 <= number < 15]
+    assert len(half) == len(set(half)) == 3
+    assert sorted(number for number in order if number >= 15) in ([15, 15, 16], [15, 16, 16])
+    assert len(order) == sum(stage.drawn(folders).values())
 
 
 def test_model_is_the_mean_of_the_stages_that_have_images(
@@ -157,15 +162,68 @@ def test_model_is_the_mean_of_the_stages_that_have_images(
     monkeypatch.setattr(tool, "STAGES", stages)
     begun = []
 
-    def train(model: torch.nn.Linear, stage: SimpleNamespace, *_: object) -> None:
-        begun.append(model.weight.item())
-        model.weight.data.fill_(stage.weight)
+    def heads_after(
+        stage: SimpleNamespace, model: torch.nn.Linear, initial: dict[str, torch.Tensor], *_: object
+    ) -> dict[str, torch.Tensor]:
+        begun.append(initial["weight"].item())
+        return {"weight": torch.full((1, 1), stage.weight)}
 
-    monkeypatch.setattr(tool, "train", train)
+    monkeypatch.setattr(tool, "heads_after", heads_after)
     start = model.weight.item()
-    tool.train_mean(model, SimpleNamespace(folders={}), None)
+    tool.train_mean(model, SimpleNamespace(folders={}), None, Path())
     assert begun == [start, start]
     assert model.weight.item() == pytest.approx(0.75 * 1 + 0.25 * 5)
+
+
+def test_training_that_is_in_the_cache_is_not_repeated(
+    tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--captions", data, "--names", tmp_path / "names.txt"]
+    trained = []
+    train = tool.train
+
+    def counted(model: object, stage: object, *rest: object) -> None:
+        trained.append(stage)
+        train(model, stage, *rest)
+
+    monkeypatch.setattr(tool, "train", counted)
+    first = run(tool, monkeypatch, tmp_path / "out1", *words)
+    stages = len(trained)
+    assert run(tool, monkeypatch, tmp_path / "out2", *words) == first
+    assert len(trained) == stages > 1
+    monkeypatch.setattr(tool, "STAGES", [replace(stage, weight_decay=9) for stage in tool.STAGES])
+    assert run(tool, monkeypatch, tmp_path / "out3", *words) != first
+    assert len(trained) == 2 * stages
+
+
+def test_class_of_a_folder_has_its_synonyms(tool: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "classes" / "forest").mkdir(parents=True)
+    image(3).save(tmp_path / "classes" / "forest" / "1.png")
+    towers = tool.Towers(tmp_path / "cache")
+    imagenet = ["cat", "dog", "bird", "fish", "trees"]
+    _, labels, named, names = tool.read_classes([tmp_path / "classes"], imagenet, towers)
+    vocabulary = ["animal", "bird", "cat", "dog", "fish", "forest", "pet", "trees", "woods"]
+    assert labels.tolist() == [5]
+    assert len(names) == len(vocabulary)
+    own = [name for name, yes in zip(vocabulary, named[5], strict=True) if yes]
+    assert own == ["forest", "trees", "woods"]
+    assert [name for name, yes in zip(vocabulary, named[4], strict=True) if yes] == [
+        "animal",
+        "trees",
+    ]
+
+
+def test_features_of_many_texts_are_those_of_each(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["a dog", "two cats", "a red car on a street", "snow", "a house"]
+    expected = tool.Towers(tmp_path / "one").texts("x", texts)
+    monkeypatch.setattr(tool, "TEXT_CHUNK", 2)
+    towers = tool.Towers(tmp_path / "many")
+    rows = towers.texts("x", texts)
+    torch.testing.assert_close(rows, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(towers.texts("x", texts), rows)
+    assert len(list((tmp_path / "many").iterdir())) == 3
 
 
 def test_validation_images_are_not_trained_on(tool: ModuleType, tmp_path: Path) -> None:
