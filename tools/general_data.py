@@ -13,24 +13,26 @@
     git clone https://github.com/jaaumeadrover/Landscape-Image-Classification clones/Landscape-Image-Classification
     git clone https://github.com/ustbChengzhao/Image_search_clip clones/Image_search_clip
     git clone https://github.com/maclavijo/Kitchenware-Project clones/Kitchenware-Project
+    git clone https://github.com/keshav1245/Image-Classification-using-AlexNet-CNN-Model \
+        clones/Image-Classification-using-AlexNet-CNN-Model
     git clone https://github.com/EliSchwartz/imagenet-sample-images clones/imagenet-sample-images
     for book in $BOOKS $OTHER_BOOKS; do git clone https://github.com/openstax/osbooks-$book clones/osbooks-$book; done
     python tools/general_data.py --clones clones --out data
 
-Writes folders with images and captions.csv (coco, openstax, openstax-other), folders of class folders (caltech101,
-coco-classes, scenes, produce, kitchenware), and imagenet_names.txt. The clones need no work tree:
-`git clone --bare` or `--no-checkout` is enough. Flickr8k is not among them; its train split is a
-folder with images and captions.csv. Images of the validation and test splits in
-benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a train split. A book is read
-from its last commit that was under CC BY 4.0, so its clone needs the history. BOOKS of the model in
-the package: american-government anatomy-physiology astronomy biology-bundle
-business-ethics chemistry-bundle college-physics-bundle college-success contemporary-mathematics
-entrepreneurship introduction-anthropology introduction-business introduction-philosophy
-introduction-political-science introduction-sociology introductory-statistics-bundle microbiology
-prealgebra-bundle principles-economics-bundle principles-marketing psychology
-university-physics-bundle us-history world-history writing-guide. OTHER_BOOKS, for validation:
-college-algebra-bundle introduction-intellectual-property nursing-external-bundle physics
-principles-finance.
+Writes folders with images and captions.csv (coco, openstax, openstax-other), folders of class
+folders (caltech101, coco-classes, scenes, produce, kitchenware, six-scenes, six-scenes-val), and
+imagenet_names.txt. The clones need no work tree: `git clone --bare` or `--no-checkout` is enough.
+Flickr8k is not among them; its train split is a folder with images and captions.csv. Images of the
+validation and test splits in benchmarks/general_ids.json and benchmarks/coco_ids.json are not in a
+train split. A book is read from its last commit that was under CC BY 4.0, so its clone needs the
+history. BOOKS of the model in the package: american-government anatomy-physiology astronomy
+biology-bundle business-ethics chemistry-bundle college-physics-bundle college-success
+contemporary-mathematics entrepreneurship introduction-anthropology introduction-business
+introduction-philosophy introduction-political-science introduction-sociology
+introductory-statistics-bundle microbiology prealgebra-bundle principles-economics-bundle
+principles-marketing psychology university-physics-bundle us-history world-history writing-guide.
+OTHER_BOOKS, for validation: college-algebra-bundle introduction-intellectual-property
+nursing-external-bundle physics principles-finance.
 """
 
 from __future__ import annotations
@@ -66,6 +68,9 @@ LABEL_FILES = [f"caffe/data/coco/test/database{part}.txt" for part in range(8)]
 CALTECH, IMAGENET = "Homework2-Caltech101", "imagenet-sample-images"
 SCENES, PRODUCE = "Landscape-Image-Classification", "Image_search_clip"
 KITCHENWARE, BOOKS = "Kitchenware-Project", "osbooks-"
+SIX_SCENES = "Image-Classification-using-AlexNet-CNN-Model"
+# A folder of it, and how many images of each scene: one for the test, one for validation.
+SIX_SCENES_PARTS = {"six-scenes": ("seg_test", 60), "six-scenes-val": ("seg_train", 50)}
 # Books of which no photograph is trained on: their photographs are for validation.
 OTHER_BOOKS = (
     "college-algebra-bundle",
@@ -75,6 +80,8 @@ OTHER_BOOKS = (
     "principles-finance",
 )
 LICENSE, CC_BY = "LICENSE", "Attribution 4.0 International"
+# Images of COCO that show the same scene as one of a test split.
+COPIES = {343799, 460131}
 # The categories of COCO in the order of the label files.
 COCO_NAMES = """
 airplane, apple, backpack, banana, baseball bat, baseball glove, bear, bed, bench, bicycle, bird, boat, book, bottle,
@@ -250,12 +257,15 @@ def file_of(number: int) -> str:
 
 
 def coco_splits() -> dict[int, str]:
-    """The split of each image that has one; images of test splits of other benchmarks are in `none`."""
+    """The split of each image that has one.
+
+    Images of test splits of other benchmarks, and COPIES of those of this one, are in `none`.
+    """
     other = json.loads((BENCHMARKS / "coco_ids.json").read_text(encoding="utf-8"))
     splits = dict.fromkeys(other["test"] + other["val"], "none")
     for split, numbers in json.loads((BENCHMARKS / "general_ids.json").read_text("utf-8")).items():
         splits |= dict.fromkeys(numbers, split)
-    return splits
+    return splits | dict.fromkeys(COPIES, "none")
 
 
 def coco_images(clones: dict[str, Clone]) -> Iterator[tuple[str, str, bytes, list[str]]]:
@@ -300,6 +310,16 @@ def scene_images(clone: Clone) -> Iterator[tuple[str, str, bytes]]:
         if folders[:2] == ("data", "train") and len(folders) == 4:
             scene = SCENE_NAMES.get(folders[2], folders[2].lower())
             yield scene, folders[3], clone.read(name)
+
+
+def six_scenes(clone: Clone, part: str, images: int) -> Iterator[tuple[str, str, bytes]]:
+    """The first images of each of six scenes, of the training or the test part of that dataset."""
+    count: dict[str, int] = defaultdict(int)
+    for name in sorted(clone.names(), key=lambda name: PurePosixPath(name).name):
+        folders = PurePosixPath(name).parts
+        if folders[0] == part and len(folders) == 4 and count[folders[2]] < images:
+            count[folders[2]] += 1
+            yield folders[2], folders[3], clone.read(name)
 
 
 def produce_images(clone: Clone) -> Iterator[tuple[str, str, bytes]]:
@@ -417,7 +437,8 @@ def main() -> None:
     clones = {
         name: Clone(next(iter(sorted(options.clones.glob(f"*{name}"))), options.clones / name))
         for name in (
-            IMAGES, CAPTIONS, *MORE_CAPTIONS, *CAPTION_TABLES, LABELS, CALTECH, IMAGENET, SCENES, PRODUCE, KITCHENWARE,
+            IMAGES, CAPTIONS, *MORE_CAPTIONS, *CAPTION_TABLES, LABELS, CALTECH, IMAGENET, SCENES, SIX_SCENES,
+            PRODUCE, KITCHENWARE,
         )
     }  # fmt: skip
     folders = {path: last_free_commit(path) for path in options.clones.glob(f"*{BOOKS}*")}
@@ -439,6 +460,8 @@ def main() -> None:
         "produce": produce_images(clones[PRODUCE]),
         "kitchenware": kitchen_images(clones[KITCHENWARE]),
     }
+    for folder, (part, images) in SIX_SCENES_PARTS.items():
+        classes[folder] = six_scenes(clones[SIX_SCENES], part, images)
     for folder, images in classes.items():
         count = write_classes(options.out / folder, images)
         print(f"{folder}: {count:,} images of classes", flush=True)
