@@ -2,13 +2,14 @@
 
     python tools/general_data.py --clones clones --out data
     python tools/train_general.py --captions flickr8k-112 data/coco data/openstax \
-        --classes data/caltech101 data/coco-classes data/scenes data/produce data/kitchenware \
-        --names data/imagenet_names.txt --cache features
+        --mirror flickr8k-112 --classes data/caltech101 data/coco-classes data/scenes \
+        data/produce data/kitchenware --names data/imagenet_names.txt --cache features
 
 --captions: folders with captions.csv (image, caption, split); rows of split `train` are used.
---classes: folders with one folder of images per class, of which HELD_OUT are not used; may be left
-out. --names: the 1,000 class names of ImageNet, one per line, in the order of the classifiers in
-the towers' packages. --cache: where features are stored, so that a second run does not compute them
+--mirror: one of them, whose mirror images some trainings see, too. --classes: folders with one
+folder of images per class, of which HELD_OUT are not used; may be left out. --names: the 1,000
+class names of ImageNet, one per line, in the order of the classifiers in the towers' packages.
+--cache: where features and trained heads are stored, so that a second run does not compute them
 again.
 
 The same data gives the same file on the same kind of machine: all random numbers have a fixed seed,
@@ -171,6 +172,7 @@ VALIDATION_IMAGES = 24  # of a class of VALIDATION_CLASSES
 OTHER_SCENES = "six-scenes-val"  # a folder of classes that is for validation only
 VALIDATION_OTHER_SCENES = 50  # images of a class of it
 CAPTIONS = "captions.csv"
+MIRRORED = "mirrored"  # the folder of mirror images
 BLOCK = 1_024  # images in memory as float32 at a time
 CHUNK = 500  # images whose features are in one file of the cache
 TEXT_CHUNK = 10_000  # texts, likewise
@@ -200,6 +202,7 @@ class Stage:
     # How often the images of a folder are drawn in an epoch: once if it is not here. 0.5 draws
     # half of them, others in each epoch.
     draws: Mapping[str, float] = field(default_factory=dict)
+    mirrored: bool = False  # whether the mirror images of --mirror are drawn, too
 
     def drawn(self, folders: dict[str, int]) -> dict[str, int]:
         """The number of images of each folder that are drawn in an epoch."""
@@ -252,21 +255,26 @@ class Towers:
         self.runner = TowerRunner(
             self.image.eval(), self.text.eval(), self.preprocess, torch.device("cpu"), "bf16"
         )
+        self.mirror_runner = replace(self.runner, image=lambda pixels: self.image(pixels.flip(-1)))
         self.cache = cache
         cache.mkdir(parents=True, exist_ok=True)
 
-    def images(self, folder: Path, names: Sequence[str]) -> Tensor:
-        """(n, width) float16 features of the image files of a folder; each CHUNK of them is cached as one file."""
-        chunks = [names[start : start + CHUNK] for start in range(0, len(names), CHUNK)]
-        return torch.cat([self._chunk(folder, chunk) for chunk in chunks])
+    def images(self, folder: Path, names: Sequence[str], mirrored: bool = False) -> Tensor:
+        """(n, width) float16 features of the image files of a folder, or of their mirror images.
 
-    def _chunk(self, folder: Path, names: Sequence[str]) -> Tensor:
-        file = self._cache_file(folder.name, names)
+        Each CHUNK of them is cached as one file.
+        """
+        chunks = [names[start : start + CHUNK] for start in range(0, len(names), CHUNK)]
+        return torch.cat([self._chunk(folder, chunk, mirrored) for chunk in chunks])
+
+    def _chunk(self, folder: Path, names: Sequence[str], mirrored: bool) -> Tensor:
+        file = self._cache_file(f"{folder.name}-{MIRRORED}" if mirrored else folder.name, names)
         if not file.is_file():
             rows = np.zeros((len(names), self.image.width), np.float16)
             failures: dict[int, str] = {}
             refs = [FileImage(str(folder / name)) for name in names]
-            for indices, vectors in self.runner.files(refs, failures):
+            runner = self.mirror_runner if mirrored else self.runner
+            for indices, vectors in runner.files(refs, failures):
                 rows[indices] = vectors.numpy()
             if failures:
                 raise SystemExit(f"{len(failures)} unreadable images, such as {failures}")
@@ -315,8 +323,10 @@ class Classes:
     names: Tensor  # (names, templates, width) features of the names
 
 
-def read_captions(folder: Path, towers: Towers, split: str = "train") -> Captioned:
-    """A split of a folder with captions.csv."""
+def read_captions(
+    folder: Path, towers: Towers, split: str = "train", mirrored: bool = False
+) -> Captioned:
+    """A split of a folder with captions.csv, or the mirror images of it."""
     captions: dict[str, list[str]] = {}
     with (folder / CAPTIONS).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -329,10 +339,10 @@ def read_captions(folder: Path, towers: Towers, split: str = "train") -> Caption
         for _ in captions_of_image
     ]
     return Captioned(
-        towers.images(folder, list(captions)),
+        towers.images(folder, list(captions), mirrored),
         towers.texts(folder.name, texts),
         torch.tensor(index),
-        {folder.name: len(captions)},
+        {MIRRORED if mirrored else folder.name: len(captions)},
     )
 
 
@@ -628,15 +638,21 @@ def train_mean(
     captioned: Captioned,
     classes: Classes,
     cache: Path,
+    mirrored: Captioned | None = None,
     validation: Validation | None = None,
 ) -> None:
-    """Train once for each of STAGES that has images, from the same start, and take the weighted mean."""
+    """Train once for each of STAGES that has images, from the same start, and take the weighted mean.
+
+    Stages with mirror images draw those of `mirrored`, too.
+    """
+    with_mirrored = joined([captioned, mirrored]) if mirrored else captioned
     initial = {name: tensor.clone() for name, tensor in heads_of(model).items()}
     total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
     stages = [stage for stage in STAGES if any(stage.drawn(captioned.folders).values())]
     shares = sum(stage.share for stage in stages)
     for stage in stages:
-        heads = heads_after(stage, model, initial, captioned, classes, cache)
+        images = with_mirrored if stage.mirrored else captioned
+        heads = heads_after(stage, model, initial, images, classes, cache)
         if validation:
             model.load_state_dict(heads, strict=False)
             print(f"validation: {validation.figures(model)}", flush=True)
@@ -729,6 +745,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--captions", type=Path, nargs="+", required=True)
+    parser.add_argument("--mirror", type=Path)
     parser.add_argument("--classes", type=Path, nargs="*", default=[])
     parser.add_argument("--names", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
@@ -760,7 +777,8 @@ def main() -> None:
         folders = [*options.captions, *options.validate]
         validation = Validation(folders, [*options.classes, *options.validate], towers)
     classes = Classes(images, labels, directions, named, names)
-    train_mean(model, captioned, classes, options.cache, validation)
+    mirrored = read_captions(options.mirror, towers, mirrored=True) if options.mirror else None
+    train_mean(model, captioned, classes, options.cache, mirrored, validation)
     options.out.mkdir(parents=True, exist_ok=True)
     write_boxed(options.out, model, towers.preprocess)
     for file in (CONFIG, HEADS):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_sets import image
+from PIL import Image
 from tower_run import patch_towers
 
 from m1clip.model import named
@@ -139,6 +140,28 @@ def test_cached_features_are_those_of_the_named_images(
     assert torch.equal(towers.images(data, names[::-1]), rows.flip(0))
 
 
+def test_mirror_images_have_the_features_of_flipped_images(
+    tool: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers = tool.Towers(tmp_path / "cache")
+    flipped = tmp_path / "flipped"
+    flipped.mkdir()
+    names = [f"{number}.png" for number in range(IMAGES)]
+    for number, name in enumerate(names):
+        image(number).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(flipped / name)
+    mirrored = tool.read_captions(data, towers, mirrored=True)
+    assert mirrored.folders == {tool.MIRRORED: IMAGES}
+    torch.testing.assert_close(
+        mirrored.images.float(), towers.images(flipped, names).float(), rtol=0.05, atol=0.02
+    )
+    assert not torch.equal(mirrored.images, tool.read_captions(data, towers).images)
+    words = ["--captions", data, "--names", tmp_path / "names.txt"]
+    stages = [replace(stage, mirrored=True) for stage in tool.STAGES]
+    plain = run(tool, monkeypatch, tmp_path / "out1", *words)
+    monkeypatch.setattr(tool, "STAGES", stages)
+    assert run(tool, monkeypatch, tmp_path / "out2", *words, "--mirror", data) != plain
+
+
 def test_images_of_a_folder_are_drawn_as_often_as_a_stage_says(tool: ModuleType) -> None:
     stage = replace(tool.SMALL, draws={"a": 2, "c": 0, "d": 0.5, "e": 1.5})
     folders = {"a": 3, "b": 2, "c": 4, "d": 6, "e": 2}
@@ -155,9 +178,9 @@ def test_model_is_the_mean_of_the_stages_that_have_images(
 ) -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     stages = [
-        SimpleNamespace(share=0.3, weight=1.0, drawn=lambda folders: {"a": 2}),
-        SimpleNamespace(share=0.1, weight=5.0, drawn=lambda folders: {"a": 1}),
-        SimpleNamespace(share=0.6, weight=9.0, drawn=lambda folders: {"a": 0}),
+        SimpleNamespace(share=0.3, weight=1.0, mirrored=False, drawn=lambda folders: {"a": 2}),
+        SimpleNamespace(share=0.1, weight=5.0, mirrored=False, drawn=lambda folders: {"a": 1}),
+        SimpleNamespace(share=0.6, weight=9.0, mirrored=False, drawn=lambda folders: {"a": 0}),
     ]
     monkeypatch.setattr(tool, "STAGES", stages)
     begun = []
