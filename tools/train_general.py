@@ -209,33 +209,32 @@ class Stage:
         return {name: int(self.draws.get(name, 1) * count) for name, count in folders.items()}
 
 
-FLICKR = "flickr8k-112"
-SMALL = Stage(
-    epochs=8, learning_rate=4e-4, batch=512, captions_per_image=5, class_batch=128, share=0.18
-)
+FLICKR, COCO, BOOKS = "flickr8k-112", "coco", "openstax"
 LARGE = Stage(
-    epochs=6,
+    epochs=5,
     learning_rate=8e-4,
     batch=1024,
     captions_per_image=3,
     class_batch=256,
-    share=0.18,
-    draws={FLICKR: 2},
+    share=0.2,
+    draws={FLICKR: 3, BOOKS: 2},
 )
 # Means of such models are better than each of them (docs/lab-general.md has what was tried).
 STAGES = (
-    SMALL,
-    replace(SMALL, epochs=6, draws={FLICKR: 2}),
     LARGE,
-    replace(LARGE, seed=1),
-    replace(LARGE, epochs=5, weight_decay=0.3, draws={FLICKR: 3}),
-    replace(
-        SMALL,
-        epochs=10,
+    replace(LARGE, seed=3),
+    replace(LARGE, draws={FLICKR: 1.5, MIRRORED: 1.5, BOOKS: 2}, mirrored=True),
+    replace(LARGE, epochs=7, seed=1, share=0.24, draws={FLICKR: 2, COCO: 0.5, BOOKS: 2}),
+    Stage(
+        epochs=5,
+        learning_rate=4e-4,
+        batch=512,
+        captions_per_image=5,
         class_batch=64,
         class_weight=0.1,
-        share=0.1,
-        draws={"coco": 0, "openstax": 0},
+        share=0.16,
+        draws={COCO: 0, BOOKS: 0},
+        mirrored=True,
     ),
 )
 

@@ -65,8 +65,8 @@ BOXED = {
     GENERAL: BoxedModel(
         folder=Path(__file__).parent.parent / "models" / GENERAL,
         sha256={
-            CONFIG: "800b31e1a4a2c5a2496d6179470515aaed1cd20a95ba9d31846f00e8fc39e767",
-            HEADS: "3ff4eed183628b505ea81a205a2d1fbe68fcad78d8fa78fba56731e41841dd3f",
+            CONFIG: "cf16ca9b180e3b6437b9d03fd30d8da942ba86a581670f2a2756a3540b9d6106",
+            HEADS: "c07acfe8545269dddad1abc409460157c9cdc96d4b2cc661cd7cdfeee5b5c27e",
         },
         towers=("efficientnet-lite0+lite2", "minilm"),
     )

@@ -163,7 +163,7 @@ def test_mirror_images_have_the_features_of_flipped_images(
 
 
 def test_images_of_a_folder_are_drawn_as_often_as_a_stage_says(tool: ModuleType) -> None:
-    stage = replace(tool.SMALL, draws={"a": 2, "c": 0, "d": 0.5, "e": 1.5})
+    stage = replace(tool.LARGE, draws={"a": 2, "c": 0, "d": 0.5, "e": 1.5})
     folders = {"a": 3, "b": 2, "c": 4, "d": 6, "e": 2}
     order = tool.epoch_order(stage, folders, np.random.default_rng(0)).tolist()
     assert sorted(number for number in order if number < 9) == [0, 0, 1, 1, 2, 2, 3, 4]
