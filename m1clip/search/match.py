@@ -12,7 +12,7 @@ from m1clip.model.named import GENERAL, boxed_name, exported_from
 # The probability of a match: a logistic function of its z-score (constant, slope). Fitted with the
 # model general on the validation splits of Flickr8k and COCO by benchmarks/search_cutoff.py. The
 # right results of other models have other z-scores (`has_probabilities`).
-MATCH_WEIGHTS = (-4.5, 0.89)
+MATCH_WEIGHTS = (-4.43, 0.84)
 CUTOFF = 0.5  # results below it do not count as matches
 # Results above it are listed if there is no match: on validation, half of the top ones are correct.
 UNSURE = 0.2
