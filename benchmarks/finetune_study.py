@@ -68,7 +68,7 @@ class Change(NamedTuple):
     start: str = ""  # another model to start from
 
 
-# Processor seconds of a step on two cores, divided by those of the default: see docs/lab-finetune.md.
+# Guesses of the processor seconds of an image, divided by those of the default.
 ALL_BLOCKS, FIVE_BLOCKS, THREE_CAPTIONS = 1.3, 1.2, 0.85
 SMOOTHING = Change("label smoothing 0.1", {"label_smoothing": 0.1})
 CONTRAST = Change("text contrast 0.2", {"text_contrast": 0.2})
@@ -332,12 +332,14 @@ class Study:
         return time.time() - self.begin
 
     def run(self, jobs: list[Job], until: float, with_test: bool = False) -> list[Any]:
-        """The results of jobs that end before `until` seconds; what has not begun then is dropped."""
+        """The results of jobs; those that have not begun after `until` seconds are dropped."""
         for job in jobs:
             self.jobs.put((job, with_test))
         waiting = {job.key for job in jobs}
         done: list[tuple[Job, dict[str, Any]]] = []
-        while waiting and self.seconds < until:
+        while waiting and self.seconds < self.options.seconds:
+            if self.seconds > until:
+                waiting -= self.drop()
             try:
                 job, result = self.results.get(timeout=1)
             except queue.Empty:
@@ -350,11 +352,17 @@ class Study:
                 continue
             self.record(job, result)
             done.append((job, result))
+        return done
+
+    def drop(self) -> set[tuple[str, str, str, int]]:
+        """Take back the jobs that have not begun."""
+        dropped = set()
         with contextlib.suppress(queue.Empty):
             while True:
-                dropped, _ = self.jobs.get_nowait()
-                print(f"{self.seconds:4.0f} s  no time for {dropped.stage}: {dropped.name}")
-        return done
+                job, _ = self.jobs.get_nowait()
+                print(f"{self.seconds:4.0f} s  no time for {job.stage}: {job.name}", flush=True)
+                dropped.add(job.key)
+        return dropped
 
     def record(self, job: Job, result: dict[str, Any]) -> None:
         """Write a result; scores of the test split go to a file of their own."""
@@ -395,6 +403,8 @@ def search(study: Study, options: argparse.Namespace) -> Job:
     """The best settings, stage by stage."""
     base = Job("default", "default", "frozen")
     best, best_score = base, -1.0
+    begin = study.seconds
+    end = options.search_part * options.seconds
     rounds = {name: ceil_div(len(jobs), options.processes) for name, jobs in STAGES.items()}
     done_rounds = 0
     for number, (stage, changes) in enumerate(STAGES.items()):
@@ -408,8 +418,8 @@ def search(study: Study, options: argparse.Namespace) -> Job:
         if number == 0:
             jobs.insert(0, base)
         done_rounds += rounds[stage]
-        until = options.seconds * options.search_part * done_rounds / sum(rounds.values())
-        for job, result in study.run(jobs, max(until, study.seconds + 1)):
+        part = done_rounds / sum(rounds.values())
+        for job, result in study.run(jobs, begin + part * (end - begin)):
             if score_of(result) > best_score:
                 best, best_score = job, score_of(result)
         print(f"{study.seconds:4.0f} s  best: {best.start}, {best.options} {best_score:.2f}")

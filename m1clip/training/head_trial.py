@@ -57,7 +57,7 @@ ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
 CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too few images
 # A start whose geometric mean rank is higher by this factor, and by so many standard errors, is not
 # trained: with up to 1,000 images, eight epochs raised recall@10 by 2% at most, and mostly lowered it
-# (docs/results/few_images.json).
+# (docs/results/few_images_before.json).
 MAX_LOST = math.log(1.5)
 CLEARLY = 3.0
 SPLIT_STREAM = 1 << 17  # a random stream separate from the data's

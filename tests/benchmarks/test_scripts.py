@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import json
@@ -11,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from PIL import Image
 from small_run import command, finished_run
 
 import m1clip
+from m1clip.config import read_recipe
 from m1clip.data.images import FileImage
 from m1clip.data.types import Sample
 from m1clip.model.clip import count_parameters
@@ -455,3 +458,79 @@ def test_recipe_study_trains_with_mixed_images() -> None:
     assert mixed[1, captions] == pytest.approx(1 - float(part), abs=1e-5)
     record = trainer.train()
     assert len(record["curve"]) == 1
+
+
+def test_fine_tuning_study_trains_each_setting_for_the_same_work() -> None:
+    study = script("finetune_study")
+    base = study.Job("default", "default", "frozen")
+    assert base.steps == 158
+    for changes in study.STAGES.values():
+        for change in changes:
+            job = base.changed("stage", change)
+            batch = job.options.get("batch_size", study.BATCH)
+            work = job.steps * batch * job.work
+            assert work == pytest.approx(study.IMAGES, rel=0.5 / job.steps), change.name
+
+
+def test_defaults_of_fine_tuning_are_what_the_study_chose() -> None:
+    recipe = read_recipe("finetune")
+    stored = json.loads((ROOT / "docs/results/finetune_study.json").read_text(encoding="utf-8"))
+    chosen = stored["best"]["options"]
+    assert chosen == {"batch_size": recipe.batch_size, "lr": recipe.settings["optim"]["lr"]}
+    best, default = (
+        [run for run in stored["runs"] if run["stage"] == "confirm" and run["name"] == name]
+        for name in ("best", "default")
+    )
+    view = "last, mirror"
+    gains = [
+        one["val"][view][0] - other["val"][view][0]
+        for one in best
+        for other in default
+        if one["seed"] == other["seed"]
+    ]
+    assert len(gains) == 3
+    assert min(gains) > 1
+
+
+def test_fine_tuning_study_searches_from_the_best_settings_so_far() -> None:
+    study = script("finetune_study")
+    starts = {"frozen": ["a"], "general": ["b"]}
+    options = argparse.Namespace(starts=starts, processes=2, seconds=100.0, search_part=0.7)
+    tried = []
+
+    class FakeStudy:
+        seconds = 0.0
+
+        def run(self, jobs: list[Any], until: float) -> list[Any]:
+            tried.extend(jobs)
+            good = {"lr 3e-4", "CutMix 0.3"}
+            return [
+                (
+                    job,
+                    {"val": {"last, mirror": [70.0 + (job.name in good) + bool(job.options)] * 2}},
+                )
+                for job in jobs
+            ]
+
+    best = study.search(FakeStudy(), options)
+    assert best.options == {"lr": 3e-4}, "the first of equal settings"
+    later = [job for job in tried if job.stage not in ("default", "learning rate")]
+    assert all(job.options["lr"] == 3e-4 for job in later)
+    assert "tuned" not in {job.start for job in tried}, "no such start"
+
+
+def test_table_of_few_images_has_each_way_and_draw() -> None:
+    few_images = script("few_images")
+    runs = [
+        {"images": 50, "draw": draw, "way": way, "validation": [[0, 17.0 + draw], [8, end]]}
+        for draw in (0, 1)
+        for way, end in (("lr 1e-4", 16.0), ("rule", 18.0))
+    ]
+    *_, row = few_images.table(runs).splitlines()
+    assert row == "| 50 | 17.5 (17.0, 18.0) | 16.0 (16.0, 16.0) | 18.0 (18.0, 18.0) | 2 |"
+
+
+def test_page_shows_the_stored_runs_of_few_images() -> None:
+    stored = json.loads((ROOT / "docs/results/few_images.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/how-many-images.md").read_text(encoding="utf-8")
+    assert script("few_images").table(stored["runs"]) in page
