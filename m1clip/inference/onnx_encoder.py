@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -265,8 +266,12 @@ def _session(
     onnxruntime rejects external data outside the folder and operators that it does not have.
     """
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    # realpath, as Path.resolve raises RuntimeError for a link to itself.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise UserError(f"{folder / SETTINGS}: {name} is outside the folder; {EXPORT_AGAIN_HINT}")
+    # onnxruntime would wait for another process to write into a FIFO.
+    if os.path.lexists(path) and not path.is_file():
+        raise UserError(f"{path}: not a regular file; {EXPORT_AGAIN_HINT}")
     try:
         import onnxruntime
     except ImportError:

@@ -37,6 +37,7 @@ from m1clip.inference.inputs import square
 from m1clip.search.location import INDEX_FOLDER
 
 ENCODED_BATCH = 64  # images encoded together
+MAX_MTIME_NS = 2**63 - 1  # what SQLite stores: of a wrong clock, a file may be of the year 4147
 
 
 @dataclass
@@ -82,7 +83,8 @@ def scan(root: Path) -> Scan:
             else:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     stat = entry.stat(follow_symlinks=False)
-                    result.images[prefix + entry.name] = stat.st_size, stat.st_mtime_ns
+                    mtime_ns = min(stat.st_mtime_ns, MAX_MTIME_NS)
+                    result.images[prefix + entry.name] = stat.st_size, mtime_ns
     return result
 
 

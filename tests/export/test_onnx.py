@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,15 @@ def change_settings(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def replace_graph(folder: Path, make: Callable[[Path], object]) -> None:
+    (folder / "image.onnx").unlink()
+    make(folder / "image.onnx")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -299,6 +309,9 @@ def change_settings(folder: Path, **changes: Any) -> None:
         (break_tokenizer, "not a tokenizer"),
         (lambda folder: change_settings(folder, image_graph="../image.onnx"), "outside the folder"),
         (lambda folder: change_settings(folder, text_graph=None), "wrong type"),
+        (lambda folder: replace_graph(folder, os.mkfifo), "not a regular file"),
+        (lambda folder: replace_graph(folder, Path.mkdir), "not a regular file"),
+        (lambda folder: replace_graph(folder, link_to_itself), "not a regular file"),
     ],
 )
 def test_damaged_onnx_folder_is_a_one_line_error(copied: Path, damage: Any, words: str) -> None:

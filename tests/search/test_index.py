@@ -91,6 +91,19 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.parametrize("seconds", [-(2**31), 2**36])
+def test_photo_of_a_time_that_no_clock_shows_is_indexed_once(
+    model: Path, tmp_path: Path, seconds: int
+) -> None:
+    """SQLite cannot store the nanoseconds of the year 4147."""
+    make_photos(tmp_path, 2)
+    photo = next(tmp_path.rglob("*.jpg"))
+    os.utime(photo, (seconds, seconds))
+    assert update_index(tmp_path, model).added == 2
+    again = update_index(tmp_path, model)
+    assert (again.added, again.reused, again.indexed) == (0, 0, 2)
+
+
 @settings(max_examples=10)
 @given(STEPS)
 def test_incremental_index_equals_new_index(
