@@ -24,13 +24,14 @@ from m1clip.data import randomness as rnd
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import ranks
-from m1clip.formatting import number
+from m1clip.formatting import number, plural
 from m1clip.inference.features import SplitFeatures
 from m1clip.model.clip import CLIP
 from m1clip.model.named import BOXED, CONFIG, GENERAL, HEADS, boxed_files
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.residual import ResidualKind
 from m1clip.model.weights import Tensors
+from m1clip.training.duration import TimeBudget
 from m1clip.training.schedule import scheduled_lr_fraction
 from m1clip.training.validation import encode
 
@@ -54,6 +55,7 @@ ADAPTER_LRS: dict[ResidualKind, tuple[float, ...]] = {
     "embeddings": (1e-3, 3e-4),
     "features": (3e-4, 1e-4),
 }
+TRIAL_FRACTION = 0.3  # of the time that is left of --minutes, at most, for all trials
 CAREFUL = 0.1  # of the lowest learning rate, if no trial gains or there are too few images
 # A start whose geometric mean rank is higher by this factor, and by so many standard errors, is not
 # trained: with up to 1,000 images, eight epochs raised recall@10 by 2% at most, and mostly lowered it
@@ -70,6 +72,7 @@ HeadStart = Literal["cca", "general"]
 InitialHeads = tuple[ResidualKind | None, HeadStart | None]
 # The scores of each held-out image before training, then after it.
 Scores = Iterator[np.ndarray]
+IsLate = Callable[[], bool]  # whether the time for trials is over
 STARTS = {"cca": "CCA of these images", "general": "the model general"}
 
 
@@ -149,10 +152,21 @@ def log_ranks(features: SplitFeatures) -> np.ndarray:
     return (by_text / np.maximum(count, 1) + by_image) / 2
 
 
-def run_trial(inputs: RunInputs, model: CLIP) -> Scores:
+def never() -> bool:
+    """The end of the time for trials, where there is none."""
+    return False
+
+
+def trial_limit(budget: TimeBudget) -> IsLate:
+    """The end of the trials' part of --minutes, counted from now."""
+    end = budget.used + TRIAL_FRACTION * budget.remaining
+    return lambda: budget.used > end
+
+
+def run_trial(inputs: RunInputs, model: CLIP, is_late: IsLate = never) -> Scores:
     """The scores of the held-out images before training on the trial's images, then after it.
 
-    Lower is better.
+    Lower is better. Without the second scores if the time is over before the last step.
     """
     train_step = inputs.make_step(model)
     yield log_ranks(encode(inputs, train_step.model, "val"))
@@ -161,17 +175,23 @@ def run_trial(inputs: RunInputs, model: CLIP) -> Scores:
         train_step.parts.update.optimizer.set_lr(
             scheduled_lr_fraction(inputs.config.optim, inputs.spec.plan, step)
         )
+        if is_late():
+            return
         train_step.run(batch, step)
     yield log_ranks(encode(inputs, train_step.model, "val"))
 
 
 def choose_heads(
-    candidates: Sequence[HeadCandidate], images: int, trial: Callable[[HeadCandidate], Scores]
+    candidates: Sequence[HeadCandidate],
+    images: int,
+    trial: Callable[[HeadCandidate], Scores],
+    is_late: IsLate = never,
 ) -> HeadTrial:
     """The candidate with the lowest rank on held-out images.
 
     A careful one where none gains over the best start. Training new heads that start from the
     closed form must gain more than the standard error: on few images it is expected to lose.
+    Candidates whose trial does not end in time are not chosen.
     """
     lowest = CAREFUL * min(candidate.lr for candidate in candidates)
     if images < LEAST_IMAGES:
@@ -179,7 +199,7 @@ def choose_heads(
         return HeadTrial(candidates[-1]._replace(lr=lowest), few)
     if len(candidates) == 1:
         return HeadTrial(candidates[0], "there is nothing to choose")
-    scores = _scores(candidates, trial)
+    scores, untried = _scores(candidates, trial, is_late)
     before = [float(score.mean()) for score, _ in scores]
     after = [float(score.mean()) for _, score in scores]
     best, best_start = int(np.argmin(after)), int(np.argmin(before))
@@ -190,6 +210,8 @@ def choose_heads(
     if candidates[best].adapter is None:
         needed = standard_error(gains)
     where = f"on {held_out} held-out training images (geometric mean)"
+    if untried:
+        where += f"; no time for {untried} of {plural(len(candidates), 'trial')}"
     facts = (before[best_start], tuple(after), held_out)
     if gains.mean() <= needed:
         clearly = "clearly " if gains.mean() > 0 else ""
@@ -200,11 +222,13 @@ def choose_heads(
 
 
 def _scores(
-    candidates: Sequence[HeadCandidate], trial: Callable[[HeadCandidate], Scores]
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The scores before and after each candidate's trial.
+    candidates: Sequence[HeadCandidate], trial: Callable[[HeadCandidate], Scores], is_late: IsLate
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """The scores before and after each candidate's trial, and how many trials the time did not
+    suffice for.
 
-    A start that is clearly worse than another is not trained: both scores are those before.
+    A start that is clearly worse than another is not trained: both scores are those before. So are
+    those of a trial that did not end in time.
     """
     started: dict[HeadCandidate, Scores] = {}
     before: dict[InitialHeads, np.ndarray] = {}
@@ -214,18 +238,25 @@ def _scores(
             before[candidate.initial] = next(started[candidate])
     lowest = min(before.values(), key=np.mean)
     scores = []
+    untried = 0
     for done, candidate in enumerate(candidates):
         console.current_progress()(done, len(candidates))
         initial = before[candidate.initial]
         if is_clearly_worse(initial, lowest):
             scores.append((initial, initial))
             continue
-        run = started.pop(candidate, None)
-        if run is None:
-            run = trial(candidate)
-            next(run)
-        scores.append((initial, next(run)))
-    return scores
+        trained = None
+        if not is_late():
+            run = started.pop(candidate, None)
+            if run is None:
+                run = trial(candidate)
+                next(run)
+            trained = next(run, None)
+        if trained is None:
+            untried += 1
+            trained = initial
+        scores.append((initial, trained))
+    return scores, untried
 
 
 def is_clearly_worse(scores: np.ndarray, others: np.ndarray) -> bool:

@@ -65,8 +65,10 @@ from m1clip.training.head_trial import (
     general_heads,
     head_candidates,
     head_starts,
+    never,
     run_trial,
     split_rows,
+    trial_limit,
 )
 from m1clip.training.initial_model import InitialModelLoader, check_memory
 from m1clip.training.inputs import ModelParts, RunInputs, seeded_build
@@ -325,7 +327,7 @@ class Workbench:
     @time_use.count_as("checks")
     def _steps_in_time(self, config: Config) -> Length:
         assert config.train.minutes is not None
-        budget = self.budget or TimeBudget(60 * config.train.minutes)
+        budget = self._budget(config.train.minutes)
         # The steps are what is measured: until then, any number that is more than the warmup.
         unmeasured = config.with_values(
             minutes=None, steps=UNMEASURED_STEPS + int(config.optim.warmup)
@@ -350,6 +352,8 @@ class Workbench:
         if model_init.new_heads:
             starts = head_starts(config, model_init.config, len(train.samples))
         rows, held_out = split_rows(len(train.samples), config.seed)
+        minutes = config.train.minutes
+        is_late = never if minutes is None else trial_limit(self._budget(minutes))
 
         def trial(candidate: HeadCandidate) -> Scores:
             splits = {
@@ -359,7 +363,7 @@ class Workbench:
             spec = RunSpec(_trial_config(config, candidate, len(rows)))
             model = copy_with_own_heads(self.frozen_model)
             inputs = self._make_inputs(spec, splits, model)
-            return run_trial(inputs, model)
+            return run_trial(inputs, model, is_late)
 
         def choose() -> HeadTrial:
             candidates = head_candidates(adapters, starts, lr)
@@ -367,9 +371,13 @@ class Workbench:
                 usual = f"as measured on {plural(MOST_IMAGES, 'image')} or more"
                 return HeadTrial(candidates[0], usual)
             with console.progress("trying ways to train the heads"):
-                return choose_heads(candidates, len(train.samples), trial)
+                return choose_heads(candidates, len(train.samples), trial, is_late)
 
         return self.ranks.on_rank0(choose)
+
+    def _budget(self, minutes: float) -> TimeBudget:
+        """The clock of the command, or one that starts now."""
+        return self.budget or TimeBudget(60 * minutes)
 
     @property
     def frozen_model(self) -> CLIP:

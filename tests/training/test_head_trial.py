@@ -12,10 +12,12 @@ from m1clip.model.heads import Head
 from m1clip.model.named import GENERAL, HEADS, boxed_files
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.model.residual import ResidualKind
+from m1clip.training.duration import TimeBudget
 from m1clip.training.head_trial import (
     CAREFUL,
     MAX_HELD_OUT,
     NEW_HEAD_LRS,
+    TRIAL_FRACTION,
     HeadCandidate,
     Scores,
     choose_heads,
@@ -25,6 +27,7 @@ from m1clip.training.head_trial import (
     held_out_images,
     log_ranks,
     split_rows,
+    trial_limit,
 )
 
 BOTH_LITE = "efficientnet-lite0+lite2"
@@ -130,6 +133,37 @@ def test_start_that_is_clearly_worse_is_not_trained(
     assert len(built) == (3 if are_trained == 2 else 4), "the worse start is built once"
     assert result.chosen == HeadCandidate(max(NEW_HEAD_LRS), None, "general")
     assert len(result.ranks) == 4
+
+
+@pytest.mark.parametrize("trials", [0, 1, 3])
+def test_trials_that_the_time_does_not_suffice_for_are_not_chosen(trials: int) -> None:
+    ended = []
+
+    def trial(candidate: HeadCandidate) -> Scores:
+        yield np.full(100, 2.0)
+        if len(ended) >= trials:
+            return  # as run_trial does between two steps
+        ended.append(candidate)
+        yield np.full(100, 1.9 - len(ended) / 10)
+
+    candidates = head_candidates((), ("cca", "general"))
+    result = choose_heads(candidates, 500, trial, lambda: len(ended) == trials)
+    assert len(ended) == trials
+    if trials:
+        assert result.chosen == ended[-1], "the best of those that ended"
+    else:
+        assert result.chosen.lr == CAREFUL * min(NEW_HEAD_LRS)
+    assert f"no time for {4 - trials} of 4 trials" in result.reason
+
+
+def test_trials_end_with_their_part_of_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [100.0]
+    monkeypatch.setattr("m1clip.training.duration.time.perf_counter", lambda: seconds[0])
+    is_late = trial_limit(TimeBudget(600.0, used=100.0))  # used by imports and loading
+    seconds[0] += TRIAL_FRACTION * 500 - 1
+    assert not is_late()
+    seconds[0] += 2
+    assert is_late()
 
 
 def test_log_ranks_are_the_mean_of_both_directions() -> None:
