@@ -164,36 +164,71 @@ def curve_plots(histories: Sequence[History]) -> str:
     return plots
 
 
-def scores(history: History) -> tuple[str, dict[str, Any]]:
+Scores = tuple[str, dict[str, Any]]  # what was evaluated and when, and its record; {} without one
+
+
+def final_scores(history: History) -> Scores:
     """The final scores: of the test split if the run has finished, else of its best evaluation."""
     if history.end:
-        return f"{history.end.get('split', 'test')} split, after training", history.end
-    if best := history.best():
-        return (
-            f"{best.get('split', 'val')} split, best evaluation so far (step {best['step']:,})",
-            best,
-        )
-    return "no evaluation yet", {}
+        return f"{_split(history.end)} split, after training", history.end
+    return best_scores(history)
+
+
+def best_scores(history: History) -> Scores:
+    """The scores of the best evaluation during training."""
+    best = history.best()
+    if not best:
+        return "no evaluation yet", {}
+    so_far = "" if history.end else " so far"
+    return f"{_split(best)} split, best evaluation{so_far} (step {best['step']:,})", best
+
+
+def _split(record: dict[str, Any]) -> str:
+    """The split that the scores of a record are of."""
+    return str(record.get("split", "test" if record.get("kind") == "end" else "val"))
+
+
+def scores_to_compare(histories: Sequence[History]) -> list[Scores]:
+    """The final scores; or, if only these are of the same split, those of the best evaluations."""
+    evaluated = [history for history in histories if final_scores(history)[1]]
+    for scores_of in (final_scores, best_scores):
+        records = [scores_of(history)[1] for history in evaluated]
+        if all(records) and len({_split(record) for record in records}) == 1:
+            return [scores_of(history) for history in histories]
+    return [final_scores(history) for history in histories]
 
 
 def summary(histories: Sequence[History]) -> str:
-    scores_of_runs = [scores(history) for history in histories]
-    first, several = scores_of_runs[0][1], len(scores_of_runs) > 1
+    scores_of_runs = scores_to_compare(histories)
+    records = [record for _, record in scores_of_runs]
+    first, several = records[0], len(records) > 1
     names = dict.fromkeys(
-        name for _, record in scores_of_runs for name in record if f"{name}/chance" in record
+        name for record in records for name in record if f"{name}/chance" in record
     )
     note = "; ".join(
         f"{h.name}: {title}" for h, (title, _) in zip(histories, scores_of_runs, strict=True)
     )
-    if several:
+    # Of each run, whether its scores can be compared with those of the first.
+    comparable = [
+        _split(record) == _split(first) and _same_data(histories[0], history)
+        for history, record in zip(histories, records, strict=True)
+    ]
+    if several and any(comparable[1:]):
         note += (
             ". In parentheses: the difference from the first run. An asterisk: the 95% intervals do"
-            " not overlap. Only runs on the same data and split can be compared."
+            " not overlap."
+        )
+    if not all(comparable):
+        note += (
+            ". Runs with other data or another split than the first run are not compared with it."
         )
     rows = []
     for name in names:
-        chance = next(record for _, record in scores_of_runs if name in record)[f"{name}/chance"]
-        cells = [_difference(name, first, record) for _, record in scores_of_runs]
+        chance = next(record for record in records if name in record)[f"{name}/chance"]
+        cells = [
+            _difference(name, first, record) if is_comparable else percent(record.get(name))
+            for record, is_comparable in zip(records, comparable, strict=True)
+        ]
         if not several:
             low, high = (percent(first[f"{name}/{end}"]) for end in ("low", "high"))
             cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
@@ -204,11 +239,18 @@ def summary(histories: Sequence[History]) -> str:
     )
 
 
+def _same_data(first: History, other: History) -> bool:
+    """Whether two runs have the same images and captions, by the fingerprint in their folders."""
+    fingerprint = first.files.environment.get("data")
+    is_same = fingerprint is not None and fingerprint == other.files.environment.get("data")
+    return first is other or is_same
+
+
 def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str:
     if name not in record:
         return "-"
-    if record is first or name not in first:
-        return percent(record[name])
+    if record is first or not {f"{name}/low", f"{name}/high"} <= record.keys() & first.keys():
+        return percent(record[name])  # without an interval: an evaluation of a very long run
     change = record[name] - first[name]
     apart = (
         record[f"{name}/low"] > first[f"{name}/high"]

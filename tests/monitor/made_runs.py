@@ -112,6 +112,7 @@ def make_run(
     )
     environment = {
         "command": ["m1clip", "train"],
+        "data": "0" * 64,
         "facts": {"memory_bytes": 8_000_000_000, "cpu": "Test"},
     }
     (folder / "environment.json").write_text(json.dumps(environment))

@@ -14,7 +14,7 @@ from m1clip.monitor import report
 from m1clip.monitor.report import plot, write_report
 from m1clip.runlog import FIELDS, LogField, plotted_fields
 
-from .made_runs import append, full_run, make_run, step
+from .made_runs import append, ended, full_run, make_run, step
 
 needs_matplotlib = pytest.mark.skipif(
     not report.has_matplotlib(), reason="needs matplotlib (pip install m1clip[plot])"
@@ -104,6 +104,33 @@ def test_several_runs_are_overlaid_with_their_differences(tmp_path: Path) -> Non
     assert "41.0% (+1.0)" in page
     loss = svg(parsed(page), "Loss")
     assert all(f">{run.name}<" in loss for run in runs)
+
+
+def test_finished_and_unfinished_runs_are_compared_on_the_validation_split(tmp_path: Path) -> None:
+    finished = full_run(tmp_path / "finished", 0.4)
+    append(finished, [ended(100, 0.1)])
+    unfinished = full_run(tmp_path / "unfinished", 0.6, finished=False)
+    page = write_report([finished, unfinished], tmp_path / "report.html").read_text()
+    assert "finished: val split, best evaluation (step 100)" in page
+    assert "unfinished: val split, best evaluation so far (step 100)" in page
+    assert "<td>40.0%</td><td>60.0% (+20.0 *)</td>" in page
+    assert "10.0%" not in page.partition("<h3>Cost")[0], "the score of the test split"
+
+
+def test_runs_without_a_common_split_or_with_other_data_are_not_compared(tmp_path: Path) -> None:
+    finished = make_run(tmp_path / "finished", [step(1), ended(100, 0.1)])
+    unfinished = full_run(tmp_path / "unfinished", 0.6, finished=False)
+    page = write_report([finished, unfinished], tmp_path / "report.html").read_text()
+    assert "<td>10.0%</td><td>60.0%</td>" in page
+    assert "finished: test split, after training" in page
+    assert "are not compared with it" in page
+
+    first, other = full_run(tmp_path / "first", 0.4), full_run(tmp_path / "other", 0.6)
+    environment = other / "environment.json"
+    environment.write_text(environment.read_text().replace("0" * 64, "1" * 64))
+    page = write_report([first, other], tmp_path / "report.html").read_text()
+    assert "<td>40.0%</td><td>60.0%</td>" in page
+    assert "do not overlap" not in page
 
 
 def test_without_matplotlib_the_report_has_everything_but_plots(
