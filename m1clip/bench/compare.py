@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -66,6 +67,7 @@ OVERHEAD_FRACTION = 0.03  # of the time, for the overhead of one device
 FINISH_SECONDS, FINISH_FRACTION = 4.0, 0.05  # of the time, for the page at the end: the smaller one
 # A measurement that still runs when the time is over is given up after the larger one.
 OVERRUN_SECONDS, OVERRUN_FRACTION = 5.0, 0.05
+ENOUGH_MARGIN = 1.2  # of the time that would have been enough, as it is an estimate
 # A device's slower precisions and variants get this part of the time of its likely fastest one.
 LATER_WEIGHT = 0.25
 
@@ -152,8 +154,7 @@ def run_comparison(
     finally:
         session.workers.close()
     if not session.steps.results:
-        reasons = "; ".join(dict.fromkeys(session.skipped.values()))
-        raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
+        raise UserError(session.why_nothing)
     save_measured(facts, session.steps.results)
     comparison = session.comparison
     write_page(comparison, folder / PAGE_NAME)
@@ -378,6 +379,8 @@ class Session:
         self.stability: dict[str, Stability] = {}  # by model, device and precision
         self.loading: list[Loading] = []
         self.skipped: dict[str, str] = {}  # label -> reason
+        # Label -> seconds from the start of the comparison that would be enough for it.
+        self.enough_seconds: dict[str, float] = {}
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
@@ -395,17 +398,23 @@ class Session:
         )
 
     def run(self) -> None:
-        """Measure devices, then steps, the stability of each precision, and the steps once more."""
+        """Measure matrix multiplication, then the steps, and the rest in the time that is left.
+
+        The rest is overhead, loading, the stability of each precision, and the steps once more.
+        """
         kinds = available(self.facts)
         for kind in (*kinds, *hybrids_of(kinds)):
             # MLX's build for Linux has no GPU: it is measured only on request. So is the CPU twice.
             by_default = (kind != "mlx" or self.facts.mps) and kind != "cpu+cpu"
             if kind in self.options.devices or (not self.options.devices and by_default):
                 self.measure_device(kind)
-        self.measure_loading()
         first = configurations(self.facts, self.options, list(self.steps.devices))
         second = second_round(first)
         self.measure_round(first, {c.variant for c in second})
+        for kind in self.steps.devices:
+            if kind not in HYBRIDS:  # a pair is its parts
+                self.measure_overhead(kind)
+        self.measure_loading()
         self.measure_stability(first)
         self.clock.reserved = 0.0
         self.measure_round(second, set())
@@ -433,19 +442,28 @@ class Session:
             self.steps.devices[kind] = self.workers.get(kind).call(
                 "measure_device", self.clock.timeout, kind, precisions
             )
-            if self.clock.remaining <= 0:
-                self.skipped[f"{kind}: overhead"] = self.no_time_left
-                return
-            self.show(f"{kind}: overhead")
-            seconds = min(OVERHEAD_SECONDS, OVERHEAD_FRACTION * self.clock.seconds)
-            self.overheads[kind] = self.workers.get(kind).call(
+        except MeasurementError as error:
+            self.skipped[kind] = str(error)
+        finally:
+            self.workers.close()
+
+    def measure_overhead(self, kind: Kind) -> None:
+        """Measure launch, wait, allocation and transfer of a device, if there is time."""
+        name = f"{kind}: overhead"
+        seconds = min(OVERHEAD_SECONDS, OVERHEAD_FRACTION * self.clock.seconds)
+        if self.clock.remaining_for_steps < WORKER_START_SECONDS + seconds:
+            self.skipped[name] = self.no_time_left
+            return
+        self.show(name)
+        precisions = precisions_of(self.facts, kind, self.options.precisions)
+        try:
+            self.overheads[kind] = self.workers.get(name).call(
                 "measure_device_overhead", self.clock.timeout, kind, precisions, seconds
             )
         except MeasurementError as error:
-            name = f"{kind}: overhead" if kind in self.steps.devices else kind
             self.skipped[name] = str(error)
         finally:
-            self.workers.close()
+            self.workers.close(self.workers.names - {name})
 
     def measure_loading(self) -> None:
         """Measure the loader with different numbers of workers, if there is time."""
@@ -518,6 +536,18 @@ class Session:
         """Why something is skipped after the time was used."""
         return f"no time left of --minutes {self.options.minutes:g}"
 
+    @property
+    def why_nothing(self) -> str:
+        """Why no step was timed: what needs how long, and how many minutes would be enough."""
+        text = f"no training step could be timed within {self.options.minutes:g} minutes"
+        if self.enough_seconds:
+            # The first: the likely fastest precision of the first device.
+            label, seconds = next(iter(self.enough_seconds.items()))
+            minutes = math.ceil(2 * ENOUGH_MARGIN * seconds / 60) / 2
+            return f"{text}: {label}: {self.skipped[label]}; --minutes {minutes:g} would be enough"
+        reasons = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        return f"{text}: {'; '.join(reasons)}; try --minutes {2 * self.options.minutes:g}"
+
     def too_long(self, seconds: float) -> str:
         """Why something is skipped that needs so many seconds."""
         return f"needs about {seconds:.0f} s: too long for --minutes {self.options.minutes:g}"
@@ -538,11 +568,14 @@ class Session:
         preparation = self.steps.preparation_seconds(c, starts=c.variant not in self.workers)
         in_steps = self.steps.seconds_of_steps(c)
         needed = preparation + in_steps
-        remaining = self.clock.remaining_for_steps
         is_needed = len(self.steps.results) < 2  # a comparison needs two
+        # The steps that were asked for come before the stability.
+        remaining = self.clock.remaining if is_needed else self.clock.remaining_for_steps
         # The start of a worker serves all configurations that share it.
         too_large = in_steps + preparation / sharing > max(2 * fair, ALWAYS_SECONDS)
         if needed > remaining or (too_large and not is_needed):
+            used = self.clock.seconds - self.clock.remaining
+            self.enough_seconds[c.label] = used + needed
             return self.too_long(needed)
         return ""
 

@@ -119,6 +119,11 @@ class Workers:
     def __contains__(self, variant: str) -> bool:
         return variant in self._workers
 
+    @property
+    def names(self) -> set[str]:
+        """What has a worker now."""
+        return set(self._workers)
+
     def get(self, variant: str) -> Worker:
         """Return the worker of a variant, started if there is none or if it was killed."""
         if variant not in self._workers or not self._workers[variant].alive:

@@ -351,6 +351,37 @@ def test_comparison_ends_with_its_time(
         assert machine.now > 0.7 * 60 * minutes, "the time is used"
 
 
+def test_side_measurements_come_after_the_steps_that_were_asked_for(
+    fake_workers: type[FakeWorker], tmp_path: Path
+) -> None:
+    shown: list[str] = []
+    options = CompareOptions(devices=("cpu",), minutes=10.0)
+    run_comparison(options, tmp_path, lambda text, used: shown.append(text))
+    steps_begin = shown.index("tiny, batch 64, cpu bf16")
+    assert shown[:steps_begin] == ["cpu: matrix multiplication"], "the estimates need it"
+    last_first_round = shown.index("tiny, batch 64, cpu bf16 compiled")
+    for name in ("cpu: overhead", "loading by workers"):
+        assert shown.index(name) > last_first_round
+
+
+def test_first_step_gets_the_time_of_the_stability(tmp_path: Path) -> None:
+    session = session_with(tmp_path, remaining=30.0)  # of which 72 s are for the stability
+    assert session.obstacle(configuration("tiny", 8), 10.0) == ""
+
+
+def test_comparison_without_a_step_names_it_and_the_minutes_that_are_enough(
+    fake_workers: type[FakeWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WORKER_START_SECONDS", 200.0)
+    options = CompareOptions(devices=("cpu",), precisions=("bf16",), minutes=1.5)
+    with pytest.raises(UserError) as error:
+        run_comparison(options, tmp_path, lambda text, used: None)
+    message = str(error.value)
+    expected = "no training step could be timed within 1.5 minutes: tiny, batch 64, cpu bf16: needs"
+    assert message.startswith(expected)
+    assert message.endswith("too long for --minutes 1.5; --minutes 4.5 would be enough")
+
+
 class InThisProcess:
     """Does the calls of a session here, where tests can make the models small."""
 
