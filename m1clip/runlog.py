@@ -1,5 +1,6 @@
 """run.jsonl: one JSON object per line, appended, readable while it is written."""
 
+import contextlib
 import errno
 import json
 import math
@@ -17,6 +18,8 @@ from m1clip.schema import is_well_formed, matches_schema
 
 VERSION = 1  # incremented when the meaning of a field changes, not for a new field
 NAME = "run.jsonl"
+ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
+AGREED = "agreed"  # its entry: whether the user has chosen to search with the model of the run
 PREPARING = "preparing.txt"  # exists only while the data of a run is being prepared
 PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24  # bytes; no run writes a longer line
@@ -144,6 +147,33 @@ def read_log(run: Path) -> Iterator[Record]:
             record = parse(line)
             if record is not None:
                 yield record
+
+
+def has_finished(run: Path) -> bool:
+    """Whether a run came to its end and was not continued since."""
+    finished = False
+    with contextlib.suppress(OSError), open_regular(run / NAME) as file:
+        while line := file.readline(LONGEST_LINE):
+            # Most lines are of steps: they are not parsed.
+            if b'"start"' in line or b'"end"' in line:
+                record = parse(line)
+                if record is not None and record["kind"] in ("start", "end"):
+                    finished = record["kind"] == "end"
+    return finished
+
+
+def is_agreed(run: Path) -> bool:
+    """Whether m1clip may use the model of a run without being asked for it.
+
+    A run of the Label page is a proposal until the user has chosen to search with its model.
+    """
+    try:
+        about = json.loads(read_small(run / ABOUT_LABELS))
+    except FileNotFoundError:
+        return True  # of another kind
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(about, dict) and about.get(AGREED) is True
 
 
 def parse(line: bytes) -> Record | None:

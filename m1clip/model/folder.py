@@ -60,6 +60,8 @@ from m1clip.model.weights import (
     read_tensors,
     write_tensors,
 )
+from m1clip.runlog import NAME as LOG
+from m1clip.runlog import has_finished, is_agreed
 from m1clip.schema import format_version
 from m1clip.text.base import TOKENIZER_FILE, Tokenizer
 from m1clip.text.bpe import BpeTokenizer
@@ -251,20 +253,35 @@ def check_exists(model: str | Path) -> None:
 
 
 def newest_run(runs: Path = Path("runs"), of_photos: bool = False) -> Path | None:
-    """The run that was written to last, of those that have a model; None if no run has one.
+    """The finished run that was written to last, of those that have a model; None if there is none.
 
-    `of_photos`: only a run that was not trained on synthetic images alone.
+    A run of the Label page counts once the user has chosen to search with its model. `of_photos`:
+    only a run that was not trained on synthetic images alone.
     """
     runs_with_model = {
         path.parent.parent
         for path in runs.glob(f"*/*/{WEIGHTS}")
         if path.parent.name in ("best", "model")
     }
-    return max(
-        (run for run in runs_with_model if not (of_photos and _is_synthetic(run))),
-        key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0,
-        default=None,
+    newest_first = sorted(runs_with_model, key=_last_written, reverse=True)
+    return next(
+        (
+            run
+            for run in newest_first
+            if _may_be_default(run) and not (of_photos and _is_synthetic(run))
+        ),
+        None,
     )
+
+
+def _last_written(run: Path) -> float:
+    log = run / LOG
+    return log.stat().st_mtime if log.exists() else 0
+
+
+def _may_be_default(run: Path) -> bool:
+    # Without a log it is a model that was put there.
+    return is_agreed(run) and (not (run / LOG).exists() or has_finished(run))
 
 
 def _is_synthetic(run: Path) -> bool:

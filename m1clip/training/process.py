@@ -27,11 +27,10 @@ from m1clip.io import (
     read_owner,
     remember_lock,
 )
-from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
+from m1clip.runlog import ABOUT_LABELS, NAME, PREPARING, PREPARING_PARTIAL
 from m1clip.system import HANGUP, STOP_SIGNALS, lock_file, lock_with_children
 
 OUTPUT = "train.log"  # of a background run
-ABOUT_LABELS = "labels.json"  # of the Label page, which writes it before the run has begun
 STOPPING = "\r\nstopping after this step; Ctrl-C again ends at once, without a checkpoint\n"
 WRITTEN_BEFORE_CONFIG = ("tokenizer.json", "environment.json", SPLITS_FILE)  # by a run that begins
 START_SECONDS = 30.0  # at most, for imports and creating the folder

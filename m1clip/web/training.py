@@ -24,12 +24,12 @@ from m1clip.formatting import one_line
 from m1clip.io import read_small, write_json
 from m1clip.monitor.history import History
 from m1clip.monitor.status import find_runs, is_run, status_of, stop_run
+from m1clip.runlog import ABOUT_LABELS, AGREED
 from m1clip.search.compare import compare_models
 from m1clip.search.database import is_full
 from m1clip.search.labels import LABELS_TO_TRAIN, Label, Labels
 from m1clip.search.query import Index
 from m1clip.training.process import (
-    ABOUT_LABELS,
     NO_REASON,
     OUTPUT,
     error_line,
@@ -167,7 +167,13 @@ class TrainPage:
         newest = self._newest(index)
         if newest is None or status_of(History(newest[0]).poll()).state != "finished":
             raise UserError("there is no finished run to switch to")
-        self._start("switching", lambda: self._switch(index, str(newest[0])), always=True)
+        run = newest[0]
+
+        def use() -> None:
+            self._switch(index, str(run))
+            _note_agreement(run, True)
+
+        self._start("switching", use, always=True)
         return {}
 
     def back(self, data: bytes) -> dict[str, Any]:
@@ -176,7 +182,13 @@ class TrainPage:
         before = index.model_before
         if before is None:
             raise UserError("there is no previous model")
-        self._start("switching", lambda: self._switch(index, before), always=True)
+        in_use = _run_of(index.model_path)
+
+        def return_to_it() -> None:
+            self._switch(index, before)
+            _note_agreement(in_use, False)
+
+        self._start("switching", return_to_it, always=True)
         return {}
 
     def _start(self, work: str, function: Callable[[], object], always: bool = False) -> None:
@@ -215,19 +227,14 @@ class TrainPage:
     def _newest(self, index: Index) -> tuple[Path, Started] | None:
         """The newest run on the labels of this folder, and what is known about it."""
         for run in reversed(find_runs(self._runs)):
-            try:
-                about = json.loads(read_small(run / ABOUT_LABELS))
-            except (OSError, ValueError, RecursionError):
-                continue
-            if isinstance(about, dict) and about.get("root") == str(index.root):
+            about = _read_about(run)
+            if about is not None and about.get("root") == str(index.root):
                 return run, about
         return None
 
     def _is_trained(self, model: str) -> bool:
         """Whether a model is of a run on labels, the newest or one before it."""
-        path = Path(model)
-        run = path.parent if is_run(path.parent) else path
-        return (run / ABOUT_LABELS).is_file()
+        return (_run_of(model) / ABOUT_LABELS).is_file()
 
     def _reason(self, run: Path) -> str:
         """Why a run ended, from its output."""
@@ -295,5 +302,26 @@ def run_or_model(model: str) -> str:
 
     For the best or last model of a run, which are named alike, that of the run.
     """
+    return _run_of(model).name
+
+
+def _run_of(model: str) -> Path:
+    """The run of a model, or the model itself if it is of no run."""
     path = Path(model)
-    return path.parent.name if is_run(path.parent) else path.name
+    return path.parent if is_run(path.parent) else path
+
+
+def _read_about(run: Path) -> Started | None:
+    """What is known about a run on labels; None for another run."""
+    try:
+        about = json.loads(read_small(run / ABOUT_LABELS))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def _note_agreement(run: Path, agreed: bool) -> None:
+    """Remember whether the user wants the model of a run on labels: only then is it a default."""
+    about = _read_about(run)
+    if about is not None:
+        write_json(run / ABOUT_LABELS, {**about, AGREED: agreed})

@@ -138,17 +138,46 @@ def test_zero_shot(
     assert confusions == mistakes
 
 
+START = '{"kind": "start", "time": 1}\n'
+END = '{"kind": "end", "time": 2}\n'
+
+
 def test_default_model_is_newest_run(tmp_path: Path) -> None:
     for number, name in enumerate(("b", "a")):
         (tmp_path / name / "best").mkdir(parents=True)
         (tmp_path / name / "best" / "model.safetensors").touch()
-        (tmp_path / name / "run.jsonl").touch()
+        (tmp_path / name / "run.jsonl").write_text(f"{START}{END}", encoding="utf-8")
         os.utime(tmp_path / name / "run.jsonl", (number, number))
     assert newest_run(tmp_path) == tmp_path / "a"
     (tmp_path / "a" / "config.toml").write_text('[data]\nsource = ["synthetic"]\n')
     (tmp_path / "b" / "config.toml").write_text('[data]\nsource = ["photos"]\n')
     assert newest_run(tmp_path) == tmp_path / "a"
     assert newest_run(tmp_path, of_photos=True) == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("log", "about", "is_default"),
+    [
+        (START, None, False),
+        (f"{START}{END}", None, True),
+        (f"{START}{END}{START}", None, False),  # continued
+        (f"{START}{END}", "{}", False),
+        (f"{START}{END}", '{"agreed": false}', False),
+        (f"{START}{END}", "damaged", False),
+        (f"{START}{END}", '{"agreed": true}', True),
+        (START, '{"agreed": true}', False),
+    ],
+)
+def test_run_is_the_default_only_if_it_is_finished_and_agreed_to(
+    tmp_path: Path, log: str, about: str | None, is_default: bool
+) -> None:
+    run = tmp_path / "labels"
+    (run / "best").mkdir(parents=True)
+    (run / "best" / "model.safetensors").touch()
+    (run / "run.jsonl").write_text(log, encoding="utf-8")
+    if about is not None:
+        (run / "labels.json").write_text(about, encoding="utf-8")
+    assert newest_run(tmp_path) == (run if is_default else None)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,11 @@ from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK, read_owner
 from m1clip.monitor.history import History
 from m1clip.monitor.status import status_of
-from m1clip.runlog import NAME, RunLog, read_log
+from m1clip.runlog import ABOUT_LABELS, NAME, RunLog, read_log
 from m1clip.training import loop, process, validation
 from m1clip.training.checkpoint import verify
 from m1clip.training.context import RunContext
 from m1clip.training.process import (
-    ABOUT_LABELS,
     OUTPUT,
     Interrupted,
     Stopped,
