@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ LABELS_SHOWN = 24  # labelled photos that can be corrected
 UNSURE_WEIGHT = 1.0  # additional weight of the photo that the model is most unsure of
 CURVE_STEP = 20  # labels after which the learning curve is computed again
 MORE_LABELS = (100, 200)  # for which the gain is predicted
+MAX_EQUAL = 0.8  # fraction of labels with the same caption, above which the page warns
+MIN_FOR_WARNING = 10  # labels
 NEW_WORDS = 16  # own words that are encoded with one request, as a request should be fast
 
 
@@ -345,6 +348,7 @@ class LabelPage:
             "images": len(index),
             "table": one_line(str(self.labels().path)),
             "more": self._more_labels(index, labels),
+            "equal": _most_common_caption(labels),
         }
 
     def _more_labels(self, index: Index, labels: dict[str, Label]) -> list[str]:
@@ -374,6 +378,19 @@ class LabelPage:
 
         threading.Thread(target=compute, daemon=True).start()
         return self._curve[1]
+
+
+def _most_common_caption(labels: dict[str, Label]) -> dict[str, Any] | None:
+    """The caption that nearly all labels have, and how many; None if there is none."""
+    counts = Counter(
+        caption
+        for label in labels.values()
+        for caption in {text.lower() for text in label.captions}
+    )
+    for caption, count in counts.most_common(1):
+        if len(labels) >= MIN_FOR_WARNING and count > MAX_EQUAL * len(labels):
+            return {"caption": one_line(caption[:80]), "photos": count}
+    return None
 
 
 def _rows(index: Index, photos: Sequence[Photo]) -> np.ndarray:

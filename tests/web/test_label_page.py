@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from monitor.made_runs import ended, evaluation, make_run, step
 from photos import make_photos, save_model
 
 from m1clip.data.caption_table import read_captions
 from m1clip.io import RUN_LOCK
+from m1clip.runlog import ABOUT_LABELS
 from m1clip.search.compare import Verdict
 from m1clip.search.index import update_index
-from m1clip.training.process import ABOUT_LABELS, OUTPUT
+from m1clip.training.process import OUTPUT
 from m1clip.web import training
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
@@ -90,7 +92,10 @@ def test_label_by_keyboard_skip_undo_several_and_correct(browser: Any, folder: P
             paths[0]: [f"{words[0]}, {words[2]}"],
             paths[1]: ["a dog on a beach"],
         }
-        page.keyboard.press("Escape")
+        assert page.evaluate("document.activeElement.id") != "caption"
+        page.keyboard.press("1")  # of the next photo: a word, not a caption
+        assert page.evaluate("[...state.chosen]") == [page.evaluate("current().suggestions[0]")]
+        page.keyboard.press("1")
         assert page.evaluate("current().path") == paths[2]
         page.keyboard.press("n")
         until(page, f"current().path === {paths[3]!r}")
@@ -120,6 +125,51 @@ def test_label_by_keyboard_skip_undo_several_and_correct(browser: Any, folder: P
         until(page, "state.view === 'next'")
 
 
+def test_caption_of_digits_is_only_saved_when_it_is_confirmed(browser: Any, folder: Path) -> None:
+    with opened(browser, folder) as (page, _):
+        path = page.evaluate("current().path")
+        page.fill("#caption", "12")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('#error').textContent.includes('only “12”')")
+        assert not (folder / "captions.csv").exists()
+        page.keyboard.press("Backspace")  # another caption of digits is asked for again
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('#error').textContent.includes('only “1”')")
+        assert not (folder / "captions.csv").exists()
+        page.keyboard.press("Enter")
+        labelled(page, 1)
+        assert captions(folder) == {path: ["1"]}
+
+
+def test_page_says_that_it_is_loading_and_offers_nothing_until_it_knows_the_labels(
+    browser: Any, folder: Path
+) -> None:
+    server = Server(Store([]), 0, Photos(folder, runs=folder.parent / "runs"))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    context = browser.new_context(viewport={"width": 1200, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(1000 * TIMEOUT)
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.route("**/api/label/queue*", hold)
+    page.goto(f"{server.url}label")
+    until(page, "run.status !== null && state.loading")
+    assert page.inner_text("#train-text") == page.inner_text("#goal") == "Loading…"
+    assert page.locator("main button:enabled:visible").all_inner_texts() == []
+    for route in held:
+        route.continue_()
+    until(page, "state.photos.length > 0 && !state.loading")
+    assert page.inner_text("#train-text") == "30 more labels needed before the first training."
+    assert page.is_enabled("#skip")
+    assert page.is_enabled("#save")
+    context.close()
+    server.shutdown()
+    server.server_close()
+
+
 def test_error_keeps_what_was_typed_and_a_restarted_server_takes_it(
     browser: Any, folder: Path
 ) -> None:
@@ -138,7 +188,6 @@ def test_error_keeps_what_was_typed_and_a_restarted_server_takes_it(
         page.fill("#caption", "a <b>cat</b>")
         page.keyboard.press("Enter")
         labelled(page, 1)
-        page.keyboard.press("Escape")
         page.keyboard.press("l")
         until(page, "state.view === 'labelled'")
         assert page.inner_text("#kept li").startswith("a <b>cat</b>")
@@ -234,6 +283,37 @@ def test_labels_that_cannot_be_divided_are_explained_and_the_error_stays(
         page.evaluate("poll()")  # a later status does not remove it
         assert "one by one" in page.inner_text("#train-error")
         assert page.is_hidden("#train-state")
+
+
+def test_page_warns_of_equal_captions_and_of_few_validation_photos_and_says_that_it_compares(
+    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_labels(folder)
+    table = folder / "captions.csv"
+    header, *rows = table.read_text().splitlines()
+    for number, row in enumerate(rows[:-2]):
+        name, _, *rest = row.split(",")
+        rows[number] = ",".join([name, "1", *rest])
+    table.write_text("\n".join([header, *rows, ""]))
+    few = {"mean_recall/n": 3, "mean_recall/chance": 0.8}
+    records = [step(1), evaluation(1, 0.9, **few), ended(1, 0.9)]
+    run = make_run(folder.parent / "runs" / "labels", records)
+    about = {"root": str(folder), "labels": len(rows), "before_name": "model"}
+    (run / ABOUT_LABELS).write_text(json.dumps(about), encoding="utf-8")
+    may_end = threading.Event()
+    monkeypatch.setattr(training, "compare_models", lambda *_: may_end.wait(TIMEOUT))
+    with opened(browser, folder) as (page, _):
+        until(page, "document.querySelector('#train-warning').textContent !== ''")
+        warning = f"{len(rows) - 2} photos of {len(rows)} have the same caption, “1”"
+        assert page.inner_text("#train-warning").startswith(warning)
+        until(page, "run.evaluations.length === 1")
+        assert page.inner_text("#train-state") == "comparing"
+        assert page.inner_text("#train-text").startswith("Comparing the model before and after")
+        assert page.inner_text("#recall-note") == (
+            "Recall is measured on 3 validation photos: too few to judge the model by. "
+            "Chance level: 80.0%."
+        )
+        may_end.set()
 
 
 BETTER = Verdict(True, "it is better")

@@ -236,19 +236,60 @@ def test_answers_are_shown_while_the_index_grows_and_queries_are_slow(page: Any)
     until(page, "document.querySelector('#status').textContent === 'Newest photos'")
     page.evaluate(
         """() => {
-            const ask = window.ask;
+            const ask = window.askNow = window.ask;
             window.released = [];
-            window.ask = async (path, options) => {
+            window.ask = window.askLater = async (path, options) => {
                 if (path.startsWith('/api/search')) await new Promise((done) => window.released.push(done));
                 return ask(path, options);
             };
         }"""
     )
+    old = "document.querySelector('main').getAttribute('aria-busy') === 'true'"
+    assert not page.evaluate(old)
     page.fill("#text", "dog")
     assert page.inner_text("#status") == "Searching…"
+    assert page.evaluate(old)
     page.evaluate("refresh()")  # more photos were indexed
     page.evaluate("released.shift()()")
     until(page, "document.querySelector('#status').textContent.includes('of 10 in')")  # not dropped
+    assert not page.evaluate(old)
+    page.evaluate("window.ask = window.askNow; released.forEach((done) => done())")
+    page.fill("#since", "2999")
+    until(page, "document.querySelector('#message-head').textContent === 'No photos'")
+    page.evaluate("window.ask = window.askLater")
+    page.fill("#text", "cat")  # no photo passes the filter, but that was for another text
+    assert page.inner_text("#message") == "Searching…"
+
+
+def test_slash_in_the_focused_box_is_the_key_for_focus_and_not_a_query(page: Any) -> None:
+    until(page, "document.activeElement.id === 'text'")
+    page.keyboard.type("/dog")
+    assert page.input_value("#text") == "dog"
+    page.keyboard.type("/cat")
+    assert page.input_value("#text") == "dog/cat"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("/")  # focuses the box and selects its text
+    page.keyboard.press("/")
+    assert page.input_value("#text") == "dog/cat"
+
+
+def test_deleted_photo_says_so_instead_of_its_name_in_place_of_the_image(
+    page: Any, tmp_path: Path
+) -> None:
+    until(page, "document.querySelectorAll('.photo').length === 9")
+    for path in (tmp_path / "photos").rglob("*.jpg"):
+        path.unlink()
+    page.route("**/photo/small*", lambda route: route.fulfill(status=400))
+    page.reload()
+    until(page, "document.querySelectorAll('.photo.lost').length > 0")
+    seen = page.evaluate(
+        """() => {
+            const tile = document.querySelector('.photo.lost');
+            return [getComputedStyle(tile.querySelector('img')).visibility,
+                getComputedStyle(tile, '::before').content];
+        }"""
+    )
+    assert seen == ["hidden", '"cannot be read: was it deleted? Index again."']
 
 
 def test_first_click_on_the_theme_changes_it(browser: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ const state = {
   waiting: [], // the next photos, while another view is shown
   chosen: new Set(), kept: [], selected: new Set(), // words and captions of the large photo; photos that are checked
   history: [], busy: false, loading: false, progress: null,
+  digits: "", // a caption of digits alone, of which the page has asked whether it is meant
 };
 const current = () => state.photos[state.at];
 const address = (photo, size) => `/photo${size}?id=${photo.id}&v=${photo.content}`;
@@ -91,6 +92,8 @@ function draw() {
   const photo = current();
   for (const id of ["save", "skip", "similar"]) $(id).disabled = !photo;
   $("caption").disabled = !photo;
+  $("all").disabled = !state.photos.length;
+  $("labelled").disabled = state.progress === null;
 }
 function addTile(photo) {
   const button = el("button", { type: "button", "aria-label": `Label ${photo.path}` }, el("img", { src: address(photo, "/small"), alt: "", loading: "lazy" }));
@@ -118,7 +121,7 @@ function show(place) {
   if (photo) $("photo").src = address(photo, ""); else $("photo").removeAttribute("src");
   $("photo").alt = $("photo-name").textContent = photo ? photo.path : "";
   $("caption").value = photo ? sessionStorage.getItem(draft(photo)) || "" : "";
-  $("error").textContent = "";
+  $("error").textContent = state.digits = "";
   drawWords();
   draw();
 }
@@ -161,9 +164,16 @@ async function save(captions, skip = false) {
   if (!photo || state.busy) return;
   const changed = captions.join("\n") !== photo.captions.join("\n") || skip;
   if (!changed && (state.kept.length || !captions.length)) { $("error").textContent = "Write a caption or choose a word first; n skips the photo."; return; }
+  const text = $("caption").value.trim();
+  if (!skip && captions.includes(text) && isDigits(text) && state.digits !== text) {
+    state.digits = text;
+    $("error").textContent = `The caption is only “${text}”. To choose words by their digits, press esc first. To save “${text}” as the caption, press enter again.`;
+    return;
+  }
   const photos = skip ? [photo] : wanted();
   if (await change(photos.map((each) => ({ photo: each, captions, skip })), true)) advance(photos);
 }
+const isDigits = (text) => /^[\d\s.,;]*\d[\d\s.,;]*$/.test(text); // keys that were meant for words, more likely
 /* One request; true if all of it was saved. What was there before is remembered, to undo it. */
 async function change(changes, remember) {
   state.busy = true;
@@ -191,14 +201,14 @@ async function change(changes, remember) {
   return true;
 }
 function advance(photos) {
-  const done = new Set(photos.map((photo) => photo.id)), typing = document.activeElement === $("caption");
+  const done = new Set(photos.map((photo) => photo.id));
+  $("caption").blur(); // the next key is meant for the next photo
   state.selected.clear();
   if (state.view === "labelled") { show(state.at + 1); return; }
   state.photos = state.photos.filter((photo) => !done.has(photo.id));
   state.waiting = state.waiting.filter((photo) => !done.has(photo.id));
   if (state.view === "similar" && !state.photos.length) { back(); return; }
   show(Math.min(state.at, state.photos.length - 1));
-  if (typing) $("caption").focus();
   if (state.photos.length < FEW && state.view === "next") fill();
 }
 async function undo() {

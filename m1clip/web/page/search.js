@@ -1,7 +1,7 @@
 "use strict";
 /* The page of search: the query, its results, the large view. Names from files are only ever set as text. */
 const EXAMPLES = ["two dogs on a beach", "children playing", "a sunset over water", "people at a table", "someone on a bicycle"];
-const PAGE = 60, MOST = 300, LIBRARY_MS = 2000, SLOW_MS = 300;
+const PAGE = 60, MOST = 300, LIBRARY_MS = 2000;
 const FIELDS = ["text", "since", "until", "under", "orientation"];
 const DATES = { since: "From", until: "To" };
 const state = {
@@ -25,16 +25,21 @@ async function search() {
   while (again) {
     again = false;
     const path = request(), same = path === state.request;
-    if (!same && state.newest) status("Searching…");
-    const waiting = setTimeout(() => { if (!same) status("Searching…"); }, SLOW_MS);
+    if (!same) showWaiting();
     const found = await ask(path);
-    clearTimeout(waiting);
     if (path !== request()) continue;
     if (same && holding()) { state.stale = true; continue; }
     state.request = path;
     show(found);
   }
   running = false;
+}
+/* What is shown answers the query before this one. */
+function showWaiting() {
+  document.querySelector("main").setAttribute("aria-busy", "true"); // dims the photos
+  const words = state.duplicates ? "Comparing photos…" : "Searching…";
+  status(words);
+  if (!$("message").hidden) message(words, "");
 }
 const request = () => (state.duplicates ? "/api/duplicates" : `/api/search?${query()}`);
 /* Photos keep their places while one is viewed or marked: the next key is meant for the photo that is seen. */
@@ -53,6 +58,7 @@ function changed() { state.count = PAGE; state.duplicates = false; search(); }
 /* results ----------------------------------------------------------------------------------------------------- */
 function show(found) {
   document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+  document.querySelector("main").removeAttribute("aria-busy");
   $("duplicates").setAttribute("aria-pressed", String(state.duplicates));
   $("clear").hidden = !(state.duplicates || state.like || FIELDS.some((id) => $(id).value));
   $("more").hidden = true;
@@ -65,7 +71,7 @@ function show(found) {
   const matches = found.results.slice(0, found.matches), rest = found.results.slice(found.matches);
   fill(matches, rest, found.wrong);
   const ranked = matches.length && matches[0].probability === null ? "nearest photo" : "photo"; // without a cutoff
-  if (found.asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds} ms`);
+  if (found.asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds < 1000 ? `${Math.round(found.milliseconds)} ms` : `${(found.milliseconds / 1000).toFixed(1)} s`}`);
   else status(found.results.length ? "Newest photos" : "");
   if (matches.length) message();
   else if (found.possible) message("No sure match", "These are the nearest photos.");
@@ -142,7 +148,7 @@ function showGroups({ groups, total }) {
     });
     return el("div", { class: "group" }, el("p", { class: "hint" }, plural(group.length, "photo")), el("div", { class: "photos" }, ...tiles));
   }));
-  status(`${plural(total, "group")} of equal or near-equal photos${total > groups.length ? `; the first ${groups.length} are shown` : ""}`);
+  status(`${plural(total, "group")} of duplicates and near-duplicates${total > groups.length ? `; the first ${groups.length} are shown` : ""}`);
   if (total) message(); else message("No duplicates", "No two photos look alike.");
 }
 
@@ -252,6 +258,9 @@ document.addEventListener("keydown", (event) => {
   const arrow = event.key.startsWith("Arrow"), large = state.large !== null;
   if (event.target === $("text") && event.key === "ArrowDown") { move("ArrowDown"); event.preventDefault(); return; }
   if (event.target === $("text") && event.key === "Escape") { clear(); return; }
+  const { value, selectionStart: start, selectionEnd: end } = $("text");
+  // The key that focuses the box, pressed in it: no query begins with it.
+  if (event.target === $("text") && event.key === "/" && start === 0 && end === value.length) { event.preventDefault(); return; }
   if (typing(event)) return;
   const actions = {
     "/": () => { $("large").close(); $("text").focus(); $("text").select(); },
@@ -296,7 +305,6 @@ $("rerank").addEventListener("click", rerank);
 $("more").addEventListener("click", () => { state.count = Math.min(MOST, state.count + 2 * PAGE); search(); });
 $("duplicates").addEventListener("click", () => {
   state.duplicates = !state.duplicates;
-  if (state.duplicates) status("Comparing photos…");
   search();
 });
 $("pick").addEventListener("change", () => { upload($("pick").files[0]); $("pick").value = ""; });

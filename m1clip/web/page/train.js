@@ -1,6 +1,7 @@
 "use strict";
 /* The Train button of the Label page: the run, its curves, what it gained, and the switch to its model. */
-const TRAIN_MS = 1500, LOSS = "loss", ACTIVE = ["starting", "preparing", "running"];
+const TRAIN_MS = 1500, ENOUGH = 20, // validation photos, below which a recall tells little
+  LOSS = "loss", ACTIVE = ["starting", "preparing", "running"];
 const RECALLS = { "mean_recall": "mean recall", "text_to_image/recall@1": "first result is the photo", "text_to_image/recall@10": "photo is among the first 10" };
 const run = { key: "", cursor: "new", steps: [], evaluations: [], status: null, found: null, rejected: "" };
 const lossPlot = new Plot("Loss", { id: "loss" }), recallPlot = new Plot("Mean recall on validation labels, %", { id: "recall", none: "waiting for the first evaluation" });
@@ -18,6 +19,7 @@ async function curves(key) {
     run.cursor = rows.cursor;
     run.steps.push(...rows.steps.map((row) => [row.step, row.loss]).filter(([, y]) => Number.isFinite(y)));
     run.evaluations.push(...rows.evaluations.map((row) => [row.step, 100 * row.mean_recall]).filter(([, y]) => Number.isFinite(y)));
+    if (rows.evaluations.length) showValidation(rows.evaluations[rows.evaluations.length - 1]);
   }
   const found = answer.runs.find((each) => each.id === key);
   Zoom.whole = found?.steps ? [0, found.steps] : null;
@@ -26,12 +28,23 @@ async function curves(key) {
   recallPlot.set(line(run.evaluations, true), { unit: "%" });
   return found;
 }
+/* How much the curve of recall can tell. */
+function showValidation(row) {
+  const images = row["mean_recall/n"], chance = row["mean_recall/chance"];
+  if (!Number.isFinite(images) || !Number.isFinite(chance)) return;
+  const few = images < ENOUGH ? ": too few to judge the model by" : "";
+  $("recall-note").textContent = `Recall is measured on ${plural(images, "validation photo")}${few}. Chance level: ${(100 * chance).toFixed(1)}%.`;
+}
+/* The state for the badge: a run is not done before its model was compared. */
+function phase({ work, state: is, result, problem: compared }) {
+  return work === "comparing" || (is === "finished" && !result && !compared) ? "comparing" : is;
+}
 /* What is going on, in words. */
 function words(status, found) {
   const { work, state: is, message, labels, name, in_use: inUse, progress } = status;
   if (work === "starting") return "Starting the training…";
   if (work === "stopping") return "Stopping after this step…";
-  if (work === "comparing") return "Comparing the model before and after on the labels that were held out…";
+  if (phase(status) === "comparing") return "Comparing the model before and after on the labels that were held out…";
   if (work === "switching") {
     const done = progress ? ` ${count(progress[0])} of ${plural(progress[1], "photo")} done.` : "";
     return `Indexing the photos with the other model.${done} Search uses the current one until all are done.`;
@@ -67,15 +80,17 @@ function problem({ failure, problem: compared, state: is, message, output }) {
   return is === "crashed" ? `${message} (its output is in ${output}). Train again starts a new run on the same labels.` : "";
 }
 function showStatus(status, found) {
-  const busy = Boolean(status.work), active = ACTIVE.includes(status.state), needed = state.progress?.needed ?? 1;
+  const busy = Boolean(status.work), active = ACTIVE.includes(status.state), needed = state.progress ? state.progress.needed : null; // null: not known yet
   const starting = status.state === "starting";
   $("train-state").hidden = status.state === "none";
-  $("train-state").textContent = status.state;
-  $("train-state").className = `badge ${status.state}`;
-  $("train-text").textContent = words(status, found) || (needed ? `${plural(needed, "more label")} needed before the first training.` : "A run in the background, of about a minute. You can go on labelling, or close the page.");
+  $("train-state").textContent = phase(status);
+  $("train-state").className = `badge ${phase(status)}`;
+  $("train-text").textContent = words(status, found) || (needed === null ? "Loading…" : needed ? `${plural(needed, "more label")} needed before the first training.` : "A run in the background, of about a minute. You can go on labelling, or close the page.");
   if (needed && status.state !== "none" && !active && !busy) $("train-text").textContent += ` ${plural(needed, "more label")} needed to train again.`;
   $("train-error").textContent = problem(status);
-  $("train-start").disabled = busy || active || needed > 0;
+  const equal = state.progress?.equal;
+  $("train-warning").textContent = equal ? `${plural(equal.photos, "photo")} of ${count(state.progress.labelled)} have the same caption, “${equal.caption}”: from these a model learns little. Press l to correct them.` : "";
+  $("train-start").disabled = busy || active || needed !== 0;
   $("train-start").textContent = status.state === "none" || status.state === "starting" ? "Train" : "Train again";
   $("train-start").hidden = active && !starting;
   $("train-stop").hidden = !active || starting;
