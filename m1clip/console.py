@@ -128,14 +128,17 @@ def _log(level: int, text: str) -> None:
 
 
 @contextmanager
-def progress(title: str, as_text: Callable[[float], str] | None = None) -> Iterator[Refresh]:
+def progress(
+    title: str, as_text: Callable[[float], str] | None = None, beginning: str = ""
+) -> Iterator[Refresh]:
     """Show the progress of longer work; call the function that is yielded when the work starts.
 
     A bar on a terminal, otherwise a message every few seconds. Also written to the file of
     `progress_file`. Functions that are called in this context find it with `current_progress`.
     `as_text` writes an amount of something other than items, such as `formatting.size` for bytes.
+    `beginning` is what is done before the first item.
     """
-    work = Progress(title, as_text or _count)
+    work = Progress(title, as_text or _count, beginning)
     path = _progress_file.get()
     listener = _listener.get()
     bar = Bar() if has_bars() else None
@@ -272,8 +275,11 @@ def write_progress(path: Path, text: str) -> None:
 class Progress:
     """Progress of work; as text, with an estimate of the time left."""
 
-    def __init__(self, title: str, as_text: Callable[[float], str] = _count) -> None:
+    def __init__(
+        self, title: str, as_text: Callable[[float], str] = _count, beginning: str = ""
+    ) -> None:
         self.title = title
+        self.beginning = beginning
         self.as_text = as_text
         self.done = 0
         self.total = 0
@@ -297,6 +303,8 @@ class Progress:
             total = self.total
             done_here = done - self._before
             seconds = time.monotonic() - self._began
+        if done_here == 0 and self.beginning:
+            return self.beginning
         text = self.title
         if total:
             text = f"{self.title}: {self.as_text(done)} of {self.as_text(total)}"
@@ -426,10 +434,17 @@ def _console() -> Console:
 
 
 def _new_bars() -> Bars:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Elapsed(ProgressColumn):
+        """The time so far, in words: the text before it may end with the time left."""
+
+        def render(self, task: Task) -> Text:
+            return Text(f"({clock(task.elapsed or 0)} so far)", style="progress.elapsed")
 
     text = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn())
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), text, Elapsed())
     # Results on standard output stay there while bars are on standard error.
     redirects = handler.stream_name == "stdout"
     return Progress(*columns, console=_console(), transient=True, redirect_stdout=redirects)

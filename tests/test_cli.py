@@ -392,7 +392,7 @@ def test_index_names_its_model_and_the_newest_run_if_that_is_another(
     assert "note" not in index()
     run = tmp_path / "runs" / "labels"
     run.mkdir(parents=True)
-    (run / "run.jsonl").touch()
+    (run / "run.jsonl").write_text('{"kind": "end", "time": 1}\n', encoding="utf-8")
     save_model(run / "best", embed_dim=8)
     first = index()
     assert "\nmodel      model\n" in first  # searches change only if the user says so
@@ -401,3 +401,7 @@ def test_index_names_its_model_and_the_newest_run_if_that_is_another(
     second = index("--model", "runs/labels")
     assert "\nmodel      runs/labels\n" in second
     assert "note" not in index()
+    photos = make_photos(tmp_path / "others", 2)
+    command = shlex.join(["m1clip", "index", str(photos), "--model", "general"])
+    reason = "runs/labels was chosen as the newest finished run; for the model in the box: "
+    assert f"note       {reason}{command}\n" in index()

@@ -80,7 +80,11 @@ COMMANDS = [
     ("models", "", "general"),
     ("index", "photos --model runs/small", "24 new"),
     ("search", "house --index photos --all", "train-000000.png"),
-    ("teach", "Rex photos/train-000000.png photos/train-000001.png --index photos", "2 examples"),
+    (
+        "teach",
+        "Rex photos/train-000000.png photos/train-000001.png --index photos",
+        "2 photos with it",
+    ),
     ("duplicates", "photos", "groups"),
     ("doctor", "", "torch"),
 ]

@@ -57,8 +57,8 @@ def index(
         A folder of images; subfolders are included.
     model
         general (the model in the box), a run, a model folder, or an open_clip or Hugging Face model. Default: the one
-        that this folder was indexed with last; for a new index, the newest run in runs/ that was trained on photos, or
-        general. Each model has its own vectors.
+        that this folder was indexed with last; for a new index, the newest finished run in runs/ that was trained on
+        photos (one of the Label page only if you search with its model), or general. Each model has its own vectors.
     problems
         List every file that cannot be used, not only the first five.
     watch
@@ -85,22 +85,25 @@ def index(
         model = Path(before)
 
     def update(always: bool) -> None:
-        with console.progress("indexing images"):
+        with console.progress("indexing images", beginning="loading the model"):
             report = update_index(folder, model, when_done)
         if always or report.added or report.reused or report.removed:
             for line in _report_lines(report, None if problems else PROBLEMS_SHOWN):
                 console.print(line)
         if always and model is not None and report.indexed:
             _mention_words(Index(folder, model))
-        if always and model is None:
+        if report.chose_model:
+            _mention_chosen_run(folder, report.model)
+        elif always and model is None:
             _mention_newest_run(folder, report.model)
 
     changes = watch_folder(folder) if watch else iter(())
     try:
         update(always=True)
     except NoModelError:
-        console.print(WAYS)
-        raise
+        error = UserError("there is no model yet; to get one:")
+        error.add_note(WAYS)
+        raise error from None
     except KeyboardInterrupt as interrupt:
         if not back:  # which may mean another model by then
             interrupt.add_note("the same command continues with the other images")
@@ -162,6 +165,19 @@ def _mention_words(opened: Index) -> None:
         examples = plural(left, "example")
         notes.append(f"{examples} of images that are not in this folder must be taught again")
     console.print(f"words      {'; '.join(notes)}")
+
+
+def _mention_chosen_run(folder: Path, used: str) -> None:
+    """Say how to search with the model in the box, if a run was chosen for a new index."""
+    from m1clip.model.named import BOXED, GENERAL
+
+    if used in BOXED:
+        return
+    run = _shown_model(used)
+    command = shlex.join(["m1clip", "index", str(folder), "--model", GENERAL])
+    console.print(
+        f"note       {run} was chosen as the newest finished run; for the model in the box: {command}"
+    )
 
 
 def _mention_newest_run(folder: Path, used: str) -> None:
@@ -243,7 +259,7 @@ def search(
     opened = Index(folder, model)
     if folder is None:
         _mention_index(opened.root, "--index chooses another")
-    with console.waiting("searching"):  # loads the model
+    with console.waiting("loading the model"):  # which takes nearly all of the time
         results = opened.search(
             text, k, like=like, exclude=exclude, where=where, collapse=not copies
         )
@@ -259,7 +275,10 @@ def search(
             model_name = one_line(_shown_model(opened.model_path))
             images = plural(results.searched, "image")
             print(f"nearest of {images} (which of them match is not known with {model_name}):")
-        _show(results, listed, filtered=where != Filter())
+        marks = opened.marks(text[0], [result.id for result in listed]) if len(text) == 1 else {}
+        _show(results, listed, marks, filtered=where != Filter())
+        if text and not results.matches and results.has_probabilities:
+            _suggest_sentence(text)
     if open_ and listed:
         _open(opened.file(listed[0].id), opened.root)
 
@@ -294,7 +313,18 @@ def _mention_phrase(texts: tuple[str, ...]) -> None:
         print(f'note       {len(texts)} texts combined; for a phrase: "{phrase}"', file=sys.stderr)
 
 
-def _show(results: Results, listed: list[Result], filtered: bool) -> None:
+def _suggest_sentence(texts: tuple[str, ...]) -> None:
+    """Say that a sentence finds more than a word, which rarely is a sure match."""
+    if len(texts) == 1 and re.fullmatch(r"\w+", texts[0]):
+        word = one_line(texts[0])
+        article = "an" if word[0].lower() in "aeiou" else "a"
+        print(
+            f'note       single words are rarely sure; try a sentence: "a photo of {article} {word}"',
+            file=sys.stderr,
+        )
+
+
+def _show(results: Results, listed: list[Result], marks: dict[int, bool], filtered: bool) -> None:
     from m1clip.search.match import UNSURE
 
     images = plural(results.searched, "image")
@@ -311,8 +341,13 @@ def _show(results: Results, listed: list[Result], filtered: bool) -> None:
     for rank, result in enumerate(listed):
         if 0 < matches == rank:
             print("less likely:")
+        marked = marks.get(result.id)
         chance = "" if result.probability is None else f"{100 * result.probability:3.0f}%  "
+        if chance and marked is not None:  # known, not estimated
+            chance = " " * len(chance)
         more = f"  (+{plural(len(result.copies), 'near-duplicate')})" if result.copies else ""
+        if marked is not None:
+            more += f"  (marked by you{'' if marked else ' as wrong'})"
         print(f"{chance}{result.score:6.3f}  {one_line(result.path)}{more}")
     unlisted = len(results) - len(listed)
     if unlisted:
@@ -413,10 +448,15 @@ def teach(
         return
     without = Counter(mark.name for mark in opened.concepts.all_marks())
     without.subtract(mark.name for mark in opened.concepts.rows())
-    for word, (positive_count, negative_count) in opened.concepts.names().items():
-        negatives = f", {negative_count} negative" if negative_count else ""
-        print(f"{one_line(word)}: {plural(positive_count, 'example')}{negatives}")
+    key = " ".join(name.split()).lower()  # a word may be written in capitals
+    for word, (with_it, without_it) in opened.concepts.names().items():
+        if key not in ("", word.lower()):
+            continue
+        examples = f"{plural(with_it, 'photo')} with it"
+        print(f"{one_line(word)}: {examples}{f', {without_it:,} without' if without_it else ''}")
     for word, count in (+without).items():
+        if key not in ("", word.lower()):
+            continue
         print(
             f"{one_line(word)}: {plural(count, 'example')} taught with another model, of images that"
             " are not in this folder: teach them again"

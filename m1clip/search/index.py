@@ -11,6 +11,7 @@ import contextlib
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -60,12 +61,13 @@ class Report:
     indexed: int = 0  # files with a vector now
     added: int = 0  # images encoded
     reused: int = 0  # moved, renamed or copied: their vectors were reused
-    removed: int = 0  # files that are gone
+    removed: int = 0  # files that are gone and were not moved
     problems: list[tuple[str, str]] = field(default_factory=list)  # (path, why it cannot be used)
     hidden: int = 0
     links: int = 0
     other: int = 0  # files that are not images
     seconds: float = 0.0
+    chose_model: bool = False  # for a new index without --model
 
 
 def update_index(
@@ -83,11 +85,15 @@ def update_index(
     folders = [candidate for candidate in index_folders(root) if is_own(candidate)]
     for index_folder in filter(os.path.lexists, folders):
         check_index_folder(index_folder, write=True)
-    # Chosen before anything is created: a missing model leaves no empty index.
+    # Chosen before anything is created: a missing photo or model leaves no empty index.
+    is_new = not any(map(has_database, folders))
+    if is_new:
+        _require_images(root)
     requested = None if model is None else resolve_model(model)
-    if requested is None and not any(map(has_database, folders)):
+    if requested is None and is_new:
         requested = resolve_model(default_model())
     report = Report(first_writable(folders, "index", "make one of them writable"), root)
+    report.chose_model = is_new and model is None
     # A soft lock would outlive a killed process.
     lock = FileLock(report.folder / INDEX_LOCK, fallback_to_soft=False)
     try:
@@ -110,6 +116,26 @@ def update_index(
     return report
 
 
+def _require_images(root: Path) -> None:
+    """Raise UserError if a folder has no file that may be an image."""
+    files = scan(root)
+    if files.images or files.unreadable:
+        return
+    there = [
+        f"{number:,} {kind}"
+        for number, kind in (
+            (files.other, "other files"),
+            (files.links, "links, which are not followed"),
+            (files.hidden, "hidden ones"),
+        )
+        if number
+    ]
+    only = f" (there are {', '.join(there)})" if there else ""
+    raise UserError(
+        f"{root}: contains no photos{only}; give the folder that contains them, such as ~/Pictures"
+    )
+
+
 def _update(db: sqlite3.Connection, requested: str | None, report: Report, when_done: bool) -> None:
     """Bring a database up to date with its folder, and note in the report what was done."""
     db.executemany(
@@ -121,9 +147,10 @@ def _update(db: sqlite3.Connection, requested: str | None, report: Report, when_
     drop_lost_rows(db, report.folder, report.root, set_id)
     files = scan(report.root)
     report.hidden, report.links, report.other = files.hidden, files.links, files.other
-    changed = _remove_gone(db, files, set_id, report)
+    changed, gone = _remove_gone(db, files, set_id)
     if changed:
-        _encode_changed(db, changed, files, set_id, report)
+        _encode_changed(db, changed, files, set_id, report, moved=len(gone) > 0)
+    report.removed = len(gone) - _count_moved(db, changed, gone)
     if when_done:
         use_model(db, set_id)
         db.commit()
@@ -132,27 +159,41 @@ def _update(db: sqlite3.Connection, requested: str | None, report: Report, when_
     _count(db, files, set_id, report)
 
 
-def _remove_gone(db: sqlite3.Connection, files: Scan, set_id: int, report: Report) -> list[bytes]:
-    """Forget the files that are gone; returns those that are new or have changed, sorted."""
+def _remove_gone(
+    db: sqlite3.Connection, files: Scan, set_id: int
+) -> tuple[list[bytes], list[int | None]]:
+    """Forget the files that are gone.
+
+    Returns the files that are new or have changed, sorted, and the images of those that are gone.
+    """
     db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")
-    columns = "path, bytes, mtime_ns, problem IS NOT NULL OR row IS NOT NULL"
+    columns = "path, bytes, mtime_ns, problem IS NOT NULL OR row IS NOT NULL, files.image"
     rows = db.execute(
         f"SELECT {columns} FROM files LEFT JOIN vectors ON vectors.image = files.image"
         " AND model = ?",
         (set_id,),
     )
-    stored = {path: (size, mtime, done) for path, size, mtime, done in rows}
+    stored = {}
+    image_of = {}
+    for path, size, mtime, done, image in rows:
+        stored[path] = (size, mtime, done)
+        image_of[path] = image
     gone = [path for path in stored if path not in files.images and not files.is_unreadable(path)]
     db.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in gone])
-    report.removed = len(gone)
     db.commit()
-    return sorted(path for path, stamp in files.images.items() if stored.get(path) != (*stamp, 1))
+    changed = [path for path, stamp in files.images.items() if stored.get(path) != (*stamp, 1)]
+    return sorted(changed), [image_of[path] for path in gone]
 
 
 def _encode_changed(
-    db: sqlite3.Connection, changed: Sequence[bytes], files: Scan, set_id: int, report: Report
+    db: sqlite3.Connection,
+    changed: Sequence[bytes],
+    files: Scan,
+    set_id: int,
+    report: Report,
+    moved: bool,
 ) -> None:
-    """Encode the images of new and changed files."""
+    """Encode the images of new and changed files, some of which may have been `moved`."""
     refresh = console.current_progress()
 
     def record_progress(done: int, total: int) -> None:
@@ -164,7 +205,6 @@ def _encode_changed(
     model = m1clip.load(report.model)
     began = time.monotonic()
     preprocess = model.preprocess
-    moved = report.removed > 0
     with Writer(db, report.folder, report.root, set_id) as writer:
         for reads in read_all(
             report.root, changed, writer.image_ids, preprocess, moved, record_progress
@@ -176,6 +216,18 @@ def _encode_changed(
     if name is not None and writer.added >= MIN_INDEXED:
         device = str(getattr(model.encoder, "device", "cpu"))
         keep_speed(name, writer.added, time.monotonic() - began, device, "index")
+
+
+def _count_moved(
+    db: sqlite3.Connection, changed: Sequence[bytes], gone: Sequence[int | None]
+) -> int:
+    """How many of the files that are gone have a new path: one file for each new one."""
+    images = Counter(image for image in gone if image is not None)
+    if not images:
+        return 0
+    query = "SELECT image FROM files WHERE path = ?"
+    now = Counter(image for path in changed for (image,) in db.execute(query, (path,)))
+    return (images & now).total()
 
 
 def _remove_thumbnails(db: sqlite3.Connection, index_folder: Path) -> None:

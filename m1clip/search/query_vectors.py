@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,8 @@ class QueryEncoder:
                     return vector
                 root = self._reader.root
                 image = FileImage(str(root / path), inside=str(root)).open()
+            if isinstance(image, str | Path):
+                FileImage(str(image)).open(1)  # or loading the model would delay the error
             with self._lock:
                 return self._of_index(self.model.encode_image(image))[0]
         except BadImage as error:

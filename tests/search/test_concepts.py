@@ -207,7 +207,7 @@ def test_teach_and_duplicates_on_the_command_line(
     for words in commands:
         assert exit_code(*words) == 0
     text, _, json_text = capsys.readouterr().out.partition("[")
-    assert text.count("Rex: 2 examples") == 2
+    assert text.count("Rex: 2 photos with it") == 2
     assert "forgot Rex and its 2 examples" in text
     (group,) = json.loads("[" + json_text)
     assert [copy["path"] for copy in group] == ["large.png", "copy.jpg", "a/0000.jpg"]
@@ -223,7 +223,7 @@ def test_marks_cannot_control_the_terminal(
     assert exit_code("teach", "--index", index.root) == 0
     assert exit_code("teach", "\x1b[31mno", "--forget", "--index", index.root) == 2
     out, error = capsys.readouterr()
-    assert out == "\\x1b[2Jred \\u202egpj: 1 example\n"
+    assert out == "\\x1b[2Jred \\u202egpj: 1 photo with it\n"
     assert error.startswith("m1clip: \\x1b[31mno: was not taught")
 
 
@@ -314,7 +314,7 @@ def test_way_back_needs_a_model_before(index: m1clip.Index) -> None:
 def test_teach_without_taught_words_prints_one_line(
     index: m1clip.Index, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for taught in ("no word was taught yet; for example: m1clip teach", "Rex: 1 example"):
+    for taught in ("no word was taught yet; for example: m1clip teach", "Rex: 1 photo with it"):
         assert exit_code("teach", "--index", index.root) == 0
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith(taught)
@@ -334,10 +334,12 @@ def test_teach_says_whether_the_examples_help(
     text = examples.mean(axis=0) - mean  # of a model that knows the word
     sign = 1 if knows == "text" else -1
     text *= sign / np.linalg.norm(text)
+    index.teach("Tim", [1])  # of whom nothing is said
+    index.teach("big rex", [index.root / "b/0001.jpg"], positive=False)
     monkeypatch.setattr(QueryEncoder, "query_vectors", lambda self, texts: text[None])
     assert exit_code("teach", " big  Rex", *photos, "--index", index.root) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "big Rex: 3 examples"
+    assert lines[0] == "big rex: 3 photos with it, 1 without"
     assert m1clip.Index(index.root).uses_examples("BIG rex") == (knows == "examples")
     assert len(lines) == 2
     assert lines[1].startswith("now search for it") == (knows == "examples")

@@ -141,6 +141,23 @@ def test_incremental_index_equals_new_index(
         assert len(rows) // 16 <= 2 + len(steps)
 
 
+def test_folder_without_photos_is_an_error_before_the_model_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(m1clip.search.index, "resolve_model", lambda _: pytest.fail("a model"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match="empty: contains no photos; give the folder that"):
+        update_index(empty)
+    (empty / "notes.txt").touch()
+    (empty / ".hidden.jpg").touch()
+    with pytest.raises(UserError, match=r"no photos \(there are 1 other files, 1 hidden ones\)"):
+        update_index(empty)
+    assert sorted(path.name for path in empty.iterdir()) == [".hidden.jpg", "notes.txt"]
+    assert not (tmp_path / "data").exists()
+
+
 def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +177,8 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     monkeypatch.setattr(m1clip.Model, "encode_image", lambda *_: pytest.fail("encoded again"))
     report = update_index(photos)
     assert sorted(read) == ["copy.jpg", "new name.jpg"]
-    assert (report.added, report.reused, report.removed, report.indexed) == (0, 2, 2, 11)
+    # One file is gone; the renamed one is not.
+    assert (report.added, report.reused, report.removed, report.indexed) == (0, 2, 1, 11)
     after = content(photos / INDEX_FOLDER)
     assert after[b"new name.jpg"] == before[b"a/0000.jpg"]
     read.clear()
@@ -460,9 +478,15 @@ def test_index_without_a_model_leaves_no_folder(
     photos = make_photos(tmp_path / "photos", 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(packages, "installed", lambda tower: False)  # the towers of `general`
-    for words in ([], ["--model", str(tmp_path / "nowhere")]):
+    messages = {
+        (): "m1clip: there is no model yet; to get one:\n",
+        ("--model", str(tmp_path / "nowhere")): "m1clip: ",
+    }
+    for words, start in messages.items():
         assert exit_code("index", photos, *words) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith(start)
+        assert (printed.err + printed.out).count("m1clip: ") == 1
         assert not (photos / INDEX_FOLDER).exists()
 
 

@@ -463,8 +463,28 @@ def test_results_are_sure_or_possible_or_nothing_matches(
         for i, chance in enumerate(chances)
     ]
     results_ = Results(results, 9)
-    _show(results_, results_.possible, filtered=False)
+    _show(results_, results_.possible, {}, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_marked_results_say_so_instead_of_a_probability(capsys: pytest.CaptureFixture[str]) -> None:
+    chances = (1.0, 0.9, 0.0)
+    results = Results(
+        [Result(i, f"{i}", f"/{i}", 0.5, c, 1, 1, "", 1) for i, c in enumerate(chances)], 9
+    )
+    _show(results, results.nearest, {0: True, 2: False}, filtered=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "       0.500  0  (marked by you)"
+    assert lines[1] == " 90%   0.500  1"
+    assert lines[3] == "       0.500  2  (marked by you as wrong)"
+
+
+def test_missing_image_is_reported_before_the_model_is_loaded(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m1clip, "load", lambda _: pytest.fail("the model"))
+    with pytest.raises(UserError, match=r"nothere\.jpg"):
+        Index(photos).search(like=["nothere.jpg"])
 
 
 @pytest.fixture
