@@ -302,7 +302,8 @@ def test_page_warns_of_equal_captions_and_of_few_validation_photos_and_says_that
     (run / ABOUT_LABELS).write_text(json.dumps(about), encoding="utf-8")
     may_end = threading.Event()
     monkeypatch.setattr(training, "compare_models", lambda *_: may_end.wait(TIMEOUT))
-    with opened(browser, folder) as (page, _):
+    with opened(browser, folder) as (page, server):
+        server.store = Store([folder.parent / "runs"])
         until(page, "document.querySelector('#train-warning').textContent !== ''")
         warning = f"{len(rows) - 2} photos of {len(rows)} have the same caption, “1”"
         assert page.inner_text("#train-warning").startswith(warning)
