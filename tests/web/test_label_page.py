@@ -14,6 +14,7 @@ from monitor.made_runs import ended, evaluation, make_run, step
 from photos import make_photos, save_model
 
 from m1clip.data.caption_table import read_captions
+from m1clip.errors import UserError
 from m1clip.io import RUN_LOCK
 from m1clip.runlog import ABOUT_LABELS
 from m1clip.search.compare import Verdict
@@ -301,7 +302,12 @@ def test_page_warns_of_equal_captions_and_of_few_validation_photos_and_says_that
     about = {"root": str(folder), "labels": len(rows), "before_name": "model"}
     (run / ABOUT_LABELS).write_text(json.dumps(about), encoding="utf-8")
     may_end = threading.Event()
-    monkeypatch.setattr(training, "compare_models", lambda *_: may_end.wait(TIMEOUT))
+
+    def compare(*_: Any) -> None:
+        may_end.wait(TIMEOUT)
+        raise UserError("the models were not compared")
+
+    monkeypatch.setattr(training, "compare_models", compare)
     with opened(browser, folder) as (page, server):
         server.store = Store([folder.parent / "runs"])
         until(page, "document.querySelector('#train-warning').textContent !== ''")
@@ -315,6 +321,7 @@ def test_page_warns_of_equal_captions_and_of_few_validation_photos_and_says_that
             "Chance level: 80.0%."
         )
         may_end.set()
+        until(page, "document.querySelector('#train-state').textContent === 'finished'")
 
 
 BETTER = Verdict(True, "it is better")
