@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 from small_run import command
 
 import m1clip
@@ -31,6 +32,12 @@ MAX_GUIDE_LINES = 130  # two screens, and the code on them
 FIRST_CODE_LINE = 20
 EARLIER_COMMITS = ("benchmarks.md",)  # its commands are those of the commits that were measured
 PROGRESS = re.compile(r"^[a-z ]+: [\d,]+ of [\d,]+, .* left$")  # on a slow computer only
+OPTIONS_OF_OTHERS = (
+    *("--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--shm-size"),  # torchrun, Docker
+    *("--accum-freq", "--force-context-length", "--force-image-size", "--force-quick-gelu"),
+    *("--image-mean", "--image-std"),  # of open_clip, as are those before
+    "--general",  # of benchmarks/few_images.py
+)
 TOOLS = ("head", "ls")
 SMALL_RUN = (
     "--recipe scratch --steps 2 --batch-size 16 --image-size 32 --vision-width 32 --vision-layers 1"
@@ -151,6 +158,14 @@ def documented_commands() -> list[tuple[str, str]]:
     return commands
 
 
+def options_of(command: App) -> set[str]:
+    arguments = command.assemble_argument_collection()
+    return {option for argument in arguments for option in argument.names} | {
+        "--help",
+        "--help-all",
+    }
+
+
 def test_documented_commands_have_these_options() -> None:
     checked = 0
     for page, line in documented_commands():
@@ -160,10 +175,7 @@ def test_documented_commands_have_these_options() -> None:
         described = app[name]
         if name == "data":
             described = described[words[0]]
-        arguments = described.assemble_argument_collection()
-        known_options = {option for argument in arguments for option in argument.names}
-        known_options |= {"--help", "--help-all"}
-        assert set(OPTION.findall(line)) <= known_options, f"{page}: m1clip {line}"
+        assert set(OPTION.findall(line)) <= options_of(described), f"{page}: m1clip {line}"
         checked += 1
     assert checked > 250
 
@@ -175,6 +187,15 @@ def guides() -> list[str]:
     navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
     section = navigation.partition("  - Guides:\n")[2].partition("  - Reference:\n")[0]
     return re.findall(r"([\w-]+\.md)$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", guides())
+def test_options_in_the_sentences_of_guides_exist(page: str) -> None:
+    commands = [app[name] for name in app if name.isalpha() and name != "data"]
+    commands += [app["data"][name] for name in app["data"] if name.isalpha()]
+    known_options = set(OPTIONS_OF_OTHERS).union(*(options_of(command) for command in commands))
+    inline = re.findall(r"`(--[^`\n]+)`", (DOCS / page).read_text(encoding="utf-8"))
+    assert set(OPTION.findall(" ".join(inline))) <= known_options
 
 
 @pytest.mark.parametrize("page", guides())

@@ -125,6 +125,7 @@ def too_few_to_judge(label: str, images: int) -> str:
     return (
         f"only {label}: too few to judge a model, as one that is right half of the time would score"
         f" {100 * low:.0f} to {100 * high:.0f}%; hold out at least {ENOUGH_TO_JUDGE}"
+        " (a column split in the table)"
     )
 
 
