@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from m1clip.formatting import ceil_div, number, percent
+from m1clip.formatting import ceil_div, number, percent, plural
 from m1clip.runlog import SELECTION, Record, selection_name
 
 MAX_EPOCH_ROWS = 30  # of the table; several epochs share a row in a longer run
 MAX_PHASES = 4
 MAX_LOSS_POINTS = 120  # of the loss curve that is divided into phases
-MIN_PHASE_POINTS = 4
+MIN_PHASE_POINTS = 4  # of a line, also to estimate the interval of its slope
 Z95 = 1.959964  # standard errors of a 95% interval
 # A phase is a plateau if its loss changes by less than this fraction of the whole change, or not
 # significantly.
@@ -238,8 +238,9 @@ class LossPhase:
     first_loss: float  # of the line
     last_loss: float
     slope: float  # of the loss per epoch; per 1,000 steps if epochs are unknown
-    low: float  # 95% interval of the slope
-    high: float
+    low: float | None  # 95% interval of the slope; None with too few points
+    high: float | None
+    points: int  # of the loss, to which the line was fitted
     trend: str  # falling fast (compared with other phases), falling, plateau or rising
 
     @property
@@ -248,12 +249,15 @@ class LossPhase:
         epochs = "-"
         if self.first_epoch is not None and self.last_epoch is not None:
             epochs = f"{self.first_epoch:.3g} to {self.last_epoch:.3g}"
+        interval = f"not measured: {plural(self.points, 'point')}"
+        if self.low is not None and self.high is not None:
+            interval = f"{_format_signed(self.low)} to {_format_signed(self.high)}"
         return [
             f"{self.first_step:,} to {self.last_step:,}",
             epochs,
             f"{number(self.first_loss)} to {number(self.last_loss)}",
             _format_signed(self.slope),
-            f"{_format_signed(self.low)} to {_format_signed(self.high)}",
+            interval,
             self.trend,
         ]
 
@@ -288,6 +292,7 @@ def find_phases(points: Sequence[Point], steps_per_epoch: float | None = None) -
     unit = steps_per_epoch or 1000.0
     phases = []
     for line in lines:
+        margin = line.margin
         phases.append(
             LossPhase(
                 first_step=round(line.start),
@@ -297,8 +302,9 @@ def find_phases(points: Sequence[Point], steps_per_epoch: float | None = None) -
                 first_loss=line.first,
                 last_loss=line.last,
                 slope=line.slope * unit,
-                low=(line.slope - line.margin) * unit,
-                high=(line.slope + line.margin) * unit,
+                low=None if margin is None else (line.slope - margin) * unit,
+                high=None if margin is None else (line.slope + margin) * unit,
+                points=line.points,
                 trend=_trend(line, largest_change, steepest),
             )
         )
@@ -314,7 +320,8 @@ class Line:
     first: float  # its loss at these
     last: float
     slope: float  # per step
-    margin: float  # of the 95% interval of the slope
+    margin: float | None  # of the 95% interval of the slope; None with too few points
+    points: int
 
     def extend_to(self, start: float, stop: float) -> Line:
         """Return the same line between two other steps."""
@@ -335,14 +342,23 @@ def fit_line(points: Sequence[Point]) -> Line:
         return mean_loss + slope * (step - mean_step)
 
     error = sum((loss - value(step)) ** 2 for step, loss in points)
-    freedom = max(1, len(points) - 2)
-    margin = Z95 * math.sqrt(error / freedom / spread) if spread else 0.0
-    return Line(steps[0], steps[-1], value(steps[0]), value(steps[-1]), slope, margin)
+    margin = None
+    if len(points) >= MIN_PHASE_POINTS and spread:
+        margin = Z95 * math.sqrt(error / (len(points) - 2) / spread)
+    return Line(
+        start=steps[0],
+        stop=steps[-1],
+        first=value(steps[0]),
+        last=value(steps[-1]),
+        slope=slope,
+        margin=margin,
+        points=len(points),
+    )
 
 
 def _trend(line: Line, largest_change: float, steepest: float) -> str:
     change = line.last - line.first
-    if abs(change) <= PLATEAU * largest_change or abs(line.slope) <= line.margin:
+    if abs(change) <= PLATEAU * largest_change or abs(line.slope) <= (line.margin or 0.0):
         return "plateau"
     if change > 0:
         return "rising"

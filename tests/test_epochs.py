@@ -126,6 +126,14 @@ def test_straight_line_and_noise_are_one_phase() -> None:
 def test_few_and_many_points() -> None:
     (two,) = find_phases([(1, 3.0), (2, 2.0)])
     assert (two.first_loss, two.last_loss) == pytest.approx((3.0, 2.0))
+    assert (two.low, two.high) == (None, None), "any two points are on a line"
+    assert "not measured: 2 points" in two.cells
+    (three,) = find_phases([(1, 3.0), (2, 2.0), (3, 1.1)])
+    assert "not measured: 3 points" in three.cells
+    (four,) = find_phases([(1, 3.0), (2, 2.0), (3, 1.1), (4, 0.0)])
+    assert four.low is not None
+    assert four.high is not None
+    assert four.low < four.slope < four.high
     many = find_phases(noisy([(n, max(1.0, 3.0 - n / 10_000)) for n in range(50_000)]))
     assert [phase.trend for phase in many] == ["falling fast", "plateau"]
     assert (many[0].first_step, many[-1].last_step) == (0, 49_999)
