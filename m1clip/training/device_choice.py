@@ -96,6 +96,11 @@ class Choice:
         if chosen_candidate is None or len(self.candidates) == 1:
             return ""
         words = []
+        if self.is_default and not all(
+            c.rejected or c is chosen_candidate or _clearly_slower(c, chosen_candidate)
+            for c in self.candidates
+        ):
+            words.append("the default of this hardware")
         for other in self.candidates:
             if other.rejected:
                 words.append(f"{other.name} rejected: {other.rejected}")
@@ -103,20 +108,17 @@ class Choice:
                 ratio = statistics.median(other.seconds) / statistics.median(
                     chosen_candidate.seconds
                 )
-                words.append(f"{ratio:.1f}x as fast as {other.name}")
-        if self.is_default and not all(
-            c.rejected or c is chosen_candidate or _clearly_slower(c, chosen_candidate)
-            for c in self.candidates
-        ):
-            words.append(
-                "the default of this hardware, as no other was faster in nearly all rounds"
-            )
+                if _clearly_slower(other, chosen_candidate):
+                    words.append(f"{ratio:.1f}x as fast as {other.name}")
+                else:
+                    measured = f"{other.name} measured {1 / ratio:.1f}x as fast"
+                    words.append(f"{measured}, but not in nearly all rounds")
         how = (
             " in an earlier run"
             if self.cached
             else ""
             if self.kept_at
-            else " beside other programs, so not kept"
+            else " beside other programs: not kept"
         )
         return f"{', '.join(words)}; measured with batch {self.batch}{how}"
 

@@ -107,11 +107,22 @@ def test_choice_beside_other_programs_is_not_kept(tmp_path: Path, measured: Any)
     load["others"] = 0.5
     busy = choose(auto(), START, H200, 16, tmp_path)
     assert (busy.device, busy.kept_at) == ("cpu", "")
-    assert busy.why.endswith("beside other programs, so not kept")
+    assert busy.why.endswith("beside other programs: not kept")
     assert not list(tmp_path.iterdir())
     table["cpu fp32"], load["others"] = 3.0, 0.0
     assert choose(auto(), START, H200, 16, tmp_path).device == "cuda"
     assert len(calls) == 2
+
+
+def test_default_that_was_not_the_fastest_is_described_in_plain_words() -> None:
+    candidates = (
+        device_choice.Candidate("cpu", "bf16", (1.2, 1.2, 1.2)),
+        device_choice.Candidate("cpu", "fp32", (1.0, 1.0, 1.3)),
+    )
+    assert Choice("cpu", "bf16", candidates, 8).why == (
+        "the default of this hardware, cpu fp32 measured 1.2x as fast, but not in nearly all rounds;"
+        " measured with batch 8 beside other programs: not kept"
+    )
 
 
 def test_default_of_the_hardware() -> None:
