@@ -95,6 +95,8 @@ def _unknown_format(path: Path, options: Options) -> UserError:
         check_is_text(path)
     elif error := _unclear_folder(path, options):
         return error
+    elif all(entry.name.startswith(".") for entry in path.iterdir()):
+        return user_error(f"{path}: the folder is empty: it has no images and no captions")
     names = ", ".join(FORMATS)
     return user_error(f"{path}: unknown format; specify it, as in csv:PATH (formats: {names})")
 

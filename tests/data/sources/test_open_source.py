@@ -40,7 +40,7 @@ Write = Callable[[Iterable[str]], Path]
         ("kohya:photos", r"'kohya' is not a format \(formats: hf, webdataset, "),
         ("C:/photos", "no such file"),
         ("a\0b", "no such file"),
-        (".", "unknown format"),
+        (".", "the folder is empty: it has no images and no captions"),
     ],
 )
 def test_missing_and_unknown_paths(
@@ -240,9 +240,11 @@ def test_new_entry_in_table_of_formats_is_detected_named_and_listed(
         }
     with pytest.raises(UserError, match=r"a folder of datasets \(set\)"):
         open_source(str(folder.parent))
-    (folder.parent / "empty").mkdir()
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "notes.docx").write_bytes(b"text")
     with pytest.raises(UserError, match=r"unknown format; .*\(formats: hf, .*, toy, classes, "):
-        open_source(str(folder.parent / "empty"))
+        open_source(str(other))
 
 
 @pytest.mark.parametrize(("before", "detected"), [("csv", "toy"), ("txt", "csv")])
