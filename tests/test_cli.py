@@ -257,6 +257,12 @@ MISTAKES = [
     (("serve", ".", "--port", "-1"), "Must be >= 0"),
     (("monitor", "--port", "65536"), "Must be <= 65535"),
     (("train", "--plan", "3"), "Unknown option: --plan.\n"),
+    (
+        ("demo", "--lr", "0.001"),
+        "Unknown option: --lr. m1clip train --preset demo --lr VALUE changes it.\n",
+    ),
+    (("demo", "--batch-size=8"), "m1clip train --preset demo --batch-size VALUE changes it.\n"),
+    (("demo", "--lrr", "1"), "Unknown option: --lrr.\n"),
 ]
 
 

@@ -20,7 +20,7 @@ from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 from m1clip import console, time_use
 from m1clip.cli import data, hub, machine, models, runs, search, train
 from m1clip.cli.app import app
-from m1clip.config import OTHER_TOOLS
+from m1clip.config import NAMES, OTHER_TOOLS
 from m1clip.errors import UserError
 from m1clip.formatting import most_similar, one_line
 
@@ -135,6 +135,10 @@ def _message(error: Exception) -> str:
         name = _typed_option(error).lstrip("-").replace("-", "_")
         if command in (["train"], ["plan"]) and name in DATA_OF_SPLIT:
             return _one_line(f"Unknown option: {_typed_option(error)}. {SPLIT_HINT}")
+        if command == ["demo"] and name.replace("-", "_") in NAMES:
+            typed = _typed_option(error)
+            hint = f"m1clip train --preset demo {typed} VALUE changes it."
+            return _one_line(f"Unknown option: {typed}. {hint}")
         others = {"train": OTHER_TOOLS, "search": OTHER_NAMES_OF_COUNT}
         return _one_line(_unknown_option(error, others.get(" ".join(command), {})))
     return _one_line(error)

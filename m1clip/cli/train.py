@@ -80,10 +80,19 @@ def demo(*, out: Path | None = None) -> None:
             f"\nThis machine was slow or busy: {steps} of {full_steps} steps fitted in the time. For"
             f" better scores: m1clip train --preset demo --steps {full_steps}"
         )
-    print(
-        f"\nnext\n{_activation()}"
+    print(f"\nnext\n{_activation()}{_next_steps(folder)}")
+
+
+def _next_steps(folder: Path) -> str:
+    """What to do after the demo: one command per line, and what it shows."""
+    from m1clip.monitor.report import has_matplotlib
+
+    curves = "" if has_matplotlib() else " (pip install 'm1clip[plot]' for the curves)"
+    return (
+        f"  m1clip monitor {folder}                the losses and scores of the run\n"
+        f"  m1clip train --preset demo --lr 0.001  the demo again with one change\n"
         f"  m1clip eval {folder} --analysis        what the model confuses, and how often\n"
-        f"  m1clip report {folder}                 curves, examples and settings as one HTML file\n"
+        f"  m1clip report {folder}                 curves, examples and settings as one HTML file{curves}\n"
         f"  m1clip train photos --minutes 10       your own images: a folder with captions.csv\n"
         f"  m1clip index ~/Pictures --model general   search your photos (pip install 'm1clip[towers,search]')\n"
         f"  {docs_page('learn')}   what happened in this run, step by step"

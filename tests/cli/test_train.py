@@ -8,6 +8,7 @@ import pytest
 from small_run import exit_code
 
 from m1clip.cli import train
+from m1clip.monitor import report
 from m1clip.training import run as runs
 from m1clip.training.distributed import Ranks
 from m1clip.training.process import Interrupted
@@ -29,6 +30,17 @@ def test_demo_says_how_to_put_the_command_on_the_path(
     command.touch()
     command.chmod(0o755)
     assert train._activation() == ""
+
+
+def test_next_commands_after_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "has_matplotlib", lambda: False)
+    lines = train._next_steps(Path("runs/demo")).splitlines()
+    commands = [line.split("  ")[1] for line in lines]
+    assert {"m1clip monitor runs/demo", "m1clip train --preset demo --lr 0.001"} <= set(commands)
+    (line,) = [line for line in lines if "m1clip report" in line]
+    assert line.endswith("as one HTML file (pip install 'm1clip[plot]' for the curves)")
+    monkeypatch.setattr(report, "has_matplotlib", lambda: True)
+    assert "m1clip[plot]" not in train._next_steps(Path("runs/demo"))
 
 
 @pytest.mark.parametrize(
