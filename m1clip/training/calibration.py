@@ -78,12 +78,23 @@ def calibrate(inputs: RunInputs, budget: TimeBudget) -> Calibration:
     empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
     steps = planned_steps(empty, 0, budget.remaining, step_seconds, costs)
     if steps < FEW_STEPS:
-        console.warn(
-            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of"
-            f" {step_seconds:.1f} s each, too few to learn much; use more --minutes, a smaller"
-            " --batch-size or a smaller --model"
-        )
+        console.warn(few_steps_warning(budget.seconds, budget.remaining, steps, step_seconds))
     return Calibration(steps, evaluations, costs)
+
+
+def few_steps_warning(
+    budget_seconds: float, remaining_seconds: float, steps: int, step_seconds: float
+) -> str:
+    """Why a run has few steps: what a step takes, and what is not for steps."""
+    before = budget_seconds - remaining_seconds
+    after = max(0.0, remaining_seconds - steps * step_seconds)
+    return (
+        f"{budget_seconds / 60:g} minutes are only {plural(steps, 'step')} of {step_seconds:.1f} s"
+        f" each, too few to learn much: {before:.0f} s were for preparing and checks before the first"
+        f" step, and about {after:.0f} s are for evaluations and saving; run it when the computer is"
+        " less busy, or use m1clip train with more --minutes, a smaller --batch-size or a smaller"
+        " --model"
+    )
 
 
 def closing_evaluations(inputs: RunInputs) -> float:

@@ -196,6 +196,14 @@ def simulate(
     return clock.now, plan, len(plan.segments) - 1
 
 
+def test_few_steps_are_explained_by_what_is_not_for_steps() -> None:
+    warning = calibration.few_steps_warning(240.0, 90.0, 2, 11.3)
+    assert warning.startswith("4 minutes are only 2 steps of 11.3 s each, too few to learn much:")
+    assert "150 s were for preparing and checks before the first step" in warning
+    assert "about 67 s are for evaluations and saving" in warning
+    assert "run it when the computer is less busy, or use m1clip train with more" in warning
+
+
 def test_a_quiet_run_is_hardly_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, _, corrections = simulate(120, quiet, monkeypatch)
     assert seconds == pytest.approx(120, rel=0.02)
