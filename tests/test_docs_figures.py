@@ -52,6 +52,12 @@ def test_heads_by_number_of_images(name: str) -> None:
         assert cells[3].startswith(f"{classes['accuracy']:.1f} [")
 
 
+def test_readme_has_the_recall_of_the_model_in_the_box() -> None:
+    recall = result("general.json")["results"]["general"]["flickr8k-112"]["recall@10"]
+    row = f"| the model in the box, no training | {recall:.1f} |"
+    assert row in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
 def test_adapting_to_new_images() -> None:
     text = page("how-many-images.md")
     runs = result("adapt_heads.json")["runs"]
@@ -96,6 +102,7 @@ def test_fine_tuning_on_the_test_split() -> None:
     mean = figure.removeprefix("**").split("%")[0]  # 78.0 [77.7, 78.3]
     for name in ("finetune.md", "how-many-images.md", "lab-finetune.md"):
         assert mean in page(name), name
+    assert f"{mean.split()[0]} instead of" in page("dos-and-donts.md")
     tested = [run["test"] for run in study["runs"] if run["name"] == "best"]
     recalls = [scores["last, mirror"][0] for scores in tested]
     assert mean.startswith(f"{statistics.fmean(recalls):.1f} ")
