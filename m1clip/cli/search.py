@@ -314,13 +314,14 @@ def _mention_phrase(texts: tuple[str, ...]) -> None:
 
 
 def _suggest_sentence(texts: tuple[str, ...]) -> None:
-    """Say that a sentence finds more than a word, which rarely is a sure match."""
+    """Say that a sentence about a scene is more often a sure match than a word.
+
+    "a photo of a dog" is none: it is less sure than the word.
+    """
     if len(texts) == 1 and re.fullmatch(r"\w+", texts[0]):
-        word = one_line(texts[0])
-        article = "an" if word[0].lower() in "aeiou" else "a"
+        example = '"a dog runs on the grass"'
         print(
-            f'note       single words are rarely sure; try a sentence: "a photo of {article} {word}"',
-            file=sys.stderr,
+            f"note       single words are rarely sure; describe a scene: {example}", file=sys.stderr
         )
 
 

@@ -20,7 +20,7 @@ from photos import make_photos, save_model
 from small_run import exit_code
 
 import m1clip
-from m1clip.cli.search import _show
+from m1clip.cli.search import _show, _suggest_sentence
 from m1clip.errors import UserError
 from m1clip.model.named import EXPORT_REPORT, exported_from
 from m1clip.search import indexed_files, match, query_vectors, reader
@@ -477,6 +477,25 @@ def test_marked_results_say_so_instead_of_a_probability(capsys: pytest.CaptureFi
     assert lines[0] == "       0.500  0  (marked by you)"
     assert lines[1] == " 90%   0.500  1"
     assert lines[3] == "       0.500  2  (marked by you as wrong)"
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_suggested"),
+    [
+        (("dog",), True),
+        (("a dog",), False),
+        (("dog", "cat"), False),
+        (("2*dog",), False),
+        ((), False),
+    ],
+)
+def test_scene_is_suggested_for_a_single_word(
+    texts: tuple[str, ...], is_suggested: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _suggest_sentence(texts)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("describe a scene" in printed.err) is is_suggested
 
 
 def test_missing_image_is_reported_before_the_model_is_loaded(
