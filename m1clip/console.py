@@ -28,7 +28,9 @@ import io
 import json
 import logging
 import os
+import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +57,7 @@ _has_output = threading.Event()
 BAR_SECONDS = 0.5  # until work without a count is shown on a terminal
 PROGRESS_SECONDS = 8.0  # between two messages about the progress of the same work
 LOGGER_NAME = "m1clip"  # of the logger
+LINE_LABEL = re.compile(r"[a-z]+ {2,}")  # the first word of a line, padded to a column
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable that torchrun sets for each rank
 
 _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
@@ -382,6 +385,8 @@ class ConsoleHandler(logging.Handler):
             return
         with self.bars_lock:
             console = _console() if self._bars is None else self._bars.console
+            if console.is_terminal:
+                text = wrap_at_words(text, console.width)
             console.print(text, markup=False, soft_wrap=True)
 
     def is_interactive(self) -> bool:
@@ -415,6 +420,31 @@ class ConsoleHandler(logging.Handler):
             self._bars = None
         else:
             self._bars.remove_task(task)
+
+
+def wrap_at_words(text: str, width: int) -> str:
+    """Break lines that are wider than the terminal between words.
+
+    The rest of a line such as "device     cpu: ..." begins below the text after its first word. A
+    word that is wider than the terminal, such as a long path, is not broken.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        label = LINE_LABEL.match(line)
+        indent = label.end() if label else len(line) - len(line.lstrip())
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * min(indent, width // 2),
+            expand_tabs=False,
+            replace_whitespace=False,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
 
 
 class _Formatter(logging.Formatter):

@@ -432,6 +432,29 @@ def test_waiting_for_results_prints_nothing_where_there_is_no_terminal(
     assert capsys.readouterr() == ("a result\n", "")
 
 
+def test_long_lines_are_wrapped_at_words_on_a_terminal(tmp_path: Path) -> None:
+    words = [f"word{number:02}" for number in range(30)]
+    print_line = f"console.print('device     {' '.join(words)}')"
+    width = "import os; os.environ['COLUMNS'] = '80'"
+    program = f"{width}\nfrom m1clip import console\n{print_line}\n"
+    lines = [line.rstrip() for line in on_terminal(program).splitlines() if line.strip()]
+    assert len(lines) > 2
+    assert [word for line in lines for word in line.split()] == ["device", *words]
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith(" " * 11 + "word") for line in lines[1:])
+    with (tmp_path / "output.txt").open("wb") as file:
+        on_terminal(program, file.fileno())
+    (line,) = (tmp_path / "output.txt").read_text().splitlines()
+    assert line == f"device     {' '.join(words)}", "a file has the line as it is"
+
+
+def test_wrapping_keeps_short_lines_indents_and_long_words() -> None:
+    path = "/a" * 30
+    text = f"short  line\n  indented text with {path} and more\n"
+    expected = f"short  line\n  indented text with\n  {path}\n  and more\n"
+    assert console.wrap_at_words(text, 24) == expected
+
+
 def test_bars_are_shown_on_a_terminal_only() -> None:
     text = on_terminal(TERMINAL_PROGRAM)
     for part in ("drawing [b]: 1 of 3", "nested: 1 of 5", "drawing [b]: 3 of 3"):
