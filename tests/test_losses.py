@@ -680,6 +680,30 @@ def test_loss_of_guessing_is_that_of_the_glossary(captions: int) -> None:
     assert f"({expected:.2f} for 64" in glossary
 
 
+def test_untrained_demo_starts_below_guessing_as_learn_explains() -> None:
+    """Captions of one image are closer to each other than to those of other images."""
+    n = 128
+    captions = 5
+    image_index = torch.arange(n).repeat_interleave(captions)
+    ids = Ids(torch.arange(n), torch.arange(n * captions), image_index)
+    loss = RunLoss(LOSSES[DEFAULT_LOSS], text_contrast=0.5)
+    equal = F.normalize(torch.ones(n * captions, 256), dim=1)
+    guessing = loss.value(Features(equal[:n], equal, torch.tensor(14.3), None), ids).item()
+    # Cosines of an untrained demo: 0.88 between captions of one image, 0.70 between others.
+    random = torch.Generator().manual_seed(0)
+    shared = torch.zeros(256)
+    shared[0] = 0.70**0.5
+    of_image = torch.randn(n, 256, generator=random) * (0.18 / 256) ** 0.5
+    of_caption = torch.randn(n * captions, 256, generator=random) * (0.12 / 256) ** 0.5
+    text = F.normalize(shared + of_image[image_index] + of_caption, dim=1)
+    untrained = loss.value(Features(equal[:n], text, torch.tensor(14.3), None), ids).item()
+    page = (Path(__file__).parents[1] / "docs" / "learn.md").read_text(encoding="utf-8")
+    assert f"{guessing:.1f} for the demo" in page
+    assert guessing - 1.5 < untrained < guessing - 0.5
+    assert "untrained model starts at 8.0" in page
+    assert "`--loss multi-positive`" in page
+
+
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_targets])
 def test_targets_of_mixed_images(name: str) -> None:
     """Partners share their captions by the parts of the image, in every form of the loss."""

@@ -175,8 +175,8 @@ LOSSES: dict[str, Loss] = {
         needs_bias=True,
     ),
     "multi-positive": Loss(
-        help="infonce where copies of an image in a batch share their captions, and equal captions "
-        "match the images of each other",
+        help="infonce where every true pair of a batch counts as right: copies of an image share "
+        "their captions, and an image matches a caption equal to one of its own",
         row_term=infonce_rows,
         positives=SAME_IMAGE_OR_CAPTION,
         takes_targets=True,
