@@ -9,7 +9,7 @@ import shlex
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -44,6 +44,9 @@ PLOT_COLORS, PLOT_GRAY = (
     "#868e96",
 )
 CHANCE = "chance"
+NOT_COMPARABLE_LOSSES = (
+    "The losses of these runs cannot be compared: their batch sizes or loss functions differ."
+)
 WIDE_LOG_RANGE = 30.0  # the highest value divided by the lowest
 PLOT_INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
@@ -83,14 +86,18 @@ def plot(
     x_label: str = "step",
     log_x: bool = False,
     reference: str = CHANCE,
+    dashed: Mapping[str, str] | None = None,
+    note: str = "",
 ) -> str:
     """A line plot of (name, points), drawn by matplotlib as SVG; "" if nothing was measured.
 
-    The curve with the name `reference` is dashed and gray.
+    The curve with the name `reference` is dashed and gray; those in `dashed` are dashed in the
+    color given there. `note` stands below the plot.
     """
     shown = [(name, points) for name, points in curves if points]
     if not shown:
         return ""
+    dashed = {reference: PLOT_GRAY, **(dashed or {})}
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -111,7 +118,7 @@ def plot(
         for (name, points), color in zip(shown, itertools.cycle(PLOT_COLORS), strict=False):
             xs, ys = zip(*points, strict=True)
             style: dict[str, Any] = (
-                {"color": PLOT_GRAY, "linestyle": "--"} if name == reference else {"color": color}
+                {"color": dashed[name], "linestyle": "--"} if name in dashed else {"color": color}
             )
             axes.plot(
                 xs, ys, label=one_line(name), marker="o" if len(xs) < 30 else None, ms=2.5, **style
@@ -142,7 +149,8 @@ def plot(
         f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown
     )
     image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
-    return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
+    hint = f"<p class='hint'>{escape(note)}</p>" if note else ""
+    return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}{hint}</figure>"
 
 
 def curve_plots(histories: Sequence[History]) -> str:
@@ -154,14 +162,60 @@ def curve_plots(histories: Sequence[History]) -> str:
     loss, *other_fields = plotted_fields("step")
     plots = ""
     for field in (loss, best, *plotted_fields("eval"), *other_fields):
+        drawn = [
+            history
+            for history in histories
+            if history.curve(field.name or history.metric, field.factor)
+        ]
         curves = [
             (history.name, history.curve(field.name or history.metric, field.factor))
-            for history in histories
+            for history in drawn
         ]
-        chance = field.chance or f"{field.name or histories[0].metric}/chance"
-        curves.append((CHANCE, histories[0].curve(chance, field.factor)))
-        plots += plot(field.title, curves, log=field.log_scale)
+        chances = chance_curves(drawn, field)
+        plots += plot(
+            field.title,
+            [*curves, *((name, points) for name, points, _ in chances)],
+            log=field.log_scale,
+            dashed={name: color for name, _, color in chances},
+            note=NOT_COMPARABLE_LOSSES if field is loss and have_different_losses(drawn) else "",
+        )
     return plots
+
+
+def chance_curves(
+    histories: Sequence[History], field: LogField
+) -> list[tuple[str, Sequence[tuple[float, float]], str]]:
+    """(name, points, color) of each chance level of a field; in gray if all runs have the same."""
+    runs_by_level: dict[float, list[int]] = {}
+    curves = []
+    for index, history in enumerate(histories):
+        points = history.curve(
+            field.chance or f"{field.name or history.metric}/chance", field.factor
+        )
+        curves.append(points)
+        if points:
+            runs_by_level.setdefault(points[-1][1], []).append(index)
+    chances = []
+    for indices in runs_by_level.values():
+        names = ", ".join(histories[index].name for index in indices)
+        longest = max((curves[index] for index in indices), key=len)
+        color = PLOT_COLORS[indices[0] % len(PLOT_COLORS)]
+        chances.append((f"{CHANCE} of {names}", longest, color))
+    if len(chances) == 1:
+        return [(CHANCE, chances[0][1], PLOT_GRAY)]
+    return chances
+
+
+def have_different_losses(histories: Sequence[History]) -> bool:
+    """Whether runs have different batch sizes or loss functions."""
+    settings = {
+        (
+            history.files.setting("train", "batch_size", int),
+            history.files.setting("train", "loss", str),
+        )
+        for history in histories
+    }
+    return len(settings) > 1
 
 
 Scores = tuple[str, dict[str, Any]]  # what was evaluated and when, and its record; {} without one

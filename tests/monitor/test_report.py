@@ -133,6 +133,31 @@ def test_runs_without_a_common_split_or_with_other_data_are_not_compared(tmp_pat
     assert "do not overlap" not in page
 
 
+def run_at_chance(folder: Path, batch_size: int) -> Path:
+    chance = 1 / batch_size
+    steps = [step(number, batch_accuracy=chance, batch_chance=chance) for number in (1, 2)]
+    return make_run(folder, steps, config=f"[train]\nbatch_size = {batch_size}\n")
+
+
+@needs_matplotlib
+def test_each_batch_size_has_its_own_chance_level(tmp_path: Path) -> None:
+    sizes = {"small": 16, "large": 128, "also-large": 128}
+    runs = [run_at_chance(tmp_path / name, size) for name, size in sizes.items()]
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    links = parsed(page)
+    title = "Training accuracy within a batch"
+    (alt,) = (alt for alt in links.alts if alt.startswith(title))
+    assert "; chance of small from 6.25 to 6.25; chance of large, also-large from 0.781" in alt
+    dashed = re.findall(r"stroke-dasharray: [^\"]*?stroke: (#\w+)", svg(links, title))
+    assert set(dashed) == set(report.PLOT_COLORS[:2]), "the colors of small and large"
+    assert page.count(report.NOT_COMPARABLE_LOSSES) == 1
+
+    same = write_report(runs[1:], tmp_path / "same.html").read_text()
+    (alt,) = (alt for alt in parsed(same).alts if alt.startswith(title))
+    assert "; chance from 0.781" in alt
+    assert report.NOT_COMPARABLE_LOSSES not in same
+
+
 def test_without_matplotlib_the_report_has_everything_but_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
