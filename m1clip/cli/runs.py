@@ -24,8 +24,8 @@ def monitor(
 ) -> None:
     """Monitor running or finished runs, in this terminal or with --web in a browser.
 
-    Without a name it shows the run that is training now, or else the newest in runs/. Ctrl-C closes
-    it and never affects the run.
+    Without a name it shows the run that is training now, or else the newest in runs/; without a run
+    it waits for one. Ctrl-C closes it and never affects the run.
 
         m1clip monitor
         m1clip monitor --web
@@ -49,8 +49,13 @@ def monitor(
         serve(list(runs) or [RUNS_FOLDER], port, browser)
         return
     from m1clip.monitor import terminal
-    from m1clip.monitor.status import newest_run, require_run
+    from m1clip.monitor.status import find_runs, newest_run, require_run
 
+    if not runs and not once and sys.stdout.isatty() and not find_runs(RUNS_FOLDER):
+        started = terminal.wait_for_run(RUNS_FOLDER)
+        if started is not None:
+            terminal.monitor(started)
+        return
     if not runs and not RUNS_FOLDER.is_dir():
         raise UserError(f"{RUNS_FOLDER}: no runs yet in this folder; m1clip train makes one")
     run_folders = [

@@ -22,7 +22,7 @@ from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size, when
 from m1clip.monitor.diagnostics import describe, diagnose
 from m1clip.monitor.history import PHASES, History, numbers
-from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
+from m1clip.monitor.status import Status, elapsed, find_runs, newest_run, seconds_left, status_of
 from m1clip.runlog import FIELDS, SELECTION, Record
 from m1clip.system import STOP_SIGNALS
 
@@ -317,6 +317,16 @@ def frame(
         Layout(Group(*lower), size=len(lower)),
     )
     return screen
+
+
+def wait_for_run(folder: Path) -> Path | None:
+    """Wait for the first run in a folder, and return it; None after Ctrl-C."""
+    print(f"{folder}: no runs yet; waiting for one to start (Ctrl-C ends this)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while not find_runs(folder):
+            time.sleep(POLL)
+        return newest_run(folder)
+    return None
 
 
 def monitor(run: Path) -> None:

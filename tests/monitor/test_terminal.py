@@ -20,7 +20,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from small_run import TIMEOUT, command
 
+from m1clip.cli import runs
+from m1clip.errors import UserError
 from m1clip.io import lock_content
+from m1clip.monitor import terminal
 from m1clip.monitor.history import History
 from m1clip.monitor.status import Status
 from m1clip.monitor.terminal import frame, once, plot
@@ -188,6 +191,40 @@ def test_monitor_follows_a_run_and_a_resized_window(
             process.kill()
         process.wait(timeout=TIMEOUT)
         os.close(terminal)
+
+
+def test_monitor_without_a_run_waits_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown: list[Path] = []
+    monkeypatch.setattr(terminal, "monitor", shown.append)
+
+    def sleep(seconds: float) -> None:
+        if Path("runs").is_dir():
+            make_run(Path("runs/demo"), [])
+        Path("runs").mkdir(exist_ok=True)  # the folder is there before the run
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    runs.monitor()
+    assert shown == [Path("runs/demo")]
+    assert "runs: no runs yet; waiting for one to start (Ctrl-C" in capsys.readouterr().out
+
+
+def test_monitor_that_waits_for_a_run_ends_by_ctrl_c_and_once_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    runs.monitor()
+    with pytest.raises(UserError, match="runs: no runs yet in this folder"):
+        runs.monitor(once=True)
 
 
 @pytest.mark.slow
