@@ -195,7 +195,7 @@ def chance_curves(
         curves.append(points)
         if points:
             runs_by_level.setdefault(points[-1][1], []).append(index)
-    chances = []
+    chances: list[tuple[str, Sequence[tuple[float, float]], str]] = []
     for indices in runs_by_level.values():
         names = ", ".join(histories[index].name for index in indices)
         longest = max((curves[index] for index in indices), key=len)
