@@ -191,6 +191,29 @@ def test_runs_are_switched_and_overlaid_and_the_theme_changes(visit: Any, tmp_pa
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
+COLORED_PIXELS = """[...plots.loss.u.ctx.getImageData(
+    plots.loss.u.bbox.left, plots.loss.u.bbox.top, plots.loss.u.bbox.width, plots.loss.u.bbox.height
+).data].reduce((count, value, i, data) => count + (i % 4 === 0 && data[i + 3] > 200
+    && Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3)) > 60 ? 1 : 0), 0)"""
+
+
+def test_plot_of_one_value_has_a_dot(visit: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "young", [step(1)])
+    page, _ = visit([tmp_path / "runs"])
+    wait_for_points(page, 1)
+    until(page, f"{COLORED_PIXELS} >= 3")
+    append(run, [step(number) for number in range(2, 120)])
+    wait_for_points(page, 119)
+    assert page.evaluate("plots.loss.u.series[1].points.show()") is False, "a line without dots"
+
+
+def test_best_score_of_each_run_stands_beside_its_chance_level(visit: Any, tmp_path: Path) -> None:
+    full_run(tmp_path / "runs" / "demo", 0.4)
+    page, _ = visit([tmp_path / "runs"])
+    until(page, "document.querySelector('#runs').textContent.includes('mean recall 40.0%')")
+    assert "mean recall 40.0% (chance 1.00%)" in page.inner_text("#runs")
+
+
 def test_page_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) -> None:
     page, _ = visit([full_run(tmp_path / "demo")])
     wait_for_points(page, 50)

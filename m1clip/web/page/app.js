@@ -199,7 +199,8 @@ function drawRuns() {
   state.runs.forEach((run, i) => {
     const li = old.get(run.id) || addRun(run.id), [box, swatch, button] = li.children;
     old.delete(run.id);
-    const best = isNumber(run.best) ? `, ${run.metric} ${percent(run.best)}` : "";
+    const chance = run.chance ? ` (chance ${percent(run.chance, 2)})` : "";
+    const best = isNumber(run.best) ? `, ${run.metric} ${percent(run.best)}${chance}` : "";
     const done = run.steps ? ` ${Math.floor(100 * run.step / run.steps)}%` : "";
     box.checked = state.shown.has(run.id);
     box.setAttribute("aria-label", `Show ${run.name} in the plots`);

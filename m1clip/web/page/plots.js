@@ -55,6 +55,8 @@ const Zoom = {
   apply() { for (const plot of this.plots) plot.show(); },
 };
 
+const hasOneValue = (series) => series.y.filter((v) => v !== null && v !== undefined).length === 1;
+
 class Plot {
   constructor(title, options = {}) {
     this.options = options; this.series = []; this.u = null; this.key = "";
@@ -79,7 +81,7 @@ class Plot {
     // A logarithmic axis has no place for a loss at or below 0.
     log &&= series.every((each) => each.y.every((v) => v === null || v === undefined || v > 0));
     this.log = log; this.unit = unit;
-    const key = JSON.stringify([this.series.map((each) => [each.name, each.index, each.dash]), log, unit, dark()]);
+    const key = JSON.stringify([this.series.map((each) => [each.name, each.index, each.dash, hasOneValue(each)]), log, unit, dark()]);
     const data = this.data();
     if (!data) {
       this.destroy();
@@ -115,7 +117,8 @@ class Plot {
       series: [{}, ...this.series.map((each) => ({
         label: each.name, stroke: each.color || color(each.index), width: each.thin ? 1 : 1.8, spanGaps: true,
         dash: each.dash || DASHES[Math.floor(each.index / COLORS.length) % 4],
-        points: { show: each.dots === true && each.x.length < 80, size: 5 },
+        // A single value has no line.
+        points: { show: hasOneValue(each) || (each.dots === true && each.x.length < 80), size: 5 },
       }))],
       hooks: {
         setSelect: [(u) => {
